@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from perseus_planner.service.http.server import Address, listening
+from perseus_planner.service.serve import Address, listening
 
 
 class Body(BaseModel):

@@ -21,8 +21,14 @@ from service_figures import Found, Mixed, section_of
 from service_processes import Leaders, Row, Server, echo, leading, look, service, spell
 
 from perseus_planner.service.client import Client
-from perseus_planner.service.model import Place, Scope
-from perseus_planner.service.schemas import Counters, Registration, ReportRequest, to_json
+from perseus_planner.service.models import (
+    Counters,
+    Place,
+    Registration,
+    ReportRequest,
+    Scope,
+    to_json,
+)
 
 _SLOWDOWNS = (1.3, 1.2, 1.1)
 _AGAIN = 0.5  # that share of the reports says what the same probe said last

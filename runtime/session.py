@@ -41,7 +41,7 @@ from perseus_planner.runtime.telemetry.telemetry import Telemetry
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.link import ServiceLink
+    from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
@@ -358,7 +358,7 @@ class _Session:
 
 def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     try:  # loaded here with pydantic, because most jobs have no service
-        from perseus_planner.runtime.agent.link import ServiceLink
+        from perseus_planner.runtime.agent.agent import ServiceLink
         from perseus_planner.runtime.agent.settings import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(

@@ -1,5 +1,5 @@
-"""Background work: a thread that calls a function once, or again and again, and when to try again
-after a failure.
+"""Background work: a thread that calls a function once, or again and again, when to try again
+after a failure, and a clock that nobody sets.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import closing
@@ -41,6 +42,31 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
     except RuntimeError:
         run()
     return future
+
+
+class SteadyClock:
+    """Seconds since the epoch that rise by a second each second, also when somebody sets the
+    machine's clock.
+
+    The machine's clock is read once. So reports begin and expire when they are due, and none
+    vanishes because the clock was wrong and has been set right.
+
+    Args:
+        wall_s: The machine's clock.
+        monotonic_s: A clock that nobody sets.
+    """
+
+    def __init__(
+        self,
+        wall_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._monotonic_s = monotonic_s
+        self._offset_s = wall_s() - monotonic_s()
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self._offset_s + self._monotonic_s()
 
 
 class Backoff:

@@ -84,10 +84,10 @@ def serve(
     if unix is not None and (host is not None or port is not None):
         raise UsageError("--unix: replaces --host and --port; give one or the other")
     try:
-        from perseus_planner.service.http.auth import read_tokens
-        from perseus_planner.service.http.server import Address, listening, stand_by
-        from perseus_planner.service.http.server import serve as serve_at
-        from perseus_planner.service.model import StorageError
+        from perseus_planner.service.access import read_tokens
+        from perseus_planner.service.models import StorageError
+        from perseus_planner.service.serve import Address, listening, stand_by
+        from perseus_planner.service.serve import serve as serve_at
         from perseus_planner.service.service import Service
         from perseus_planner.service.store import StandBy, Storage
     except ModuleNotFoundError as error:

@@ -30,10 +30,8 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import Answer
     from perseus_planner.service.client import Client
-    from perseus_planner.service.model import Scope
-    from perseus_planner.service.schemas import ReportRequest
+    from perseus_planner.service.models import Answer, ReportRequest, Scope
 
 _EVENTS = 10  #: that are shown, the latest
 _LOOK_S = 1.0  #: between two looks at the jobs, or at a file that may be replaced
@@ -64,7 +62,7 @@ def status(
     if totals and (job is not None or watch):
         raise UsageError("--totals: shows all jobs, once; leave out the name of a job, and --watch")
     with _open_client(service) as client:
-        from perseus_planner.service.answers import Jobs, Totals
+        from perseus_planner.service.models import Jobs, Totals
         from perseus_planner.views.service_text import jobs_text, status_text, totals_text
 
         if totals:
@@ -134,14 +132,14 @@ class NewReport:
 
     def request(self) -> ReportRequest:
         """Return the report for the service."""
-        from perseus_planner.service.schemas import ReportRequest
+        from perseus_planner.service.models import ReportRequest
 
         values = {name: value for name, value in vars(self).items() if name not in _SCOPES}
         values["source"] = self.source or f"{getpass.getuser()}@{socket.gethostname()}"
         return ReportRequest(scope=self._scope(), **values)
 
     def _scope(self) -> Scope:
-        from perseus_planner.service.model import Scope
+        from perseus_planner.service.models import Scope
 
         named = [name for name in _SCOPES[1:] if getattr(self, name) is not None]
         if self.pipeline is not None and not named:
@@ -278,8 +276,8 @@ def _send(
 ) -> None:
     """Read a schedule, send it, and print what it does now and next."""
     from perseus_planner.base.prefixes import si
-    from perseus_planner.service.budget_file import read_budgets
-    from perseus_planner.service.model import split_at
+    from perseus_planner.service.budgets import read_budgets
+    from perseus_planner.service.models import split_at
 
     now, later = split_at(read_budgets(path, target), time.time())
     power_w = None if now is None else now.power_w
@@ -297,7 +295,7 @@ def _send(
 
 def _follow(path: Path, send: Callable[[], None]) -> None:
     """Send the schedule again whenever its file is replaced; what is wrong with it is printed."""
-    from perseus_planner.service.budget_file import replaced
+    from perseus_planner.service.budgets import replaced
 
     for _ in replaced(path, lambda: time.sleep(_LOOK_S)):
         while True:
@@ -333,7 +331,7 @@ def _answers_text(answers: Sequence[Answer]) -> str:
 
 
 def _print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
-    from perseus_planner.service.answers import Answers
+    from perseus_planner.service.models import Answers
 
     text = _answers_text(answers) or "No job runs; it applies to those that start."
     _print(Answers(tuple(answers)), text, as_json=as_json)
@@ -344,7 +342,7 @@ def _print(value: Any, text: str, *, as_json: bool, clear: bool = False) -> None
     JSON.
     """
     if as_json:
-        from perseus_planner.service.schemas import to_json
+        from perseus_planner.service.models import to_json
 
         text, clear = to_json(value, indent=2).decode(), False
     click.echo(_CLEAR * clear + console.printable(text))

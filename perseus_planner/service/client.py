@@ -15,6 +15,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import quote
 
+from pydantic import ValidationError
+
 from perseus_planner.base.errors import (
     PlanError,
     ServiceAway,
@@ -23,31 +25,31 @@ from perseus_planner.base.errors import (
     how_to_install,
     one_line,
 )
-from perseus_planner.service.answers import (
+from perseus_planner.service.models import (
+    EPOCH,
+    LEASE,
     Answer,
     Answers,
+    Counters,
+    Curve,
+    DeadlineRequest,
     History,
     Jobs,
     JobStatus,
     JobTotals,
     Pipelines,
     PipelineStatus,
+    PlanSet,
     PowerBudget,
-    Registered,
-    Reports,
-    Totals,
-)
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.model import PlanSet, PowerStep, Report
-from perseus_planner.service.schemas import (
-    EPOCH,
-    LEASE,
-    Counters,
-    DeadlineRequest,
     PowerRequest,
+    PowerStep,
+    Registered,
     Registration,
+    Report,
     ReportRequest,
+    Reports,
     TakenRequest,
+    Totals,
     from_json,
     to_json,
 )
@@ -253,14 +255,12 @@ class Client:
     def _read(self, kind: type[Value], response: httpx.Response) -> Value:
         """Return the value in a JSON answer."""
         try:
-            _ = response.json() if response.content else None
-        except (ValueError, RecursionError):  # also if it is not UTF-8
-            self._refuse_answer(response.text)
-        try:
             value = from_json(kind, response.content)
             if isinstance(value, PlanSet):
                 _ = value.plans  # parsed now, so that what is not a plan is an error here
         except (LookupError, TypeError, ValueError, AttributeError, PlanError, UsageError) as error:
+            if isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid":
+                self._refuse_answer(response.text)
             raise ServiceAway(
                 f"the service at {self.address} answered what this planner does not understand "
                 f"({one_line(str(error), 200)}); use the same version of perseus-planner on both "

@@ -1,30 +1,274 @@
 """From targets to plans: curves and plans that are known are looked up, others are made by worker
 processes, one job at a time for each.
+
+Solving and planning are compiled code that holds Python's global lock. On a thread of the service,
+answers would wait for up to 0.5 s.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
+import os
+import re
+import signal
+import tempfile
 import threading
-from collections.abc import Callable, Hashable, Iterable
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from perseus_planner.base.errors import PlannerError, UsageError
-from perseus_planner.service import worker
-from perseus_planner.service.curves import Curve, KnownNumbers, NotSolved, Slow, slow_of
-from perseus_planner.service.model import distinct
-from perseus_planner.service.worker import PlanRequest, RecentlyUsed
+from perseus_planner.base.errors import (
+    FrontierError,
+    InfeasibleDeadline,
+    InfeasiblePower,
+    PlannerError,
+    ProfileError,
+    UsageError,
+)
+from perseus_planner.base.units import ON_TIME
+from perseus_planner.plans.job import Job
+from perseus_planner.plans.settings import Settings
+from perseus_planner.profiles.groups import slowed, within_power_limit
+from perseus_planner.profiles.profiles import profile_document
+from perseus_planner.schedules import NAMES
+from perseus_planner.service.models import Curve, NotSolved, Numbers, Slow, distinct
+from perseus_planner.solver.frontier import Frontier, solve_dag
 
 if TYPE_CHECKING:
-    from perseus_planner.service.model import Decision, PlanSet, RegisteredJob
+    from perseus_planner.service.models import Decision, RegisteredJob
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
+
+Value = TypeVar("Value")
+
+_FRONTIERS = 32  # frontiers that a process keeps in memory
+_LARGEST_BYTES = (
+    10**8
+)  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+_LARGEST_HEADER_BYTES = 4 * 10**6  # some 500,000 computations, each of which takes time to read
+_NICENESS = 10
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Unsolved:
+    """A profile and a schedule to solve."""
+
+    #: The texts of the two files of a profile.
+    profile_csv: str
+    profile_yaml: str
+    schedule: str  #: The name of a schedule, or a text grid
+    microbatches: int | None  #: Per iteration; None with a text grid, which determines it
+
+
+class PlanRequest(NamedTuple):
+    """A plan that is wanted."""
+
+    frontier: str  #: Digest of the frontier file
+    time_s: float  #: Deadline of an iteration, seconds
+    slow: Slow  #: Stages that are slower than profiled
+    #: Upper bound on the average power of the pipeline, watts, which goes before `time_s`; None for
+    #: no bound.
+    power_w: float | None
+    max_changes: int | None  #: Switch budget, as for `Frontier.plan_for`
+    on_time: float | None = ON_TIME  #: The probability of keeping deadline or power, likewise
+    #: Power limit of each GPU, watts; None for that under which it was profiled.
+    gpu_power_limit_w: float | None = None
+
+
+def prepare_process(service: Connection) -> None:
+    """Prepare this process: low priority, Ctrl-C left to the service, and an end together with the
+    service.
+
+    Args:
+        service: A pipe whose other end the service holds. When that is closed, even by the
+            service's death, this process ends at once. Pool processes would otherwise outlive a
+            service that is killed.
+    """
+    os.nice(_NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(service,), daemon=True).start()
+
+
+def solve_profile(unsolved: Unsolved) -> bytes:
+    """Solve a profile with a schedule, as `planner solve` does; returns the frontier file.
+
+    Raises:
+        UsageError: If the profile or the schedule cannot be used, or they do not fit each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="planner-solve-") as name:
+        folder = Path(name)
+        try:
+            (dag,) = Job.of(_written(unsolved, folder)).dags()
+            solve_dag(dag).save(folder / "frontier.npz")
+        except PlannerError as error:
+            raise UsageError(str(error).replace(f"{folder}/", "")) from None
+        return (folder / "frontier.npz").read_bytes()
+
+
+def curve_of(digest: str, content: bytes) -> Curve:
+    """Return the curve of a frontier.
+
+    Raises:
+        FrontierError: If `content` is not a frontier file.
+    """
+    return Curve.of(_frontier(digest, (), None, content))
+
+
+def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
+    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved
+    anew, exactly.
+
+    Raises:
+        ProfileError: If there is no such stage, or no clock keeps a computation within the limit.
+    """
+    return Curve.of(_frontier(digest, slow, gpu_power_limit_w, content))
+
+
+def plan_text(request: PlanRequest, content: bytes) -> str:
+    """Return the requested plan as `Plan.dumps` writes it; that of the least power if none draws so
+    little.
+
+    Raises:
+        InfeasibleDeadline: If no choice of clocks is that fast.
+        InfeasibleBudget: If none was found within the switch budget.
+    """
+    frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
+    limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "on_time")}
+    plan = frontier.plan_until(request.time_s, **limits)
+    sure = plan.on_time
+    power_w = plan.power_w if sure is None else sure.power_w.high
+    if request.power_w is not None and power_w > request.power_w:
+        try:
+            within = frontier.plan_within_power(request.power_w, **limits)
+        except InfeasiblePower as error:
+            within = frontier.plan_within_power(error.least_power_w, **limits)
+        plan = within if sure is None else max(plan, within, key=lambda each: each.time_s)
+    return plan.dumps()
+
+
+def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
+    """Return the requested plan, or the fastest one that was found if none is that fast."""
+    try:
+        return plan_text(request, content)
+    except InfeasibleDeadline as error:
+        frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
+        least_s = max(error.least_time_s, frontier.least_deadline_s(request.on_time))
+        return plan_text(request._replace(time_s=least_s), content)
+
+
+class RecentlyUsed(Generic[Key, Value]):
+    """A cache of the values that were last used, for any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of a key, which is then the one used last; None if it is not there."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        """Add a value, in place of the one that was not used for longest if there are too many."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+
+_frontiers = RecentlyUsed[tuple[str, Slow, float | None], Frontier](_FRONTIERS)
+
+
+def _frontier(digest: str, slow: Slow, limit_w: float | None, content: bytes) -> Frontier:
+    """Return a frontier, kept in memory as it caches its plans."""
+    key = (digest, slow, limit_w)
+    frontier = _frontiers.get(key)
+    if frontier is None:
+        if slow or limit_w is not None:
+            frontier = _changed(_frontier(digest, (), None, content), slow, limit_w)
+        else:
+            frontier = _read(content)
+        _frontiers.put(key, frontier)
+    return frontier
+
+
+def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
+    profile = frontier.profile if limit_w is None else within_power_limit(frontier.profile, limit_w)
+    profile = slowed(profile, dict(slow)) if slow else profile
+    return (
+        frontier if profile is frontier.profile else solve_dag(frontier.dag.with_profile(profile))
+    )
+
+
+def _read(content: bytes) -> Frontier:
+    _check_size(content)
+    with tempfile.TemporaryDirectory(prefix="perseus-planner-") as folder:
+        path = Path(folder) / "frontier.npz"
+        path.write_bytes(content)
+        try:
+            return Frontier.load(path)
+        except FrontierError as error:
+            raise FrontierError(str(error).replace(str(path), path.name)) from None
+
+
+def _check_size(content: bytes) -> None:
+    """Refuse a small file that unpacks to more than fits in memory."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
+    except zipfile.BadZipFile:
+        return  # reading it says what it is instead
+    size, computations = sum(sizes.values()), sizes.get("header.npy", 0)
+    if computations > _LARGEST_HEADER_BYTES:
+        raise FrontierError(
+            f"frontier.npz: its list of computations unpacks to {computations} bytes, more than "
+            f"{_LARGEST_HEADER_BYTES}; is it a frontier?"
+        )
+    if size > _LARGEST_BYTES:
+        raise FrontierError(
+            f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?"
+        )
+
+
+def _written(unsolved: Unsolved, folder: Path) -> Settings:
+    """Write the profile into `folder`, and the schedule if it is a grid; returns the settings
+    that name them.
+    """
+    document = folder / "profile.yaml"
+    document.write_text(unsolved.profile_yaml, encoding="utf-8", newline="")
+    table = profile_document(document).values["measurements"]
+    if not isinstance(table, str) or not _FILE_NAME.fullmatch(table) or table == document.name:
+        raise ProfileError(
+            "profile.yaml: measurements: is not a plain file name; write profile.csv there"
+        )
+    (folder / table).write_text(unsolved.profile_csv, encoding="utf-8", newline="")
+    schedule: str | Path = unsolved.schedule
+    if schedule not in NAMES:
+        schedule = folder / "schedule.txt"
+        schedule.write_text(unsolved.schedule, encoding="utf-8", newline="")
+    return Settings(profile=document, schedule=schedule, microbatches=unsolved.microbatches)
+
+
+def _end_with(service: Connection) -> None:
+    wait([service])
+    os._exit(0)
+
 
 LONGEST_S = 300.0
 """How long one call of a worker process may take: a solution or a plan."""
@@ -116,7 +360,7 @@ class Processes:
             if self._pool is None or self._pool is broken:
                 # a fork would inherit the service's sockets and locks
                 context = multiprocessing.get_context("spawn")
-                prepare = worker.prepare_process
+                prepare = prepare_process
                 self._pool = ProcessPoolExecutor(self._count, context, prepare, (self._theirs,))
             return self._pool
 
@@ -146,11 +390,11 @@ class Planning:
         """
         curve = self._curves.get((digest, (), None))
         if curve is None:
-            curve = self._run(worker.curve_of, digest, content)
+            curve = self._run(curve_of, digest, content)
             self._curves.put((digest, (), None), curve)
         return curve
 
-    def numbers(self, job: RegisteredJob, curve: Curve) -> KnownNumbers:
+    def numbers(self, job: RegisteredJob, curve: Curve) -> Numbers:
         """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it
         has been solved.
 
@@ -159,56 +403,38 @@ class Planning:
         """
         limit_w = job.gpu_power_limit_w
 
-        def solved(slow: Slow) -> Curve | None:
-            return self._curves.get((job.frontier, slow, limit_w))
+        def slowed(stages: Mapping[int, float]) -> Curve:
+            slow = tuple(sorted(stages.items()))
+            found = self._curves.get((job.frontier, slow, limit_w))
+            if found is None:
+                raise NotSolved(slow)
+            return found
 
-        limited = curve if limit_w is None else solved(())
-        if limited is None:
-            raise NotSolved(())
-        return KnownNumbers.on(limited, solved)
+        return Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
         """Solve the pipeline with these slow stages under its GPUs' power limit, so that
         `numbers` can look it up.
         """
         key = (job.frontier, slow, job.gpu_power_limit_w)
-        self._curves.put(key, self._run(worker.solved_curve, *key, self._frontier(job.frontier)))
+        self._curves.put(key, self._run(solved_curve, *key, self._frontier(job.frontier)))
 
     def text(self, request: PlanRequest) -> str | None:
         """Return the requested plan, if it was made before."""
         return self._texts.get(request)
 
-    def plan(self, request: PlanRequest) -> str:
-        """Return the requested plan, or the fastest one that was found if none is that fast."""
-        return self._made(request, worker.nearest_plan_text, self._frontier)
+    def plan(self, request: PlanRequest, content: bytes | None = None) -> str:
+        """Return the requested plan, or the fastest one that was found if none is that fast.
 
-    def first_plan(self, request: PlanRequest, content: bytes) -> str:
-        """Return a plan of a job that does not run yet, whose frontier file is `content`.
+        `content` is the frontier file of a job that does not run yet, which has the plan or none.
 
         Raises:
-            InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`.
+            InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`, with `content`.
         """
-        return self._made(request, worker.plan_text, lambda _: content)
-
-    def remember(
-        self, job: RegisteredJob, curve: Curve, versions: Iterable[tuple[PlanSet, Decision]]
-    ) -> None:
-        """Add versions of a job's plans, with the decisions that they were made for, to the
-        cache.
-        """
-        for plan_set, decision in versions:
-            requests, asked = requests_of(job, curve, decision)
-            indices = (*plan_set.of_pipeline, plan_set.own)
-            for request, index in {*zip(asked, indices, strict=False)}:
-                if index is not None:
-                    self._texts.put(requests[request], plan_set.texts[index])
-
-    def _made(
-        self, request: PlanRequest, make: Callable[..., str], content: Callable[[str], bytes]
-    ) -> str:
         text = self._texts.get(request)
         if text is None:
-            text = str(self._run(make, request, content(request.frontier)))
+            make = nearest_plan_text if content is None else plan_text
+            text = str(self._run(make, request, content or self._frontier(request.frontier)))
             self._texts.put(request, text)
         return text
 
@@ -223,7 +449,7 @@ def requests_of(
     of_target: dict[int, int] = {}
     targets = decision.targets if decision.own is None else (*decision.targets, decision.own)
     for target, _ in distinct(targets):
-        slow, gpu_w = slow_of(target.slow_stages), target.gpu_power_limit_w
+        slow, gpu_w = tuple(sorted(target.slow_stages.items())), target.gpu_power_limit_w
         is_as_profiled = not slow and gpu_w is None
         request = PlanRequest(
             job.frontier,
@@ -236,15 +462,6 @@ def requests_of(
         )
         of_target[id(target)] = requests.setdefault(request, len(requests))
     return tuple(requests), tuple(map(of_target.__getitem__, map(id, targets)))
-
-
-def deduplicated(values: Iterable[Key]) -> tuple[tuple[Key, ...], tuple[int, ...]]:
-    """Return the distinct values in order of appearance, and for each value its index among
-    them.
-    """
-    indices: dict[Key, int] = {}
-    of_each = tuple(indices.setdefault(value, len(indices)) for value in values)
-    return tuple(indices), of_each
 
 
 _log = logging.getLogger(__name__)

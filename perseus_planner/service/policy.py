@@ -53,7 +53,8 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.service.model import (
+from perseus_planner.service.models import (
+    Curve,
     Decision,
     Numbers,
     RegisteredJob,
@@ -87,7 +88,7 @@ class PolicySettings:
 class _Pipeline:
     """What is known about a pipeline."""
 
-    numbers: Numbers  #: Its frontier, with its slow stages
+    numbers: Curve  #: Its frontier, with its slow stages
     slow_stages: Mapping[int, float]  #: Stage -> slowdown
     own_s: float  #: Time of its plan if it waits for no other pipeline
     takes_s: float  #: Time of its iteration with that plan
@@ -316,15 +317,15 @@ class _Others:
         return expires_s - both_changes_s
 
 
-def _target_s(job: RegisteredJob, numbers: Numbers) -> float:
+def _target_s(job: RegisteredJob, numbers: Curve) -> float:
     return numbers.baseline_time_s if job.deadline_s is None else job.deadline_s
 
 
-def _own_s(numbers: Numbers, target_s: float) -> float:
+def _own_s(numbers: Curve, target_s: float) -> float:
     return min(max(target_s, numbers.min_time_s), numbers.max_time_s)
 
 
-def _saved_j(numbers: Numbers, from_s: float, to_s: float) -> float:
+def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     """Return what a plan of `to_s` saves against one of `from_s` if both then wait for a slower
     pipeline, joules.
     """
@@ -350,12 +351,16 @@ def _pipelines(
     calm_s = _own_s(numbers, target_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s, None)
     return calm, {
-        number: _reported(reports, calm, target_s) for number, reports in concerning.items()
+        number: _reported(reports, calm, numbers, target_s)
+        for number, reports in concerning.items()
     }
 
 
 def _reported(
-    reports: Sequence[tuple[Report, frozenset[int]]], calm: _Pipeline, target_s: float
+    reports: Sequence[tuple[Report, frozenset[int]]],
+    calm: _Pipeline,
+    profiled: Numbers,
+    target_s: float,
 ) -> _Pipeline:
     """Return a pipeline with its reports, each given with the stages that it concerns."""
     slow: dict[int, float] = {}
@@ -372,7 +377,7 @@ def _reported(
             if (time_s, report.key) > of_all[:2]:
                 of_all = time_s, report.key, report
     slow = dict(sorted(slow.items()))
-    numbers = calm.numbers.slowed(slow) if slow else calm.numbers
+    numbers = profiled.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)
     takes_s = max(own_s, of_all[0])
     return _Pipeline(numbers, slow, own_s, takes_s, of_all[2] if takes_s > own_s else of_stages[2])

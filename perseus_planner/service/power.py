@@ -19,42 +19,31 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
-from perseus_planner.service.answers import PowerBudget
-from perseus_planner.service.model import RegisteredJob, Slowing, split_at
-from perseus_planner.service.state import JobState, Share
+from perseus_planner.service.jobs import JobState, Share
+from perseus_planner.service.models import PowerBudget, RegisteredJob, Slowing, split_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.service.curves import Curve
-    from perseus_planner.service.writer import Draft
+    from perseus_planner.service.models import Curve
+    from perseus_planner.service.store import Draft
 
 Floats = NDArray[np.float64]
 
 _log = logging.getLogger(__name__)
 
 
-class EnergyCurve(Protocol):
-    """The part of a frontier that sharing needs. `Frontier` and `Curve` have it."""
-
-    @property
-    def times_s(self) -> Floats: ...  # noqa: D102
-    @property
-    def energies_j(self) -> Floats: ...  # noqa: D102
-    def bound_j(self, deadline_s: float) -> float: ...  # noqa: D102
-
-
 @dataclass(frozen=True, eq=False)
 class Demand:
     """What a job would do without a budget."""
 
-    frontier: EnergyCurve  #: The frontier of each of its pipelines
+    frontier: Curve  #: The frontier of each of its pipelines
     pipelines: int  #: Number of pipelines
     gpus: int  #: Number of GPUs over all pipelines
     #: Iteration time: its deadline, or more if a straggler takes longer; at least the least of the
@@ -148,7 +137,7 @@ def _curve_from(demand: Demand, start_s: float) -> tuple[Floats, Floats]:
     """Return (points,) rising times from `start_s` and the energies of all pipelines, linear in
     between.
     """
-    times_s, energies_j = demand.frontier.times_s[::-1], demand.frontier.energies_j[::-1]
+    times_s, energies_j = map(np.array, (demand.frontier.times_s, demand.frontier.energies_j))
     later = times_s > start_s * (1.0 + 1e-9)  # closer points do not determine a slope
     start_j = demand.frontier.bound_j(start_s)
     return (
@@ -244,6 +233,7 @@ def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
         draft.put(
             draft.state(name).with_job(
                 power_w=budget.power_w,
+                next_power=next(iter(budget.later.schedule), None),
                 power_schedule=budget.schedule,
                 power_since_s=budget.since_s,
             )

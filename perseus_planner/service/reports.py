@@ -13,7 +13,7 @@ from perseus_planner.base.errors import UsageError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
+    from perseus_planner.service.models import Place, RegisteredJob, Report, Scope
 
 
 @dataclass(frozen=True)

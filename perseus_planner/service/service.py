@@ -1,4 +1,8 @@
-"""The service without HTTP: jobs, reports about them, and the versions of their plans."""
+"""The service without HTTP: jobs, reports about them, and the versions of their plans.
+
+One thread changes what it knows: commands that arrive while a transaction is being written go into
+the next one together, and are answered after it.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +13,23 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
-from perseus_planner.service.alertmanager import AlertEffects, jobs_concerned, with_alerts
-from perseus_planner.service.answers import (
-    Answer,
-    History,
-    JobStatus,
-    JobTotals,
-    PipelineStatus,
-    PowerBudget,
-    Registered,
-)
-from perseus_planner.service.clock import SteadyClock, Timers
-from perseus_planner.service.model import (
-    BOUND,
-    Conflict,
-    PlanSet,
-    PowerStep,
-    RegisteredJob,
-    Report,
-    Taken,
-    UnknownReport,
-)
-from perseus_planner.service.planning import Ending, Planning, Processes, Replanner
-from perseus_planner.service.power import (
-    begin_budgets,
-    set_budget,
-    share_least_power,
-    share_power,
-)
-from perseus_planner.service.state import (
+from perseus_planner.base.loops import SteadyClock
+from perseus_planner.service.alerts import jobs_concerned, with_alerts
+from perseus_planner.service.jobs import (
     JobState,
-    answer_registration,
+    StatusMade,
+    TelemetryBook,
     answer_to,
     check_deadline,
     check_report,
     check_same,
+    current_reports,
     expire,
     first_state,
     give_up,
@@ -56,24 +37,58 @@ from perseus_planner.service.state import (
     is_same,
     lease_s,
     next_look_s,
+    pipeline_statuses,
     prepare,
     recognize,
     reconcile,
     take_over_job,
+    totals_of,
     until_it_begins,
 )
-from perseus_planner.service.status import Statuses, current_reports, pipeline_statuses
-from perseus_planner.service.store import Change
-from perseus_planner.service.telemetry import TelemetryBook, totals_of
-from perseus_planner.service.worker import Unsolved, solve_profile
-from perseus_planner.service.writer import Changed, Draft, Writer, unknown_job
+from perseus_planner.service.models import (
+    Answer,
+    Conflict,
+    History,
+    JobStatus,
+    JobTotals,
+    PipelineStatus,
+    PlanSet,
+    PowerBudget,
+    PowerStep,
+    Registered,
+    RegisteredJob,
+    Report,
+    Taken,
+    UnknownReport,
+)
+from perseus_planner.service.planning import (
+    Ending,
+    Planning,
+    Processes,
+    Replanner,
+    Unsolved,
+    solve_profile,
+)
+from perseus_planner.service.power import (
+    begin_budgets,
+    set_budget,
+    share_least_power,
+    share_power,
+)
+from perseus_planner.service.store import (
+    Changed,
+    Draft,
+    Storage,
+    Stored,
+    Writer,
+    unknown_job,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from perseus_planner.service.curves import Curve
-    from perseus_planner.service.schemas import Counters
+    from perseus_planner.service.models import Counters, Curve, JobTotals
     from perseus_planner.service.store import Storage, Stored
 
 
@@ -134,23 +149,24 @@ class Service:
         self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        self._timers, self._leases = Timers(), Timers()
+        #: When time alone may change the decision of each job.
+        self._timers: dict[str, float] = {}
+        self._timing = threading.Lock()  #: of them
         self._epoch = uuid4().hex
         self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
-        self._lease_s, self._heard_s = lease_s, dict.fromkeys(stored.jobs, self._now_s())
-        self._subscribers: tuple[Callable[[str, int], None], ...] = ()
-        self._subscribing = threading.Lock()
+        self._lease_s = lease_s
+        #: When each job was last heard of, unless it is silent.
+        self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
+        self._subscribers: list[Callable[[str, int], None]] = []
         self._storage = storage
         self._writer = Writer(storage, stored, self._follow_up, self._now_s)
         self._telemetry = TelemetryBook(
-            stored.telemetry, {name: state.job for name, state in stored.jobs.items()}
+            {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
         )
-        self._statuses = Statuses()
+        self._statuses: dict[str, StatusMade] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
-            self._leases.set(name, self._heard_s[name] + lease_s)
             self._set_timer(name, state)
-            self._planning.remember(state.job, state.curve, stored.versions[name])
 
     def __enter__(self) -> Service:
         with ExitStack() as stack:
@@ -277,7 +293,7 @@ class Service:
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
                 budget of all jobs.
         """
-        job = replace(job, frontier=sha256(frontier), since_s=self._now_s())
+        job = replace(job, frontier=sha256(frontier), since_s=self._now_s(), ranks=len(job.places))
         self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
@@ -294,23 +310,24 @@ class Service:
             else:
                 self._reconcile(draft, take_over_job(running, first))
             self._share_power(draft, job.name)
-            return answer_registration(draft.state(job.name), is_new=running is None)
+            state = draft.state(job.name)
+            return Registered(state.job, state.published.version, running is None)
 
         return self._writer.do(command)
 
     def end(self, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
 
-        def command(draft: Draft) -> None:
+        def command(draft: Draft) -> RegisteredJob:
             ended = draft.state(job).job
             draft.remove(job)
             draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
             if draft.budget.power_w is not None:
                 self._share_power(draft, None)
+            return ended
 
-        self._writer.do(command)
-        self._telemetry.forget(job)
-        self._statuses.forget(job)
+        self._telemetry.forget(self._writer.do(command))
+        self._statuses.pop(job, None)
 
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all
@@ -347,8 +364,6 @@ class Service:
             InfeasiblePower: If no plans draw so little; names the least.
             UsageError: If it is not a power.
         """
-        if power_w is not None:
-            BOUND.check(power_w, "power_w")
 
         def command(draft: Draft) -> tuple[Answer, ...]:
             before = draft.jobs().values() if job is None else [draft.state(job)]
@@ -390,15 +405,19 @@ class Service:
 
         return self._writer.submit(command)
 
-    def alert(self, reports: Sequence[Report]) -> AlertEffects:
+    def alert(self, reports: Sequence[Report]) -> tuple[tuple[Answer, ...], dict[str, str]]:
         """Take reports that name no job: each concerns every job that has its GPU or node.
 
         A report with a known key is the same alert, which may have another slowdown now, and is
         over once it has expired. All are taken in one transaction, and an error in one does not
         affect the others.
+
+        Returns:
+            The answer for each job that has a GPU or node that they name; and by the key of a
+            report, why no job or not every job concerned has taken it.
         """
 
-        def command(draft: Draft) -> AlertEffects:
+        def command(draft: Draft) -> tuple[tuple[Answer, ...], dict[str, str]]:
             of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
             answers = []
             for name, alerts in of_jobs.items():
@@ -407,7 +426,7 @@ class Service:
                 ignored |= refused
                 after = before if after is before else self._reconcile(draft, after)
                 answers.append(answer_to(before, after))
-            return AlertEffects(tuple(answers), ignored)
+            return tuple(answers), ignored
 
         return self._writer.do(command)
 
@@ -528,15 +547,8 @@ class Service:
             The function that ends the subscription.
         """
         told = partial(callback)  # another object each time
-
-        def end() -> None:
-            with self._subscribing:
-                others = (subscriber for subscriber in self._subscribers if subscriber is not told)
-                self._subscribers = tuple(others)
-
-        with self._subscribing:
-            self._subscribers = (*self._subscribers, told)
-        return end
+        self._subscribers.append(told)
+        return partial(self._subscribers.remove, told)
 
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, budgets begin,
@@ -555,21 +567,22 @@ class Service:
             for name, state in self._writer.jobs.items():
                 if state.job.power_schedule:
                     self._set_timer(name, state)
-        due, unheard = self._timers.take_due(now_s), self._leases.take_due(now_s)
-        silent = []
-        for name in unheard:
-            end_s = self._heard_s.get(name, now_s) + self._lease_s
-            if end_s <= now_s:
-                silent.append(name)
-            else:
-                self._leases.set(name, end_s)
+        with self._timing:
+            due = [name for name, at_s in self._timers.items() if at_s <= now_s]
+            for name in due:
+                self._timers[name] = math.inf
+        silent = [
+            name for name, at_s in list(self._heard_s.items()) if at_s + self._lease_s <= now_s
+        ]
+        heard_s = {name: self._heard_s.pop(name, now_s) for name in silent}
         try:
             if due or silent or self._budget_s <= now_s:
                 self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
         except PlannerError:
-            for timers, names in ((self._timers, due), (self._leases, silent)):
-                for name in names:
-                    timers.set(name, now_s)
+            for name in due:
+                self._timers[name] = now_s
+            for name, at_s in heard_s.items():
+                self._heard_s.setdefault(name, at_s)
             raise
         if self._telemetry.write_s <= now_s:
             self._write_telemetry()
@@ -582,8 +595,9 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        timers_s = self._timers.next_s(), self._leases.next_s()
-        return min(*timers_s, self._telemetry.write_s, self._budget_s)
+        look_s = min(list(self._timers.values()), default=math.inf)
+        silent_s = min(list(self._heard_s.values()), default=math.inf) + self._lease_s
+        return min(look_s, silent_s, self._telemetry.write_s, self._budget_s)
 
     @property
     def _budget_s(self) -> float:
@@ -602,7 +616,9 @@ class Service:
         these jobs.
         """
         for state in map(draft.find, silent):
-            if state is not None and state.silent_since_s is None:
+            if state is None or state.job.name in self._heard_s:
+                continue
+            if state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
                 self._share_power(draft, state.job.name)
         begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
@@ -615,7 +631,7 @@ class Service:
         state = self._writer.jobs.get(name)
         if state is None:
             return
-        self._heard_s[name] = now_s = self._now_s()
+        self._heard_s[name] = self._now_s()
         if state.silent_since_s is None:
             return
 
@@ -625,7 +641,6 @@ class Service:
                 draft.put(replace(state, silent_since_s=None))
                 share_least_power(draft, name, partial(self._reconcile, draft))
 
-        self._leases.set(name, now_s + self._lease_s)
         self._writer.submit(command)
 
     def _state(self, name: str) -> JobState:
@@ -635,7 +650,11 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        return self._statuses.of(state, self._telemetry.of(state.job), now_s)
+        made = self._statuses.get(state.job.name)
+        tally = self._telemetry.of(state.job)
+        if made is None or not made.holds(state, tally, now_s):
+            made = self._statuses[state.job.name] = StatusMade.of(state, tally, now_s)
+        return made.status
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
         after = reconcile(state, self._planning, self._now_s())
@@ -667,48 +686,45 @@ class Service:
         def command(draft: Draft) -> None:
             state = draft.find(name)
             if state is not None and problem:
-                draft.put(give_up(state, problem, self._now_s()))
+                draft.put(give_up(state, problem))
             elif state is not None:
                 self._reconcile(draft, state)
 
         try:
             self._writer.do(command)
         except Exception:
-            self._timers.set(name, self._now_s() + _RETRY_S)
+            self._timers[name] = self._now_s() + _RETRY_S
             raise
 
-    def _set_timer(self, name: str, state: JobState | None) -> None:
+    def _set_timer(self, name: str, state: JobState) -> None:
         """Remember when time alone may change the decision; a job that is being planned is
         looked at after that.
         """
-        look_s = math.inf
-        if state is not None:
-            look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
-            if not state.is_planned and look_s <= now_s:
-                look_s = math.inf
-        self._timers.set(name, look_s)
+        look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
+        is_awaited = not state.is_planned and look_s <= now_s
+        with self._timing:
+            self._timers[name] = math.inf if is_awaited else look_s
 
     def _follow_up(self, changed: Changed) -> None:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, (before, after) in changed.items():
-            self._set_timer(name, after)
             if before is None:
-                self._heard_s[name] = now_s = self._now_s()
-                self._leases.set(name, now_s + self._lease_s)
-            elif after is None:
-                self._heard_s.pop(name, None)
-                self._over_s.pop(name, None)
-                self._leases.set(name, math.inf)
+                self._heard_s[name] = self._now_s()
+            if after is None:
+                for times_s in (self._timers, self._heard_s, self._over_s):
+                    times_s.pop(name, None)
+            else:
+                self._set_timer(name, after)
+                if not after.is_planned:
+                    self._replanner.request(name)
             _log_events(name, before, after)
-            if after is not None and not after.is_planned:
-                self._replanner.request(name)
             versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
             if versions[0] < versions[-1] or len(versions) == 1:
                 self._notify(name, versions[-1])
 
     def _notify(self, name: str, version: int) -> None:
-        for callback in self._subscribers:
+        for callback in tuple(self._subscribers):
             try:
                 callback(name, version)
             except Exception:
@@ -723,10 +739,10 @@ class Service:
         unwritten = self._telemetry.take_unwritten()
 
         def command(draft: Draft) -> None:
-            for name, (since_s, tally) in unwritten.items():
-                state = draft.find(name)
-                if state is not None and state.job.since_s == since_s:
-                    draft.telemetry[name] = tally
+            for key, tally in unwritten.items():
+                state = draft.find(key[0])
+                if state is not None and state.job.key == key:
+                    draft.telemetry[key[0]] = tally
 
         if unwritten:
             self._writer.do(command)
@@ -748,7 +764,7 @@ def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
     behind_s = stored.written_s - now_s
     _log.warning("The clock is %.0f s behind that of the last service", behind_s)
     jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
-    storage.commit(Change(jobs={name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    storage.commit(Draft({name: (stored.jobs[name], state) for name, state in jobs.items()}))
     return replace(stored, jobs=jobs)
 
 
@@ -757,7 +773,7 @@ def _log_events(name: str, before: JobState | None, after: JobState | None) -> N
     if after is None:
         _log.info("the job has ended", extra={"job": name})
         return
-    old_events = set() if before is None else set(before.events)
-    for event in after.events:
-        if event not in old_events:
-            _log.info("%s", event.text, extra={"job": name})
+    last = before.events[-1] if before is not None and before.events else None
+    new = takewhile(lambda event: event is not last, reversed(after.events))
+    for event in reversed([*new]):
+        _log.info("%s", event.text, extra={"job": name})

@@ -8,62 +8,154 @@ with one writer.
 | jobs | one row for each running job: its registration, and what changes of it |
 | reports | the reports of each job; `counts` is 0 for those that no longer count |
 | totals | what each running job ran, used and saved |
-| versions, plans | the latest versions of each job's plans; every plan of a job once |
+| plans | the newest version of each job's plans |
 | ended | what each job that has ended ran, used and saved; rows are never deleted |
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import queue
 import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, get_type_hints
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
-from typing_extensions import TypedDict
 
-from perseus_planner.base.errors import how_to_install
-from perseus_planner.base.files import sha256
-from perseus_planner.service.answers import JobTotals, PowerBudget
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.migrations import LAYOUT, MIGRATIONS, TABLES
-from perseus_planner.service.model import (
+from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.loops import Loop
+from perseus_planner.service.jobs import JobState, Tally, with_events
+from perseus_planner.service.models import (
+    Curve,
     Decision,
     Fenced,
+    JobTotals,
     PlanSet,
+    PowerBudget,
     RegisteredJob,
     Report,
     StorageError,
+    Target,
+    UnknownJob,
     distinct,
+    from_json,
+    shared,
+    to_json,
 )
-from perseus_planner.service.schemas import from_json, to_json
-from perseus_planner.service.state import JobState
-from perseus_planner.service.telemetry import Tally
 
-Synchronous = Literal["NORMAL", "FULL", "EXTRA"]
-Versions = list[tuple[PlanSet, Decision]]
-"""Versions of a job's plans, rising, each with the decision it was planned for."""
+Execute = Callable[..., list[Any]]
+"""Runs a statement with a value for each `?`, and returns its rows."""
 
-VERSIONS_KEPT = 16
-"""How many versions of a job's plans are kept. Jobs return to earlier plans, which are then not
-computed again.
-"""
+LAYOUT = 5
+TABLES = (
+    """CREATE TABLE frontiers (
+    digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
+    """CREATE TABLE jobs (
+    name TEXT PRIMARY KEY, frontier TEXT NOT NULL, registration TEXT NOT NULL,
+    state TEXT NOT NULL)""",
+    """CREATE TABLE reports (
+    job TEXT NOT NULL, key TEXT NOT NULL, number BIGINT NOT NULL, counts INTEGER NOT NULL,
+    content TEXT NOT NULL, PRIMARY KEY (job, key))""",
+    "CREATE TABLE totals (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    "CREATE TABLE plans (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    "CREATE TABLE ended (id BIGINT PRIMARY KEY, totals TEXT NOT NULL)",
+)
+
+
+def _from_2(execute: Execute) -> None:
+    """Reports, totals and plans become rows of their own, and what a running job counted an
+    account.
+    """
+    for table in ("frontiers", "jobs", "ended"):
+        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+    texts = dict(execute("SELECT digest, text FROM plans"))
+    versions = {
+        job: {**json.loads(content), "version": version}  # the newest of each job
+        for job, version, content in execute(
+            "SELECT job, version, content FROM versions ORDER BY version"
+        )
+    }
+    execute("DROP TABLE plans")
+    for statement in TABLES:
+        execute(statement)
+    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
+    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
+    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
+    number = 0
+    for name, frontier, registration, state, telemetry in rows:
+        content, job = json.loads(state), json.loads(registration)
+        for counts, kind in enumerate(("past", "reports")):
+            for report in content.pop(kind):
+                number += 1
+                insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
+                execute(insert, name, report["key"], number, counts, json.dumps(report))
+        content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
+        job["ranks"] = len(job.get("places", ()))
+        row = (name, frontier, json.dumps(job), json.dumps(content))
+        execute("INSERT INTO jobs VALUES (?, ?, ?, ?)", *row)
+        if telemetry is not None:
+            execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
+        newest = versions[name]
+        newest["plans"] = [texts[digest] for digest in newest["plans"]]
+        planned = newest.pop("decision")
+        content = json.dumps({"published": newest, "planned": planned})
+        execute("INSERT INTO plans VALUES (?, ?)", name, content)
+    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
+    if budget:
+        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
+        power_w = float(budget["power_w"]) if "power_w" in budget else None
+        content = json.dumps({"power_w": power_w, "schedule": steps})
+        execute("INSERT INTO meta VALUES ('budget', ?)", content)
+    execute("DELETE FROM meta WHERE name LIKE 'power%'")
+    for table in ("version_plans", "versions", "old_jobs", "old_ended", "old_frontiers"):
+        execute(f"DROP TABLE {table}")
+    execute("DROP TABLE IF EXISTS learnt")
+
+
+def _accounts(tally: dict[str, Any]) -> str:
+    latest = tally["latest"]
+    kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier", "points")
+    return json.dumps(
+        {
+            **_account(tally, latest["metered_s"]),
+            **{key: tally[key] for key in kept},
+            "latest": {"run": latest["run"], **_account(latest, latest["metered_s"])},
+            "plans": [
+                {key: value for key, value in plan.items() if key != "baseline_j"}
+                for plan in tally["plans"]
+            ],
+        }
+    )
+
+
+def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
+    named = {name: counted[name] for name in ("iterations", "time_s", "energy_j", "energy_is")}
+    return {
+        **named,
+        "saved_j": counted.get("saved_j", 0.0),
+        "metered_s": metered_s,
+        "changes_late": counted["late_changes"],
+    }
+
+
 ENDED_SHOWN = 1000
 """How many of the jobs that have ended are listed; the totals of all are kept."""
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
 _STATE = (
-    "decision",
     "saving_w",
     "promised",
     "taken",
@@ -72,25 +164,86 @@ _STATE = (
     "silent_since_s",
     "over_budget_since_s",
 )
-_SETTINGS = ("deadline_s", "power_w", "power_schedule", "power_since_s", "gpu_power_limit_w")
+_SETTINGS = (
+    "deadline_s",
+    "power_w",
+    "next_power",
+    "power_schedule",
+    "power_since_s",
+    "gpu_power_limit_w",
+)
 
 
 class StandBy(StorageError):
     """Another service has the database; this one may take over when that has ended."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """The content of one transaction."""
+Changed = dict[str, tuple["JobState | None", "JobState | None"]]
+_NO_BUDGET = PowerBudget(None, ())
+
+
+@dataclass
+class Draft:
+    """What the service knows after some commands, before it is written: what one transaction
+    changes.
+    """
 
     #: Name -> (state before, state after); None if the job did not run before, or has ended.
-    jobs: Mapping[str, tuple[JobState | None, JobState | None]] = field(default_factory=dict)
+    changed: Changed = field(default_factory=dict)
     #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
-    frontiers: Mapping[str, tuple[bytes, Curve]] = field(default_factory=dict)
-    budget: PowerBudget | None = None  #: The new power budget of all jobs; None if it is as before
-    #: Name -> telemetry, for running jobs.
-    telemetry: Mapping[str, Tally] = field(default_factory=dict)
-    ended: Sequence[JobTotals] = ()  #: What jobs that have ended ran, used and saved
+    frontiers: dict[str, tuple[bytes, Curve]] = field(default_factory=dict)
+    budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
+    telemetry: dict[str, Tally] = field(default_factory=dict)  #: Name -> telemetry
+    ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
+    stored: Mapping[str, JobState] = field(default_factory=dict)  #: The jobs that are stored
+    stored_budget: PowerBudget = _NO_BUDGET
+
+    def state(self, name: str) -> JobState:
+        """Return the state of a job.
+
+        Raises:
+            UnknownJob: If no such job runs.
+        """
+        state = self.find(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
+
+    def find(self, name: str) -> JobState | None:
+        """Return the state of a job; None if no such job runs."""
+        return self.changed[name][1] if name in self.changed else self.stored.get(name)
+
+    def jobs(self) -> dict[str, JobState]:
+        """Return the states of all jobs by name."""
+        names = dict.fromkeys((*self.stored, *self.changed))
+        return {name: state for name in names if (state := self.find(name)) is not None}
+
+    def put(self, state: JobState) -> None:
+        """Add a job, or replace its state."""
+        name = state.job.name
+        self.changed[name] = self.stored.get(name), state
+
+    def remove(self, name: str) -> None:
+        """Remove a job."""
+        self.changed[name] = self.stored.get(name), None
+        self.telemetry.pop(name, None)
+
+    def note(self, earlier: Draft, now_s: float) -> None:
+        """Add events for what differs from an earlier draft."""
+        for name, (_, after) in list(self.changed.items()):
+            before = earlier.find(name)
+            if after is not None and after is not before:
+                self.put(with_events(before, after, now_s))
+
+    def copy(self) -> Draft:
+        """Return an independent copy."""
+        return replace(
+            self,
+            changed=dict(self.changed),
+            frontiers=dict(self.frontiers),
+            telemetry=dict(self.telemetry),
+            ended=list(self.ended),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +251,6 @@ class Stored:
     """The content of the database."""
 
     jobs: Mapping[str, JobState]  #: Name -> state
-    versions: Mapping[str, Versions]  #: Name -> the versions of its plans that are kept
     budget: PowerBudget  #: The power budget of all jobs
     telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
     written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
@@ -115,15 +267,11 @@ class Storage:
     def __init__(
         self,
         location: str | os.PathLike[str],
-        *,
-        synchronous: Synchronous = "FULL",
     ) -> None:
         """Open the database, or create it.
 
         Args:
             location: The path of an SQLite file, or a URL of PostgreSQL.
-            synchronous: For SQLite. With FULL, what is acknowledged survives a loss of power; with
-                NORMAL, only the death of the service.
 
         Raises:
             StandBy: If another service has it, in PostgreSQL.
@@ -136,19 +284,15 @@ class Storage:
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
         self._writer, self._report_number = uuid4().hex, 0
         self._size = 0  #: characters and bytes written in the transaction
-        self._known_plans: set[tuple[str, str]] = set()  #: (job, digest), for some that are stored
         self.is_shared = location.startswith(("postgresql://", "postgres://"))
         self._connection: Any = _postgres(location) if self.is_shared else self._sqlite(location)
-        with self._or_close():
-            if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
-                raise StandBy(f"{self.location}: another service has it; this one stands by")
-            if not self.is_shared:
-                self._set_pragmas(synchronous)
-            with self.transaction():
-                self._migrate()
-                self._set("writer", self._writer)
-                if self._get("written_s") is None:
-                    self._set("written_s", "0.0")
+        try:
+            self._become_writer()
+        except BaseException as error:
+            self._connection.close()
+            if isinstance(error, _errors()):
+                raise self._error(error) from error
+            raise
 
     def __enter__(self) -> Storage:
         return self
@@ -234,25 +378,21 @@ class Storage:
             self._identity = _identity(path)
         return connection
 
-    def _set_pragmas(self, synchronous: Synchronous) -> None:
-        self.execute("PRAGMA journal_mode=WAL")
-        self.execute(f"PRAGMA synchronous={synchronous}")
-
-    @contextmanager
-    def _or_close(self) -> Iterator[None]:
-        """Close the connection if it cannot be used."""
-        try:
-            yield
-        except _errors() as error:
-            self._connection.close()
-            raise self._error(error) from error
-        except BaseException:
-            self._connection.close()
-            raise
+    def _become_writer(self) -> None:
+        if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+            raise StandBy(f"{self.location}: another service has it; this one stands by")
+        if not self.is_shared:
+            self.execute("PRAGMA journal_mode=WAL")
+            self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
+        with self.transaction():
+            self._migrate()
+            self._set("writer", self._writer)
+            if self._get("written_s") is None:
+                self._set("written_s", "0.0")
 
     def _migrate(self) -> None:
-        """Bring the tables to the layout of this version, step by step; a file as it was is kept
-        beside an SQLite file.
+        """Bring the tables to the layout of this version; an SQLite file as it was is kept
+        beside it.
         """
         self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         layout = self._get("layout")
@@ -263,7 +403,7 @@ class Storage:
             return
         if layout == str(LAYOUT):
             return
-        if not layout.isdecimal() or int(layout) not in MIGRATIONS:
+        if layout != "2":
             raise StorageError(
                 f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
                 "use the planner that wrote it, or start with another database"
@@ -271,8 +411,7 @@ class Storage:
         if self._path is not None:
             _copy(self._path, f"{self._path}.layout-{layout}")
         try:
-            for number in range(int(layout), LAYOUT):
-                MIGRATIONS[number](self.execute)
+            _from_2(self.execute)
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
         self._set("layout", str(LAYOUT))
@@ -313,13 +452,12 @@ class Storage:
                     digest: from_json(Curve, curve)
                     for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
                 }
-                kept, reports = self._versions(), self._reports()
+                reports = self._reports()
                 states = {
-                    name: _state_of(
-                        registration, state, curves[frontier], kept[name][-1], reports.get(name)
-                    )
-                    for name, frontier, registration, state in self.execute(
-                        "SELECT name, frontier, registration, state FROM jobs"
+                    name: _state_of(texts, curves[frontier], *reports.get(name, ({}, {})))
+                    for name, frontier, *texts in self.execute(
+                        "SELECT name, frontier, registration, state, content "
+                        "FROM jobs JOIN plans ON plans.job = name"
                     )
                 }
                 tallies = {
@@ -329,7 +467,6 @@ class Storage:
                 budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
                 return Stored(
                     states,
-                    kept,
                     PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget),
                     tallies,
                     written_s,
@@ -342,21 +479,6 @@ class Storage:
             f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
             "copy of it, or start with another database"
         )
-
-    def _versions(self) -> dict[str, Versions]:
-        texts = {
-            (job, digest): text
-            for job, digest, text in self.execute("SELECT job, digest, text FROM plans")
-        }
-        by_job: dict[str, Versions] = {}
-        for job, content in self.execute("SELECT job, content FROM versions ORDER BY version"):
-            record = from_json(_Version, _unpacked(content))
-            distinct = tuple(texts[job, digest] for digest in record["digests"])
-            plan_set = PlanSet(
-                record["version"], distinct, record["of_pipeline"], record["made_s"], record["own"]
-            )
-            by_job.setdefault(job, []).append((plan_set, record["decision"]))
-        return by_job
 
     def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
         """Return the reports of each job by key: those that do not count any more, and the others;
@@ -392,7 +514,7 @@ class Storage:
             raise StorageError(f"{self.location}: has no frontier {digest}; its job has ended")
         return bytes(content)
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: Draft) -> None:
         """Write `change`, all of it or nothing. It is on disk when this returns.
 
         Raises:
@@ -409,27 +531,23 @@ class Storage:
                     content,
                     to_json(curve).decode(),
                 )
-            for name, (before, after) in change.jobs.items():
+            for name, (before, after) in change.changed.items():
                 if after is None:
-                    self._delete(name, "reports", "totals", "versions", "plans")
+                    for table in ("reports", "totals", "plans"):
+                        self.execute(f"DELETE FROM {table} WHERE job = ?", name)
                     self.execute("DELETE FROM jobs WHERE name = ?", name)
                     self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
             for name, tally in change.telemetry.items():
-                self.execute(
-                    "INSERT INTO totals (job, content) VALUES (?, ?) "
-                    "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
-                    name,
-                    to_json(tally).decode(),
-                )
+                self._put("totals", name, to_json(tally).decode())
             for totals in change.ended:
                 self.execute(
                     "INSERT INTO ended (id, totals) "
                     "SELECT COALESCE(MAX(id), 0) + 1, CAST(? AS TEXT) FROM ended",
                     to_json(totals).decode(),
                 )
-            if change.budget is not None:
+            if change.budget is not change.stored_budget:
                 self._set("budget", write_json(change.budget).decode())
 
     def probe(self, size: int) -> None:
@@ -466,18 +584,13 @@ class Storage:
 
     def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
         """Write the rows that differ."""
-        content = write_json(
-            {
-                **{field: getattr(after, field) for field in _STATE},
-                "decision": _packed(after.decision),
-                **{field: getattr(after.job, field) for field in _SETTINGS},
-            },
-            inf_nan_mode="null",
-        ).decode()
+        state = {field: getattr(after, field) for field in _STATE}
+        state["decision"] = _packed(after.decision)
+        state["job"] = {field: getattr(after.job, field) for field in _SETTINGS}
         if before is not None and before.registered is after.registered:
-            self.execute("UPDATE jobs SET state = ? WHERE name = ?", content, name)
+            self.execute("UPDATE jobs SET state = ? WHERE name = ?", _text(state), name)
         else:  # some megabytes for a large job
-            row = (name, after.job.frontier, to_json(after.registered).decode(), content)
+            row = (name, after.job.frontier, _text(vars(after.registered)), _text(state))
             statement = "INSERT INTO jobs (name, frontier, registration, state) VALUES (?, ?, ?, ?)"
             if before is not None:
                 statement += (
@@ -485,12 +598,22 @@ class Storage:
                     "registration = excluded.registration, state = excluded.state"
                 )
             self.execute(statement, *row)
-        if before is not None and before.job.frontier != after.job.frontier:
-            self._delete(name, "versions", "plans")  # of another frontier
             self._sweep_frontiers()
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
-            self._write_version(name, after)
+            published = shared(PlanSet, after.published)
+            published["plans"] = published.pop("texts")
+            plans = {"published": published, "planned": _packed(after.planned)}
+            self._put("plans", name, _text(plans))
+
+    def _put(self, table: str, job: str, content: str) -> None:
+        """Write the content of a job in a table that has one row for it."""
+        self.execute(
+            f"INSERT INTO {table} (job, content) VALUES (?, ?) "
+            "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
+            job,
+            content,
+        )
 
     def _write_reports(self, name: str, before: JobState | None, after: JobState) -> None:
         for counts, kind in enumerate(("past", "reports")):
@@ -506,47 +629,6 @@ class Storage:
             for key in before.past.keys() - after.past.keys() - after.reports.keys():
                 self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
 
-    def _write_version(self, name: str, state: JobState) -> None:
-        """Write the published version of a job, and delete those that are too old."""
-        published = state.published
-        digests = [_digest(text) for text in published.texts]
-        content = {
-            "version": published.version,
-            "made_s": published.made_s,
-            "decision": _packed(state.planned),
-            "of_pipeline": published.of_pipeline,
-            "own": published.own,
-            "digests": digests,
-        }
-        self.execute(
-            "INSERT INTO versions (job, version, content) VALUES (?, ?, ?)",
-            name,
-            published.version,
-            write_json(content, inf_nan_mode="null").decode(),
-        )
-        for digest, text in zip(digests, published.texts, strict=True):
-            self.execute(
-                "UPDATE plans SET version = ? WHERE job = ? AND digest = ?",
-                published.version,
-                name,
-                digest,
-            )
-            if not self._count:
-                row = (name, digest, published.version, text)
-                self.execute(
-                    "INSERT INTO plans (job, digest, version, text) VALUES (?, ?, ?, ?)", *row
-                )
-        for table in ("versions", "plans"):
-            self.execute(
-                f"DELETE FROM {table} WHERE job = ? AND version <= ?",
-                name,
-                published.version - VERSIONS_KEPT,
-            )
-
-    def _delete(self, job: str, *tables: str) -> None:
-        for table in tables:
-            self.execute(f"DELETE FROM {table} WHERE job = ?", job)
-
     def _sweep_frontiers(self) -> None:
         self.execute(
             "DELETE FROM frontiers WHERE NOT EXISTS "
@@ -559,17 +641,10 @@ INSERT INTO reports (job, key, number, counts, content) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (job, key) DO UPDATE SET counts = excluded.counts, content = excluded.content,
 number = CASE WHEN reports.counts = excluded.counts THEN reports.number ELSE excluded.number END
 """
-_JOB_HINTS = get_type_hints(RegisteredJob, include_extras=True)
-_STATE_HINTS = get_type_hints(JobState, include_extras=True)
 
 
-class _Version(TypedDict):
-    version: int
-    made_s: float
-    decision: Decision
-    of_pipeline: tuple[int, ...]
-    own: int | None
-    digests: tuple[str, ...]
+def _text(value: Any) -> str:
+    return write_json(value, inf_nan_mode="null").decode()
 
 
 def _packed(decision: Decision) -> dict[str, Any]:
@@ -580,47 +655,43 @@ def _packed(decision: Decision) -> dict[str, Any]:
     return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
 
 
-def _unpacked(text: str) -> str | bytes:
-    """Return the JSON of a row with a target for each pipeline in its decision."""
-    content = read_json(text)
-    decision = content["decision"]
-    of_pipeline = decision.pop("of_pipeline", None)
-    if of_pipeline is not None:
-        decision["targets"] = [decision["targets"][index] for index in of_pipeline]
-    return write_json(content)
+def _unpacked(decision: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a decision with a target for each pipeline, from what is stored."""
+    targets = _targets().validate_python(decision["targets"])
+    of_pipeline = decision.get("of_pipeline", range(len(targets)))
+    return {**decision, "targets": [targets[index] for index in of_pipeline]}
 
 
 def _state_of(
-    registration: str,
-    state: str,
+    texts: Sequence[str],
     curve: Curve,
-    newest: tuple[PlanSet, Decision],
-    reports: tuple[Mapping[str, Report], Mapping[str, Report]] | None,
+    past: Mapping[str, Report],
+    reports: Mapping[str, Report],
 ) -> JobState:
-    """Return the state of a job from its row, its newest plans and the decision they were made
-    for.
-    """
-    registered = from_json(RegisteredJob, registration)
-    stored = _state_adapter().validate_json(_unpacked(state))
-    settings = {name: stored.pop(name) for name in _SETTINGS if name in stored}
-    past, counting = reports or ({}, {})
-    return JobState(
-        registered=registered,
-        job=replace(registered, **settings),
-        curve=curve,
-        published=newest[0],
-        planned=newest[1],
-        reports=counting,
-        past=past,
-        **stored,
-    )
+    """Return the state of a job from its registration, state and plans in the database."""
+    registered = from_json(RegisteredJob, texts[0])
+    content, newest = map(read_json, texts[1:])
+    content |= {
+        "registered": registered,
+        "job": {**vars(registered), **content["job"]},
+        "curve": curve,
+        "decision": _unpacked(content["decision"]),
+        "published": newest["published"],
+        "planned": _unpacked(newest["planned"]),
+        "reports": reports,
+        "past": past,
+    }
+    return _states().validate_python(content)
 
 
 @cache
-def _state_adapter() -> TypeAdapter[Any]:
-    hints: Any = {name: _STATE_HINTS[name] for name in _STATE}
-    hints |= {name: _JOB_HINTS[name] for name in _SETTINGS}
-    return TypeAdapter(TypedDict("_State", hints, total=False))  # type: ignore[operator]
+def _states() -> TypeAdapter[JobState]:
+    return TypeAdapter(JobState)
+
+
+@cache
+def _targets() -> TypeAdapter[list[Target]]:
+    return TypeAdapter(list[Target])
 
 
 @cache
@@ -668,18 +739,6 @@ def _identity(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-_digests: dict[str, str] = {}
-
-
-def _digest(text: str) -> str:
-    """Return the digest of a plan; cached, as the same plans are published again and again."""
-    if text not in _digests:
-        if len(_digests) >= 1024:
-            _digests.clear()
-        _digests[text] = sha256(text.encode())
-    return _digests[text]
-
-
 def _one_line(error: object) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -698,3 +757,144 @@ def _make_private(path: str) -> None:
 def without_password(location: str) -> str:
     """Return the location of a database as it is shown."""
     return re.sub(r"(://[^/@]*):.*@", r"\1:***@", location)
+
+
+Result = TypeVar("Result")
+
+CHECKED_AFTER_S, SHARED_CHECKED_AFTER_S = 30.0, 2.0
+"""How long nothing may be written before it is checked that something can be: a file, and a
+database of which another service stands by."""
+_ROOM = 65536  # characters beyond what failed, with which it is tried again
+_MOST_AT_ONCE = 256  # commands in one transaction
+
+_log = logging.getLogger(__name__)
+
+
+_Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
+
+
+class Writer:
+    """The writing thread, as a context manager; leaving it finishes the commands that were given.
+
+    Attributes:
+        jobs: Name -> state of every running job. All of it is on disk. It is replaced, never
+            changed.
+        budget: The power budget of all jobs.
+        problem: Why the last transaction could not be written; None if it was.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        stored: Stored,
+        committed: Callable[[Changed], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        """Start from what is stored; `committed` is called with every change once it is on disk."""
+        self.jobs: Mapping[str, JobState] = stored.jobs
+        self.budget = stored.budget
+        self.problem: str | None = None
+        self._written_s, self._failed_size = time.monotonic(), 0
+        self._storage = storage
+        self._committed = committed
+        self._now_s = now_s
+        self._commands: queue.SimpleQueue[_Given] = queue.SimpleQueue()
+        self._loop = Loop(self._write, "planner-writer")
+        self._lock = threading.Lock()
+        self._open = False
+
+    def __enter__(self) -> Writer:
+        self._loop.start()
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open = False
+        self._loop.stop()
+        self._write()  # what came while the thread ended
+
+    def do(self, command: Callable[[Draft], Result]) -> Result:
+        """Run `command` and return its result once its changes are on disk. If it raises, nothing
+        changes.
+
+        Raises:
+            StorageError: If the changes cannot be written; nothing was changed.
+            UsageError: If the service is not running.
+        """
+        return self.submit(command).result()
+
+    def check(self) -> None:
+        """Check that the database can be written, unless that was seen to work a moment ago. After
+        a fault, as much must be written as what failed.
+
+        Raises:
+            StorageError: If it cannot.
+        """
+        failed = self._failed_size
+        after_s = SHARED_CHECKED_AFTER_S if self._storage.is_shared else CHECKED_AFTER_S
+        if self.problem is None and time.monotonic() - self._written_s < after_s:
+            return
+        try:
+            self._storage.probe(2 * failed + _ROOM if failed else 1)
+        except Exception as error:
+            self.problem = str(error)
+            raise
+        self._written_s = time.monotonic()
+        if self._failed_size == failed:
+            self.problem, self._failed_size = None, 0
+
+    def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
+        """Run `command` as `do` does, without waiting; its result or error is in the future."""
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._open:
+                self._commands.put((command, future))
+                self._loop.wake()
+            else:
+                closed = "the service does not run; use it inside `with Service(...) as service:`"
+                future.set_exception(UsageError(closed))
+        return future
+
+    def _write(self) -> None:
+        """Write all commands that wait."""
+        while not self._commands.empty():
+            most = min(self._commands.qsize(), _MOST_AT_ONCE)
+            self._write_batch([self._commands.get() for _ in range(most)])
+
+    def _write_batch(self, batch: list[_Given]) -> None:
+        budget, answers = self.budget, list[Callable[[], None]]()
+        draft = Draft(budget=budget, stored=self.jobs, stored_budget=budget)
+        for command, future in batch:
+            trial = draft.copy()
+            try:
+                result = command(trial)
+                trial.note(draft, self._now_s())
+            except Exception as error:
+                answers.append(lambda future=future, error=error: future.set_exception(error))  # type: ignore[misc]
+            else:
+                draft = trial
+                answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
+        draft.changed = {name: pair for name, pair in draft.changed.items() if pair[0] != pair[1]}
+        try:
+            if draft != Draft(budget=budget, stored=self.jobs, stored_budget=budget):
+                self._storage.commit(draft)
+                self._written_s = time.monotonic()
+        except Exception as error:
+            self.problem = str(error)
+            self._failed_size = max(self._failed_size, self._storage.size, 1)
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        self.jobs, self.budget = draft.jobs(), draft.budget
+        try:
+            self._committed(draft.changed)
+        except Exception:
+            _log.exception("An action after a committed change has failed")
+        for answer in answers:
+            answer()
+
+
+def unknown_job(name: str) -> UnknownJob:
+    """Return the error for a job that does not run."""
+    return UnknownJob(f"no job {name!r} runs here; register it, or list the running ones")

@@ -13,15 +13,15 @@ from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import share
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import (
+    from perseus_planner.service.models import (
         Answer,
         Event,
         JobStatus,
-        JobSummary,
         JobTelemetry,
         JobTotals,
+        RegisteredJob,
+        Report,
     )
-    from perseus_planner.service.model import Report
 
 
 _SUMS = ("iterations", "time_s", "energy_j", "saved_j")
@@ -57,18 +57,7 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column("slow", lambda each: len(each.decision.stragglers)),
         Column("iteration s", "decision.straggler_time_s", ".6g"),
         Column("saving W", "expected_saving_w", ".4g"),
-        Column(
-            "",
-            lambda each: (
-                _alarm(each)
-                + (
-                    each.decision.reason
-                    if each.autopilot is None
-                    else f"autopilot: {each.autopilot}"
-                )
-            ),
-            "<",
-        ),
+        Column("", lambda each: _alarm(each) + _doing(each), "<"),
     )
     return table(lay_out(jobs, *columns))
 
@@ -226,7 +215,7 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
     return text
 
 
-def _settings(job: JobSummary) -> str:
+def _settings(job: RegisteredJob) -> str:
     text = (
         "as fast as all clocks at maximum"
         if job.deadline_s is None

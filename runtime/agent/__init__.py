@@ -1,5 +1,5 @@
 """The service's part in a training job: rank 0 follows the service's plans and reports what the
 ranks detect and count.
 
-Others use `link.ServiceLink` and `settings.ServiceSettings`.
+Others use `agent.ServiceLink` and `settings.ServiceSettings`.
 """

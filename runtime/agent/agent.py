@@ -1,5 +1,5 @@
-"""The service's part in a training job: rank 0 registers the job, follows its plans, and reports
-what ranks detect.
+"""The service's part in a training job: every rank tells rank 0 what the service is to hear; rank 0
+registers the job, follows its plans, and reports what ranks detect.
 
 Training waits for nothing here. While the service is away, the job continues with the plan it has;
 rank 0 tries again, less and less often, and keeps the last detection of each rank. A service that
@@ -9,10 +9,9 @@ no longer knows the job is sent everything again.
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,20 +21,29 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import PlannerError, ServiceAway, ServiceRefusal
 from perseus_planner.base.loops import Backoff, Loop, in_background
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runtime.agent.outbox import Detections, JobCounts, RankLocation, StoreMessages
+from perseus_planner.runtime.agent.outbox import (
+    Detection,
+    Detections,
+    JobCounts,
+    RankLocation,
+    StoreMessages,
+)
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
 from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.agent.outbox import RankLocation
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.settings import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.service.answers import PipelineStatus
-    from perseus_planner.service.model import PlanSet
-    from perseus_planner.service.schemas import Registration
+    from perseus_planner.runtime.telemetry.counters import Checkpoint
+    from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
 
 
 POLL_S = 30.0
@@ -493,3 +501,93 @@ class LearningAgent(Agent):
 
 def _never(_: GivenPlan) -> Proposal:
     raise AssertionError("the autopilot makes its own plans")
+
+
+class ServiceLink:
+    """What every rank does for the service: it passes its location, detections and accounts to rank
+    0.
+
+    Args:
+        settings: The service, of which rank 0's settings count.
+        job: All ranks.
+        warnings: The warnings of this rank.
+    """
+
+    def __init__(self, settings: ServiceSettings, job: TrainingJob, warnings: JobWarnings) -> None:
+        self.settings = settings
+        self._job, self._warnings = job, warnings
+        self._messages = StoreMessages(job.own_store)
+        self._agent: Agent | None = None
+
+    def begin(
+        self,
+        context: RankContext,
+        plan: Plan | None,
+        switch_to: Callable[[GivenPlan], Proposal],
+        exchange: ServiceExchange | None = None,
+    ) -> None:
+        """Start the agent on rank 0, and pass on the location of this rank.
+
+        Args:
+            context: What this rank knows of itself.
+            plan: The plan that its pipeline starts with.
+            switch_to: That of its `Runtime`.
+            exchange: Of an autopilot; None with a plan.
+        """
+        gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
+        location = RankLocation(
+            self._job.rank,
+            context.own.pipeline,
+            context.engine.pipeline_rank.rank,
+            socket.gethostname(),
+            gpu,
+        )
+        with suppress(RuntimeError):  # the job's store is gone, which training itself will report
+            self._messages.write_location(location)
+        if self._job.rank == 0:
+            if exchange is None:
+                self._agent = Agent(
+                    self.settings,
+                    self._job,
+                    context.part.pipelines,
+                    plan,
+                    switch_to,
+                    self._warnings,
+                )
+            else:
+                self._agent = LearningAgent(
+                    self.settings, self._job, context.part.pipelines, exchange, self._warnings
+                )
+            self._agent.start()
+
+    def on_straggling(
+        self, then: Callable[[StragglerDetection], None] | None
+    ) -> Callable[[StragglerDetection], None]:
+        """Return a callback for detections of this rank that informs the service and then calls
+        `then`.
+
+        It takes two operations of the job's store.
+        """
+
+        def detected(straggling: StragglerDetection) -> None:
+            with suppress(RuntimeError):  # the store is gone
+                self._messages.write_detection(Detection(self._job.rank, straggling))
+            if then is not None:
+                then(straggling)
+
+        return detected
+
+    def counted(self, kept: Sequence[Checkpoint]) -> None:
+        """Pass on the checkpoints of this rank; one operation of the job's store."""
+        with suppress(RuntimeError):  # the store is gone
+            self._messages.write_checkpoints(self._job.rank, kept)
+
+    def stop(self) -> None:
+        """Take no more plans, as training is ending; returns at once."""
+        if self._agent is not None:
+            self._agent.stop()
+
+    def close(self) -> None:
+        """Tell the service that training has ended."""
+        if self._agent is not None:
+            self._agent.close()

@@ -7,7 +7,6 @@ So only rank 0 connects to the service and needs its token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from functools import cache
 from itertools import count
@@ -15,19 +14,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from perseus_planner.base.loops import SteadyClock
 from perseus_planner.base.wires import Board, Record
 from perseus_planner.runs.account import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
 from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
-from perseus_planner.service.clock import SteadyClock
-from perseus_planner.service.schemas import Counters
-from perseus_planner.service.sources import straggling_report
+from perseus_planner.service.models import Counters, ReportRequest, Scope
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from collections.abc import Callable, Sequence
 
-    from perseus_planner.service.schemas import ReportRequest
+    from torch.distributed import Store
 
 
 class RankLocation(Record, frozen=True):
@@ -112,6 +110,10 @@ def _default(kind: Any) -> Any:
     return kind()
 
 
+RUNTIME = "perseus-planner runtime"
+"""The source, as reports name it, followed by its rank."""
+
+
 TTL_S = 900.0
 """How long a detection holds at the service, so that it does not outlive a job that was killed."""
 
@@ -134,8 +136,12 @@ class Detections:
 
     def add(self, detection: Detection) -> None:
         """Add a detection, which replaces an earlier one of its rank."""
-        report = straggling_report(
-            detection.straggling, detection.rank, key="", observed_s=0.0, ttl_s=TTL_S
+        report = ReportRequest(
+            source=f"{RUNTIME}, rank {detection.rank}",
+            scope=Scope("rank", str(detection.rank)),
+            slowdown=max(1.0, detection.straggling.slowdown),
+            cause="compute",
+            ttl_s=TTL_S,
         )
         self._kept[detection.rank] = self._numbered(report), None
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +10,13 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.schedules.grid import parse_grid
 from perseus_planner.service.client import Client
-from perseus_planner.service.model import Place
-from perseus_planner.service.schemas import Registration
+from perseus_planner.service.models import Place, Registration
 from perseus_planner.solver.frontier import Frontier
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.agent.outbox import RankLocation
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from command_options import ROOT
@@ -13,10 +14,9 @@ from resiliency_report import Report
 from service_answers import EFFECT
 
 from perseus_planner.runs.straggler import StragglerDetection
+from perseus_planner.runtime.agent.outbox import TTL_S, Detection, Detections
 from perseus_planner.service.client import Client
-from perseus_planner.service.model import Scope
-from perseus_planner.service.schemas import ReportRequest, from_json
-from perseus_planner.service.sources import straggling_report
+from perseus_planner.service.models import ReportRequest, Scope, from_json
 
 
 def rank(source: str, number: int, **fields: Any) -> ReportRequest:
@@ -24,10 +24,13 @@ def rank(source: str, number: int, **fields: Any) -> ReportRequest:
 
 
 def test_the_runtimes_own_finding_is_about_its_rank():
-    assert straggling_report(
-        StragglerDetection(1.2, "throttled: sw-thermal 80 % of the time"), 5, key="k", ttl_s=9.0
-    ) == rank("perseus-planner runtime, rank 5", 5, slowdown=1.2, key="k", ttl_s=9.0)
-    assert straggling_report(StragglerDetection(1.0, "it has recovered"), 5).slowdown == 1.0
+    for found, slowdown in ((1.2, 1.2), (1.0, 1.0), (0.9, 1.0)):
+        detections = Detections(lambda: 7.0)
+        detections.add(Detection(5, StragglerDetection(found, "throttled: 80 % of the time")))
+        (report,) = detections.due()
+        assert replace(report, key=None) == rank(
+            "perseus-planner runtime, rank 5", 5, slowdown=slowdown, ttl_s=TTL_S, observed_s=7.0
+        )
 
 
 def test_the_documented_lines_report_the_slow_gpus_of_nvidias_resiliency_extension():

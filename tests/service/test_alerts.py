@@ -26,9 +26,9 @@ from service_stand_in import asking, opened
 from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
 from strategies import fixed
 
-from perseus_planner.service.alertmanager import read_alert
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.service.model import Place, Scope
+from perseus_planner.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.alerts import read_alert
+from perseus_planner.service.models import Place, Scope
 from perseus_planner.service.service import Service
 
 httpx = pytest.importorskip("httpx")
@@ -164,10 +164,19 @@ def test_what_no_job_has_and_what_says_too_little_harm_no_other_alert(
     ]
     assert found["ignored"][0]["problem"] == "no running job has gpu 'GPU-of-others'"
     assert slowdowns(service) == [1.4042553191489362]
-    assert "alert of the rule 'B' cannot be used: has no slowdown" in caplog.text
+    first = "3 of 4 alerts are ignored, first one of the rule 'A': no running job has gpu"
+    assert first in caplog.text
     counted = ask("GET", "/metrics").text
     assert 'planner_alerts_total{outcome="reported"} 1.0\n' in counted
     assert 'planner_alerts_total{outcome="ignored"} 3.0\n' in counted
+
+
+def test_ten_thousand_alerts_of_no_use_are_one_line_of_the_log(
+    running, caplog: pytest.LogCaptureFixture
+):
+    _, _, ask = running
+    assert len(posted(ask, *[None] * 10_000)["ignored"]) == 10_000
+    assert len(caplog.records) == 1
 
 
 def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
@@ -176,9 +185,11 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
     service, _, ask = running
     service.register(job("bloom"), frontier_file())
     service.report("gpt", report("one"))
-    monkeypatch.setattr("perseus_planner.service.state._MOST_REPORTS", 1)
+    monkeypatch.setattr("perseus_planner.service.jobs._MOST_REPORTS", 1)
     found = posted(ask, FIRING)
-    assert [each["problem"] for each in found["ignored"]] == ["job 'gpt' has 1 reports; clear some"]
+    assert [each["problem"] for each in found["ignored"]] == [
+        "job 'gpt' has 1 reports, 0 of them by 'alertmanager, bdb64e6c59aa1c2a'; clear some"
+    ]
     assert (slowdowns(service), slowdowns(service, "bloom")) == ([1.3], [1.4042553191489362])
 
 

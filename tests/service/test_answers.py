@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from http_stand_in import stand_in
-from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
+from services import NOW_S, Clock, frontier_file, job, planned, report, service_at, serving
 
 from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Scope
-from perseus_planner.service.schemas import ReportRequest
+from perseus_planner.service.models import ReportRequest, Scope
+from perseus_planner.service.serve import Address
 from perseus_planner.service.service import Service
 from perseus_planner.views.service_text import answer_text
 

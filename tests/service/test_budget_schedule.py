@@ -10,9 +10,8 @@ import pytest
 from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, planned
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.budget_file import read_budgets, replaced
-from perseus_planner.service.model import PowerStep, split_at
-from perseus_planner.service.schemas import PowerRequest
+from perseus_planner.service.budgets import read_budgets, replaced
+from perseus_planner.service.models import PowerRequest, PowerStep, split_at
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage
 

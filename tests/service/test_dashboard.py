@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 from browsing import LONG_MS, barriers, chromium, opened
-from services import at_once, frontier_file, job, service_at, small_frontier
+from services import at_once, frontier_file, job, service_at, serving, small_frontier
 from waiting import LONG_S
 
 pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
-from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402
-from perseus_planner.service.http.server import Address, serving  # noqa: E402
-from perseus_planner.service.model import PowerStep  # noqa: E402
+from perseus_planner.service.access import ROLES, TOKENS_VARIABLE, read_tokens  # noqa: E402
+from perseus_planner.service.models import PowerStep  # noqa: E402
+from perseus_planner.service.serve import Address  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
 from perseus_planner.service.store import Storage  # noqa: E402
 

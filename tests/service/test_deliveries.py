@@ -95,7 +95,7 @@ class Running:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     place, clock = tmp_path_factory.mktemp("service") / "service.sqlite", Clock()
     with (
-        Storage(place, synchronous="NORMAL") as storage,
+        Storage(place) as storage,
         Service(storage, now_s=clock, run=at_once) as service,
         asking(service, now_s=clock) as ask,
     ):

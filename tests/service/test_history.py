@@ -16,11 +16,17 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.service.http.metrics import Metrics  # noqa: E402
-from perseus_planner.service.schemas import Counters  # noqa: E402
+from perseus_planner.service.jobs import (  # noqa: E402  # noqa: E402
+    EVENTS,
+    POINTS,
+    Tally,
+    add_counters,
+    with_events,
+    with_point,
+)
+from perseus_planner.service.metrics import Metrics  # noqa: E402
+from perseus_planner.service.models import Counters  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
-from perseus_planner.service.status import EVENTS, with_events  # noqa: E402
-from perseus_planner.service.telemetry import POINTS, Tally, add_counters, with_point  # noqa: E402
 
 
 def texts(service: Service) -> list[str]:

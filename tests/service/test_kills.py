@@ -20,7 +20,7 @@ from services import PIPELINES, frontier_file, service_at
 from serving import Serving
 from waiting import LONG_S
 
-from perseus_planner.service.model import RegisteredJob
+from perseus_planner.service.models import RegisteredJob
 
 httpx = pytest.importorskip("httpx")
 

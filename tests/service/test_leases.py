@@ -11,9 +11,9 @@ from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, plann
 from services import small_frontier as frontier
 
 from perseus_planner import Plan
-from perseus_planner.service.schemas import Counters
+from perseus_planner.service.jobs import LEASE_S
+from perseus_planner.service.models import Counters
 from perseus_planner.service.service import Service
-from perseus_planner.service.state import LEASE_S
 from perseus_planner.service.store import Storage
 
 JOB_LEASE_S = 180.0

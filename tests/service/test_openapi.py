@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from service_stand_in import StandIn
-from services import frontier_file, job, service_at
+from services import frontier_file, job, service_at, serving
 
-from perseus_planner.service.http.auth import ROLES, TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.service.http.server import Address, create_app, serving
+from perseus_planner.service.access import ROLES, TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.app import create_app
+from perseus_planner.service.serve import Address
 from perseus_planner.service.service import Service
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -20,7 +20,7 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.model import (
+from perseus_planner.service.models import (
     Cause,
     Decision,
     Numbers,

@@ -18,7 +18,7 @@ from postgres import postgres
 from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
 from waiting import LONG_S, eventually
 
-from perseus_planner.service.model import Fenced
+from perseus_planner.service.models import Fenced
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import StandBy, Storage
 

@@ -19,8 +19,9 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import InfeasibleDeadline, InfeasiblePower
+from perseus_planner.service.jobs import Share
+from perseus_planner.service.models import Curve
 from perseus_planner.service.power import Demand, shares
-from perseus_planner.service.state import Share
 from perseus_planner.solver.frontier import Frontier, solve
 
 
@@ -33,12 +34,11 @@ class Line:
     waiting_w: float
 
     def bound_j(self, deadline_s: float) -> float:
-        if deadline_s < self.times_s[-1]:
-            raise InfeasibleDeadline(deadline_s, float(self.times_s[-1]))
-        waited_s = max(deadline_s - self.times_s[0], 0.0)
+        if deadline_s < self.times_s[0]:
+            raise InfeasibleDeadline(deadline_s, float(self.times_s[0]))
+        waited_s = max(deadline_s - self.times_s[-1], 0.0)
         return (
-            float(np.interp(deadline_s, self.times_s[::-1], self.energies_j[::-1]))
-            + self.waiting_w * waited_s
+            float(np.interp(deadline_s, self.times_s, self.energies_j)) + self.waiting_w * waited_s
         )
 
 
@@ -55,13 +55,13 @@ def lines(draw: st.DrawFn) -> Line:
     slowest_s = sum(seconds for seconds, _ in steps) + draw(st.floats(0.1, 3.0))
     times_s = slowest_s - np.cumsum([0.0, *(seconds for seconds, _ in steps)])
     effective_j = slowest_j + np.cumsum([0.0, *(seconds * watts for seconds, watts in steps)])
-    return Line(times_s, effective_j + waiting_w * times_s, waiting_w)
+    return Line(times_s[::-1], (effective_j + waiting_w * times_s)[::-1], waiting_w)
 
 
 @st.composite
 def demands(draw: st.DrawFn) -> Demand:
     line = draw(lines())
-    fastest_s, slowest_s = float(line.times_s[-1]), float(line.times_s[0])
+    fastest_s, slowest_s = float(line.times_s[0]), float(line.times_s[-1])
     time_s = fastest_s + draw(st.sampled_from((0.0, 0.0, 0.3, 1.0, 1.5))) * (slowest_s - fastest_s)
     return Demand(line, draw(st.integers(1, 4)), draw(st.integers(1, 64)), time_s)
 
@@ -93,7 +93,7 @@ def by_scipy(power_w: float, jobs: Sequence[Demand]) -> float:
     """The least slowdown, over iterations per second; power is given as the greatest of its
     linear pieces.
     """
-    slowest_s = [max(job.time_s, float(job.frontier.times_s[0])) for job in jobs]
+    slowest_s = [max(job.time_s, float(job.frontier.times_s[-1])) for job in jobs]
     scales = np.array([1.0 / job.time_s for job in jobs])
     bounds = [(job.time_s / slow_s, 1.0) for job, slow_s in zip(jobs, slowest_s, strict=True)]
 
@@ -130,7 +130,7 @@ def test_no_other_solver_finds_less_slowdown(jobs: list[Demand], share: float):
 def test_nothing_that_was_tried_is_better(jobs: list[Demand], share: float):
     power_w = budget_w(jobs, share)
     found = shares(power_w, jobs)
-    ends_s = [max(job.time_s, float(job.frontier.times_s[0])) for job in jobs]
+    ends_s = [max(job.time_s, float(job.frontier.times_s[-1])) for job in jobs]
     grids = [
         np.linspace(job.time_s, end_s, 13).tolist() for job, end_s in zip(jobs, ends_s, strict=True)
     ]
@@ -204,7 +204,7 @@ def test_by_hand_the_job_with_fewer_gpus_gives_way():
     """Each draws 100 J / t. Slowed to t, the price of a watt is GPUs * t * t / 100: t is as 1 to
     sqrt(GPUs).
     """
-    line = Line(np.array([4.0, 1.0]), np.array([100.0, 100.0]), 0.0)
+    line = Line(np.array([1.0, 4.0]), np.array([100.0, 100.0]), 0.0)
     small, large = shares(150.0, [Demand(line, 1, 1, 1.0), Demand(line, 1, 4, 1.0)])
     assert (small.time_s, large.time_s) == (pytest.approx(2.0), pytest.approx(1.0))
     small, large = shares(75.0, [Demand(line, 1, 1, 1.0), Demand(line, 1, 4, 1.0)])
@@ -223,7 +223,7 @@ def solved(slowdown: int) -> Frontier:
 @pytest.mark.parametrize("slack", [1.0, 1.03, 5.0])
 def test_shares_of_real_frontiers_are_those_of_the_fastest_plans_within_power(slack: float):
     frontier = solved(0)
-    job = Demand(frontier, 3, 12, slack * frontier.min_time_s)
+    job = Demand(Curve.of(frontier), 3, 12, slack * frontier.min_time_s)
     for share in (0.0, 0.2, 0.9):
         power_w = budget_w([job], share)
         (found,) = shares(power_w, [job])
@@ -236,7 +236,7 @@ def test_shares_of_real_frontiers_are_those_of_the_fastest_plans_within_power(sl
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_real_frontiers_share_as_no_other_solver_does_better(share: float):
     jobs = [
-        Demand(solved(number), 2, 8 * (number + 1), solved(number).min_time_s)
+        Demand(Curve.of(solved(number)), 2, 8 * (number + 1), solved(number).min_time_s)
         for number in range(3)
     ]
     power_w = budget_w(jobs, share)

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from command_options import ROOT
 from documents import blocks
-from services import frontier_file, job, report, service_at
+from services import frontier_file, job, report, service_at, serving
 from waiting import LONG_S, eventually
 
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, read_tokens
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.schemas import Counters
+from perseus_planner.service.access import TOKENS_VARIABLE, read_tokens
+from perseus_planner.service.models import Counters
+from perseus_planner.service.serve import Address
 
 httpx = pytest.importorskip("httpx")
 

@@ -32,6 +32,7 @@ import pytest
 from click.core import ParameterSource
 from commands import refusal
 from service_stand_in import StandIn
+from services import serving
 from strategies import smooth_profile
 from waiting import LONG_S, eventually
 
@@ -39,15 +40,15 @@ from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.cli.serve import LogLine, _listening, serve
-from perseus_planner.service import worker
-from perseus_planner.service.http import server
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, Limits, read_tokens
-from perseus_planner.service.http.longpoll import AsyncService
-from perseus_planner.service.http.server import Address, listening, serving
-from perseus_planner.service.model import RegisteredJob
+from perseus_planner.service import planning
+from perseus_planner.service import serve as server
+from perseus_planner.service.access import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.live import AsyncService
+from perseus_planner.service.models import RegisteredJob
+from perseus_planner.service.planning import Unsolved
+from perseus_planner.service.serve import Address, listening
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage, without_password
-from perseus_planner.service.worker import Unsolved
 
 httpx = pytest.importorskip("httpx")
 
@@ -141,8 +142,8 @@ def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
 def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_works_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    curve_of = worker.curve_of
-    monkeypatch.setattr(worker, "curve_of", _dies)
+    curve_of = planning.curve_of
+    monkeypatch.setattr(planning, "curve_of", _dies)
     with (
         Storage(folder / "kept.sqlite") as storage,
         Service(storage) as service,
@@ -154,7 +155,7 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
         assert answer.json()["detail"].startswith(
             "the process that solves and plans was killed twice"
         )
-        monkeypatch.setattr(worker, "curve_of", curve_of)
+        monkeypatch.setattr(planning, "curve_of", curve_of)
         assert client.post("/v1/jobs", json=a_job()).status_code == 201
 
 
@@ -303,7 +304,7 @@ def test_no_answer_waits_long_for_a_thread_that_computes(
             seen.update(switch_s=sys.getswitchinterval())
 
     switch_s = sys.getswitchinterval()
-    monkeypatch.setattr(server, "_server", lambda *_: Running())
+    monkeypatch.setattr(server, "server_of", lambda *_: Running())
     try:
         with listening(Address(port=0)) as listener:
             server.serve(StandIn(), listener)

@@ -14,13 +14,13 @@ from services import (
     planned,
     report,
     service_at,
+    serving,
 )
 
 from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Conflict
-from perseus_planner.service.schemas import Counters, Registration
+from perseus_planner.service.models import Conflict, Counters, Registration
+from perseus_planner.service.serve import Address
 
 pytest.importorskip("httpx")
 

@@ -27,17 +27,17 @@ from services import (
     planned,
     report,
     service_at,
+    serving,
     small_frontier,
 )
 
 from perseus_planner.runs import Account
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
 from perseus_planner.service.client import Client
-from perseus_planner.service.http.server import Address, serving
-from perseus_planner.service.model import Conflict, Scope, UnknownJob
-from perseus_planner.service.schemas import Counters
+from perseus_planner.service.jobs import WRITTEN_AFTER_S, Tally, add_counters
+from perseus_planner.service.models import Conflict, Counters, Scope, UnknownJob
+from perseus_planner.service.serve import Address
 from perseus_planner.service.service import Service
-from perseus_planner.service.telemetry import WRITTEN_AFTER_S, Tally, add_counters
 from perseus_planner.views.service_text import jobs_text, status_text, totals_text
 
 httpx = pytest.importorskip("httpx")
@@ -262,8 +262,8 @@ def test_the_frontier_of_a_job_is_what_was_registered(place: Path):
             "origin": frontier.profile.origin,
         }
         for thinned in map(service.curve("gpt").thinned, (2, 3, 10**6)):
-            assert set(zip(thinned.rising_s, thinned.rising_j, strict=True)) <= set(
-                zip(service.curve("gpt").rising_s, service.curve("gpt").rising_j, strict=True)
+            assert set(zip(thinned.times_s, thinned.energies_j, strict=True)) <= set(
+                zip(service.curve("gpt").times_s, service.curve("gpt").energies_j, strict=True)
             )
             assert (thinned.min_time_s, thinned.max_time_s) == (
                 frontier.min_time_s,
@@ -520,7 +520,7 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         )
         assert client.pipelines("gpt") == service.pipelines("gpt")[1]
         points, curve = client.frontier("gpt"), service.curve("gpt")
-        assert (points.rising_s, points.rising_j) == (curve.rising_s, curve.rising_j)
+        assert (points.times_s, points.energies_j) == (curve.times_s, curve.energies_j)
         assert (points.baseline_j, points.gpus, points.origin) == (
             curve.baseline_j,
             STAGES,

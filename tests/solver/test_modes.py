@@ -24,7 +24,7 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.curves import Curve
+from perseus_planner.service.models import Curve
 from perseus_planner.solver.clock_problem import clock_problem_of
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.solver.modes import ModeProblem, baseline, in_modes

@@ -23,7 +23,7 @@ from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
 
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.agent import agent, link
+from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.autopilot.ranks import coordinator
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
@@ -134,7 +134,7 @@ def served(state: str, address: str, name: str) -> None:
     agent._END_S = (
         LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
     )
-    link.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
+    agent.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
     with job(state) as result:
         engine, step = service_programs._torch(init=False)
         with (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from perseus_planner.service.answers import Answer
-from perseus_planner.service.model import Report, Scope
+from perseus_planner.service.models import Answer, Report, Scope
 
 REPORT = {
     "key": "k1",

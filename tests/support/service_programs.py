@@ -21,7 +21,7 @@ from torch.distributed import pipelining
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.agent import agent, link
+from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.runtime.telemetry import counters
 from perseus_planner.service.client import Client
@@ -49,7 +49,7 @@ def train(engine: str, address: str, state: str) -> None:
         LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
     )
     agent.Client = lambda address, timeout_s: Client(address, timeout_s=LONG_S)
-    link.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
+    agent.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
     propose = agent.Agent._propose
 
     def noted(self: agent.Agent, found: Any) -> None:

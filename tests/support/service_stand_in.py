@@ -24,26 +24,24 @@ from perseus_planner.base.errors import (
     PlannerError,
 )
 from perseus_planner.base.files import sha256
-from perseus_planner.service.alertmanager import AlertEffects
-from perseus_planner.service.answers import (
+from perseus_planner.service.access import Access, Limits
+from perseus_planner.service.app import create_app
+from perseus_planner.service.jobs import Tally, add_counters
+from perseus_planner.service.models import (
     Answer,
+    Conflict,
+    Counters,
+    Curve,
+    Decision,
     Event,
     Expected,
     History,
     JobStatus,
-    JobSummary,
     JobTotals,
     PipelineStatus,
+    PlanSet,
     PowerBudget,
     Registered,
-)
-from perseus_planner.service.curves import Curve
-from perseus_planner.service.http.auth import Access, Limits
-from perseus_planner.service.http.server import create_app
-from perseus_planner.service.model import (
-    Conflict,
-    Decision,
-    PlanSet,
     RegisteredJob,
     Report,
     Taken,
@@ -51,9 +49,7 @@ from perseus_planner.service.model import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.schemas import Counters
-from perseus_planner.service.telemetry import Tally, add_counters
-from perseus_planner.service.worker import Unsolved, solve_profile
+from perseus_planner.service.planning import Unsolved, solve_profile
 
 httpx = pytest.importorskip("httpx")
 
@@ -93,17 +89,19 @@ class StandIn:
                 "frontier.npz: is not a frontier file; name one that `planner solve` wrote"
             )
         known = self.kept.get(job.name)
-        if known is not None and known != replace(job, frontier=sha256(frontier), since_s=NOW_S):
+        if known is not None and known != replace(
+            job, frontier=sha256(frontier), since_s=NOW_S, ranks=len(job.places)
+        ):
             raise Conflict(
                 f"a job {job.name} runs, and is another one; end it, or choose another name"
             )
-        self.kept.setdefault(job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S))
+        self.kept.setdefault(
+            job.name, replace(job, frontier=sha256(frontier), since_s=NOW_S, ranks=len(job.places))
+        )
         self.of_job.setdefault(job.name, {})
         if known is None:
             self._publish(job.name)
-        return Registered(
-            JobSummary.of(self.kept[job.name]), self.versions[job.name], known is None
-        )
+        return Registered(self.kept[job.name], self.versions[job.name], known is None)
 
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)
@@ -130,8 +128,8 @@ class StandIn:
     def next_tick_s(self) -> float:
         return self.ticks[0] if self.ticks else math.inf
 
-    def alert(self, reports: Sequence[Report]) -> AlertEffects:
-        return AlertEffects((), {each.key: "no running job has it" for each in reports})
+    def alert(self, reports: Sequence[Report]) -> Any:
+        return (), {each.key: "no running job has it" for each in reports}
 
     def clear(self, job: str, key: str) -> Answer:
         self._check(job)
@@ -196,7 +194,7 @@ class StandIn:
         decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
         version, reports = self.versions[job], tuple(self.of_job[job].values())
         return JobStatus(
-            JobSummary.of(self.kept[job]),
+            self.kept[job],
             decision,
             version,
             version,
@@ -226,11 +224,7 @@ class StandIn:
         self._check(job)
         version, pipelines = self.versions[job], self.kept[job].pipelines
         texts = (f"plan {version} of the straggler\n", f"plan {version} “of the others”\n")
-        return (
-            PlanSet(version, texts, (0, *(1,) * (pipelines - 1)), NOW_S)
-            if version > after
-            else None
-        )
+        return PlanSet(version, texts, (0, *(1,) * (pipelines - 1))) if version > after else None
 
     def epoch(self, job: str) -> str:
         self._check(job)

@@ -18,7 +18,9 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.model import Place, RegisteredJob, Report, Scope
+from perseus_planner.service.access import Limits, Token
+from perseus_planner.service.models import Place, RegisteredJob, Report, Scope
+from perseus_planner.service.serve import Address, listening, server_of
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage
 
@@ -121,3 +123,20 @@ def versions_told(service: Service) -> Iterator[dict[str, list[int]]]:
         yield told
     finally:
         unsubscribe()
+
+
+@contextmanager
+def serving(
+    service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
+) -> Iterator[str]:
+    """Serve on a thread of this process until the block ends, which gets the URL."""
+    with listening(address, tokens) as listener:
+        server = server_of(service, listener, limits, lambda: None)
+        thread = threading.Thread(target=server.run, args=([listener.socket],))
+        # clients that connect early wait for a moment, as the socket already listens
+        thread.start()
+        try:
+            yield listener.url
+        finally:
+            server.should_exit = True
+            thread.join()

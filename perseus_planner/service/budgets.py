@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.tables import CsvFile, CsvRow, Text
 from perseus_planner.base.units import POWER_BUDGET, Rule
-from perseus_planner.service.model import PowerStep
+from perseus_planner.service.models import PowerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

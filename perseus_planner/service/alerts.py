@@ -19,13 +19,12 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 from perseus_planner.base.units import FACTOR
+from perseus_planner.service.jobs import JobState, check_report, expire
+from perseus_planner.service.models import ReportRequest, from_json
 from perseus_planner.service.reports import concerned_by
-from perseus_planner.service.schemas import ReportRequest, from_json
-from perseus_planner.service.state import JobState, check_report, expire
 
 if TYPE_CHECKING:
-    from perseus_planner.service.answers import Answer
-    from perseus_planner.service.model import Report
+    from perseus_planner.service.models import Report
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,6 @@ class _Alert:
     began: Annotated[AwareDatetime, Field(alias="startsAt")]
     ended: Annotated[AwareDatetime, Field(alias="endsAt")]
     annotations: dict[str, str]
-
-
-@dataclass(frozen=True)
-class AlertEffects:
-    """The effect of alerts."""
-
-    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name
-    #: Key of a report -> why no job, or not every job concerned, has taken it.
-    ignored: Mapping[str, str]
 
 
 def read_alert(alert: Any, now_s: float) -> Report | str:

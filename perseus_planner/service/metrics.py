@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perseus_planner.service.answers import JobStatus, JobTelemetry
+from perseus_planner.service.models import JobStatus, JobTelemetry
 
 _log = logging.getLogger(__name__)
 
@@ -105,43 +107,41 @@ class _Jobs(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
-        for name, text, value_of in _GAUGES:
-            family = GaugeMetricFamily(name, text, labels=("training_job",))
-            for status in self._jobs:
-                value = value_of(status)
-                if value is not None:
-                    family.add_metric((status.job.name,), value)
-            yield family
-        yield from _counters(
-            [
-                (status.job.name, telemetry)
-                for status in self._jobs
-                if (telemetry := status.telemetry) is not None
-                and telemetry.observed_s >= self._since_s
-            ]
+        told = [(each.job.name, each.telemetry) for each in self._jobs if each.telemetry]
+        yield from _families(
+            GaugeMetricFamily, _GAUGES, [(each.job.name, each) for each in self._jobs]
         )
+        yield from _families(GaugeMetricFamily, _TELEMETRY, told)
+        counted = [(name, each) for name, each in told if each.observed_s >= self._since_s]
+        yield from _families(CounterMetricFamily, _COUNTERS, counted)
+        for name, text, joules_of in _JOULES:
+            family = CounterMetricFamily(name, text, labels=("training_job", "energy"))
+            for job, telemetry in counted:
+                if telemetry.energy_is is not None:
+                    family.add_metric((job, telemetry.energy_is), joules_of(telemetry))
+            yield family
 
 
-def _counters(reporting: Sequence[tuple[str, JobTelemetry]]) -> Iterator[Metric]:
-    for name, text, number_of in _COUNTERS:
-        family = CounterMetricFamily(name, text, labels=("training_job",))
-        for job, telemetry in reporting:
-            family.add_metric((job,), number_of(telemetry))
+def _families(
+    kind: Callable[..., Metric], table: Iterable[Row], values: Iterable[tuple[str, Any]]
+) -> Iterator[Metric]:
+    """Yield a metric for each row, of jobs whose number is known."""
+    for name, text, number_of in table:
+        family: Any = kind(name, text, labels=("training_job",))
+        for job, value in values:
+            if (number := number_of(value)) is not None:
+                family.add_metric((job,), number)
         yield family
-    for name, text, joules_of in _JOULES:
-        family = CounterMetricFamily(name, text, labels=("training_job", "energy"))
-        for job, telemetry in reporting:
-            if telemetry.energy_is is not None:
-                family.add_metric((job, telemetry.energy_is), joules_of(telemetry))
-        yield family
 
 
-_GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
+Row = tuple[str, str, Callable[[Any], "float | None"]]
+"""Name and text of a metric, and its number."""
+_GAUGES: Sequence[Row] = (
     ("planner_job_version", "The newest version of a job's plans.", lambda status: status.version),
     (
         "planner_job_version_taken",
         "The version that a job runs, as it last reported.",
-        lambda status: status.taken.version if status.taken else None,
+        lambda status: status.taken and status.taken.version,
     ),
     (
         "planner_job_reports",
@@ -156,74 +156,66 @@ _GAUGES: Sequence[tuple[str, str, Callable[[JobStatus], float | None]]] = (
     (
         "planner_job_straggler_time_seconds",
         "The iteration time that all pipelines of a job wait for.",
-        lambda status: status.decision.straggler_time_s,
+        attrgetter("decision.straggler_time_s"),
     ),
     (
         "planner_job_expected_saving_watts",
         "Power that all GPUs of a job are expected to save, by the bounds of its frontier.",
-        lambda status: status.expected_saving_w,
+        attrgetter("expected_saving_w"),
     ),
     (
         "planner_job_expected_watts",
         "Power of all GPUs of a job as its plans predict it.",
-        lambda status: status.expected.power_w,
+        attrgetter("expected.power_w"),
     ),
     (
         "planner_job_expected_baseline_watts",
         "Their power with all clocks at maximum as the profile predicts it.",
-        lambda status: status.expected.baseline_power_w,
-    ),
-    (
-        "planner_job_watts",
-        "Recent power of all GPUs of a job.",
-        lambda status: status.telemetry.power_w if status.telemetry else None,
-    ),
-    (
-        "planner_job_iteration_seconds",
-        "Recent time of an iteration of a job.",
-        lambda status: status.telemetry.iteration_s if status.telemetry else None,
+        attrgetter("expected.baseline_power_w"),
     ),
     (
         "planner_job_over_budget",
         "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
         lambda status: float(status.over_budget_since_s is not None),
     ),
+)
+_TELEMETRY: Sequence[Row] = (
+    ("planner_job_watts", "Recent power of all GPUs of a job.", attrgetter("power_w")),
+    (
+        "planner_job_iteration_seconds",
+        "Recent time of an iteration of a job.",
+        attrgetter("iteration_s"),
+    ),
     (
         "planner_job_clock_set_median_seconds",
         "Recent time from requesting a clock until it is set: half of the changes took less.",
-        lambda status: status.telemetry.set_p50_s if status.telemetry else None,
+        attrgetter("set_p50_s"),
     ),
     (
         "planner_job_clock_set_slow_seconds",
         "Recent time from requesting a clock until it is set: one change of 100 took longer.",
-        lambda status: status.telemetry.set_p99_s if status.telemetry else None,
+        attrgetter("set_p99_s"),
     ),
     (
         "planner_job_saved_joules",
         "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
-        lambda status: (
-            status.telemetry.saved_j if status.telemetry and status.telemetry.energy_is else None
-        ),
+        lambda telemetry: telemetry.saved_j if telemetry.energy_is else None,
     ),
 )
-_COUNTERS: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
+_COUNTERS: Sequence[Row] = (
     (
         "planner_job_iterations",
         "Iterations of a job since it was registered.",
-        lambda telemetry: telemetry.iterations,
+        attrgetter("iterations"),
     ),
     (
         "planner_job_late_clock_changes",
         "Clock changes that came when most of their computation was over.",
-        lambda telemetry: telemetry.changes_late,
+        attrgetter("changes_late"),
     ),
 )
 _JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
-    (
-        "planner_job_energy_joules",
-        "Energy of all GPUs of a job.",
-        lambda telemetry: telemetry.energy_j,
-    ),
+    ("planner_job_energy_joules", "Energy of all GPUs of a job.", attrgetter("energy_j")),
     (
         "planner_job_baseline_joules",
         "Their energy with all clocks at maximum in iterations as long, by the profile.",

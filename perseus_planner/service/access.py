@@ -1,24 +1,47 @@
-"""Access to the service: bearer tokens with roles, limits on the size of requests, safe headers."""
+"""Access to the service: bearer tokens with roles, limits on the size of requests, safe headers;
+and problems, as RFC 9457 has them, which every request gets that is not carried out.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from anyio import fail_after
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+
+from perseus_planner.base.errors import (
+    InfeasibleDeadline,
+    InfeasibleError,
+    InfeasiblePower,
+    PlannerError,
+)
+from perseus_planner.service.models import Conflict, Problem, StorageError, UnknownJob, to_json
+from perseus_planner.service.planning import NotPlanned
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request
 
 import asyncio
 import hmac
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, get_args
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import read_text
-from perseus_planner.service.http.pages import error_answer, is_open
 
 Role = Literal["read", "report", "operate"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -30,7 +53,9 @@ TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
 _LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 #: For supervisors and the dashboard; they reveal nothing about jobs.
-_OPEN_PATHS = ("/livez", "/readyz", "/healthz", "/v1/me")
+_OPEN_PATHS = ("/", "/livez", "/readyz", "/healthz", "/v1/me")
+STATIC = "/static/"
+"""Where the dashboard's files are, which need no token either."""
 _ELSEWHERE = (
     "cross-site",
     "same-site",
@@ -181,7 +206,8 @@ class Guard:
             )
         bearer = self._access.bearer(headers.get("authorization"))
         path = scope["path"]
-        if bearer is None and self._access.tokens and not (path in _OPEN_PATHS or is_open(path)):
+        is_open = path in _OPEN_PATHS or path.startswith(STATIC)
+        if bearer is None and self._access.tokens and not is_open:
             challenge = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(
                 401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge
@@ -241,8 +267,9 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
         nonlocal seen, is_whole
         try:
             left_s = None if is_whole else until_s + seen / _LEAST_BYTES_A_SECOND - loop.time()
-            message = await asyncio.wait_for(receive(), left_s)
-        except asyncio.TimeoutError:
+            with fail_after(left_s):
+                message = await receive()
+        except TimeoutError:
             raise HTTPException(
                 408, f"{seen} bytes of the body came in time; send all of it within {most_s:g} s"
             ) from None
@@ -256,3 +283,116 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
 
 def _too_large(most: int) -> HTTPException:
     return HTTPException(413, f"the body is larger than {most} bytes; send less")
+
+
+PROBLEM = "application/problem+json"
+_CODES = {
+    400: "malformed",
+    401: "unauthenticated",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    409: "conflict",
+    413: "too_large",
+    421: "wrong_host",
+    422: "invalid",
+    503: "unavailable",
+}
+_MESSAGES = {
+    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge "
+    "numbers",
+    404: "there is no such path; /openapi.json lists them",
+    405: "this path does not take that method; /openapi.json lists those that it takes",
+}
+_FAULT = (
+    "the service has failed, and the request is not at fault; the log of the service has the "
+    "details"
+)
+
+
+def error_answer(error: HTTPException) -> Response:
+    """Return the answer for an HTTPException."""
+    by_framework = error.detail in (
+        HTTPStatus(error.status_code).phrase,
+        "There was an error parsing the body",
+    )
+    message = _MESSAGES.get(error.status_code, error.detail) if by_framework else error.detail
+    return _answer(error.status_code, message, headers=error.headers)
+
+
+def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Have `app`, which has these routes, answer every error in that form."""
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException) -> Response:
+        if (
+            error.status_code == 405
+        ):  # Starlette only names the methods of the first route with that path
+            error.headers = {"Allow": ", ".join(_methods(request, routes))}
+        return error_answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _(_: Request, error: RequestValidationError) -> Response:
+        return _answer(422, complaint(error.errors()))
+
+    @app.exception_handler(PlannerError)
+    async def _(_: Request, error: PlannerError) -> Response:
+        code = "infeasible" if isinstance(error, InfeasibleError) else None
+        status = status_of(error)
+        again = {"Retry-After": "1"} if status == 503 else None
+        return _answer(status, str(error), code, headers=again, least=_least(error))
+
+    @app.exception_handler(Exception)
+    async def _(_: Request, __: Exception) -> Response:
+        return _answer(500, _FAULT)
+
+
+def status_of(error: PlannerError) -> int:
+    """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not
+    now.
+    """
+    if isinstance(error, UnknownJob):
+        return 404
+    if isinstance(error, (StorageError, NotPlanned)):
+        return 503
+    return 409 if isinstance(error, (Conflict, InfeasibleError)) else 422
+
+
+def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first error in a request in one sentence, without repeating values."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']}; send a JSON object"
+    field = ".".join(map(str, first["loc"]))
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
+
+
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
+    """Return the methods of the routes that match the path of `request`."""
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in getattr(route, "methods", ())})
+
+
+def _least(error: PlannerError) -> dict[str, float]:
+    """Return the least value that is feasible, if that is what the error is about."""
+    if isinstance(error, InfeasiblePower):
+        return {"least_power_w": error.least_power_w}
+    if isinstance(error, InfeasibleDeadline) and math.isfinite(error.least_time_s):
+        return {"least_deadline_s": error.least_time_s}
+    return {}
+
+
+def _answer(
+    status: int,
+    message: str,
+    code: str | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    least: Mapping[str, float] | None = None,
+) -> Response:
+    title = HTTPStatus(status).phrase
+    problem = Problem(title, status, message, code or _CODES.get(status, "fault"), **(least or {}))
+    content = to_json(problem, without_defaults=True)
+    return Response(content, status, headers, media_type=PROBLEM)

@@ -4,13 +4,10 @@ SIGINT.
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import logging
 import math
 import os
-import re
 import resource
 import select
 import signal
@@ -19,37 +16,32 @@ import ssl
 import stat
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from ipaddress import ip_address
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.loops import Loop
-from perseus_planner.runs import account
-from perseus_planner.service import answers, curves, model, schemas
-from perseus_planner.service.http.auth import TOKENS_VARIABLE, Access, Guard, Limits, Token
-from perseus_planner.service.http.longpoll import AsyncService
-from perseus_planner.service.http.metrics import Metrics
-from perseus_planner.service.http.pages import (
-    PROBLEM,
-    StatusPages,
-    add_error_handlers,
-    dashboard,
+from perseus_planner.service import models
+from perseus_planner.service.access import (
+    TOKENS_VARIABLE,
+    Access,
+    Limits,
+    Token,
     error_answer,
 )
-from perseus_planner.service.http.routes import router
+from perseus_planner.service.app import create_app
+from perseus_planner.service.live import AsyncService
 from perseus_planner.service.service import Service
 
 _STAND_BY_S = 1.0  # between two tries to take the database over
@@ -145,7 +137,7 @@ def serve(
     sys.setswitchinterval(_SWITCH_S)
     _raise_limit_of_descriptors()
     with _ended_by_sigterm():
-        server = _server(service, listener, limits, ready)
+        server = server_of(service, listener, limits, ready)
         server.run(sockets=[listener.socket])
     if server.live.fenced is not None:
         raise server.live.fenced
@@ -162,7 +154,7 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/livez":
-            answer = Response(schemas.to_json(answers.Health("ok", __version__)))
+            answer = Response(models.to_json(models.Health("ok", __version__)))
         else:
             answer = error_answer(HTTPException(503, _STANDING_BY, {"Retry-After": "1"}))
         await answer(scope, receive, send)
@@ -182,29 +174,6 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
         finally:
             loop.stop()
     return has_taken.is_set()
-
-
-@contextmanager
-def serving(
-    service: Service, address: Address, tokens: tuple[Token, ...] = (), limits: Limits | None = None
-) -> Iterator[str]:
-    """Serve on a thread of this process until the block ends, which gets the URL.
-
-    Raises:
-        UsageError: As for `listening`.
-    """
-    with listening(address, tokens) as listener:
-        server = _server(service, listener, limits, lambda: None)
-        thread = threading.Thread(
-            target=server.run, args=([listener.socket],), name="planner-service"
-        )
-        # clients that connect early wait for a moment, as the socket already listens
-        thread.start()
-        try:
-            yield listener.url
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 class _Connection(H11Protocol):
@@ -289,9 +258,10 @@ def _raise_limit_of_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
 
 
-def _server(
+def server_of(
     service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]
 ) -> _Server:
+    """Return what serves `service` at `listener` once it runs."""
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits or Limits())
@@ -427,93 +397,3 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-_DESCRIPTION = """
-Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other
-pipelines of the job get plans that save energy in the meantime, until it has recovered. Times are
-in seconds, powers in watts. Every request that is not carried out is answered with a problem as RFC
-9457 has it, whose `code` is for programs. What is answered with 2xx is on disk.
-"""
-
-
-def create_app(
-    service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] | None = None
-) -> FastAPI:
-    """Return the application that serves `service`. Its lifespan must run, as ASGI servers have it.
-
-    Args:
-        service: The service, which the application does not close.
-        access: Who may send requests.
-        limits: How large requests may be, and how many may wait.
-        now_s: The clock in place of that of `service`, seconds since the epoch.
-    """
-    now_s = now_s or service.now_s
-    live = AsyncService(service, limits, now_s)
-    metrics = Metrics(lambda: live.waiting, now_s())
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with live.running():
-            yield
-
-    routes = [*router.routes, *dashboard.routes]
-    app = FastAPI(
-        title="perseus-planner",
-        version=__version__,
-        description=_DESCRIPTION,
-        lifespan=lifespan,
-        docs_url=None,  # its pages load scripts from another host
-        redoc_url=None,
-        routes=routes,
-    )
-    app.state.service, app.state.metrics = live, metrics
-    app.state.now_s, app.state.pages = now_s, StatusPages()
-    document = app.openapi
-    app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
-    add_error_handlers(app, routes)
-    app.add_middleware(Guard, access=access, limits=limits)
-    app.add_middleware(metrics.counting)
-    return app
-
-
-def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
-    """Describe the fields in an OpenAPI document by the comments that stand beside them, and name
-    the type of problems, which FastAPI takes for plain JSON.
-    """
-    for methods in document["paths"].values():
-        for operation in methods.values():
-            for status, answer in operation["responses"].items():
-                if status >= "400":
-                    answer["content"] = {PROBLEM: answer["content"].pop("application/json")}
-    described = document["components"]["schemas"]
-    of_kinds: dict[str, dict[str, str]] = {}
-    for module in (account, answers, curves, model, schemas):
-        source = inspect.getsource(module)
-        for kind in ast.parse(source).body:
-            if isinstance(kind, ast.ClassDef):
-                texts = of_kinds.setdefault(kind.name, {})
-                for base in kind.bases:
-                    texts |= of_kinds.get(ast.unparse(base), {})
-                texts |= _texts(kind, source.splitlines())
-                for end in ("", "-Input", "-Output"):
-                    properties = described.get(kind.name + end, {}).get("properties", {})
-                    for name in properties.keys() & texts:
-                        properties[name]["description"] = texts[name]
-    return document
-
-
-def _texts(kind: ast.ClassDef, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name in JSON and the text of each field with a text."""
-    for field in kind.body:
-        if isinstance(field, ast.AnnAssign):
-            above = takewhile(_is_text, reversed(lines[: field.lineno - 1]))
-            beside = lines[field.lineno - 1 : field.end_lineno]
-            texts = [line.partition("#: ")[2] for line in (*reversed([*above]), *beside)]
-            alias = re.search(r"alias='(\w+)'", ast.unparse(field.annotation))
-            if text := " ".join(filter(None, texts)):
-                yield alias[1] if alias else ast.unparse(field.target), text
-
-
-def _is_text(line: str) -> bool:
-    return line.lstrip().startswith("#: ")

@@ -7,20 +7,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 
-from perseus_planner.service.answers import Registered
-from perseus_planner.service.http.auth import Limits
-from perseus_planner.service.model import Fenced, PlanSet, RegisteredJob
+from perseus_planner.service.access import Limits
+from perseus_planner.service.models import Fenced, PlanSet, Registered, RegisteredJob
+from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
-from perseus_planner.service.worker import Unsolved
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
@@ -141,13 +140,17 @@ class AsyncService:
             UnknownJob: If there is no such job, or no longer.
             HTTPException: 503 if too many requests wait.
         """
-        loop = asyncio.get_running_loop()
-        with self._counted():
+        if self.waiting >= self._limits.waiting:
+            raise HTTPException(
+                503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"}
+            )
+        self.waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
             until_s = loop.time() + wait_s
             while True:
-                change = self._next_change(
-                    job
-                )  # before the look, so that no change is missed in between
+                # before the look, so that no change is missed in between
+                change = self._changes.setdefault(job, loop.create_future())
                 plans = self.service.plans(job, after)  # from memory
                 if plans is not None:
                     return plans
@@ -155,11 +158,12 @@ class AsyncService:
                 if left_s <= 0.0 or self._ended:
                     return None
                 await asyncio.wait({change}, timeout=left_s)
+        finally:
+            self.waiting -= 1
 
     def changed(self, job: str) -> None:
         """Wake all requests that wait for `job`, as it has a new version or has ended."""
-        change = self._changes.pop(job, None)
-        if change is not None:
+        if (change := self._changes.pop(job, None)) is not None:
             change.set_result(None)
 
     def end_waiting(self) -> None:
@@ -167,25 +171,6 @@ class AsyncService:
         self._ended = True
         for job in list(self._changes):
             self.changed(job)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self.waiting >= self._limits.waiting:
-            raise HTTPException(
-                503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"}
-            )
-        self.waiting += 1
-        try:
-            yield
-        finally:
-            self.waiting -= 1
-
-    def _next_change(self, job: str) -> asyncio.Future[None]:
-        """Return the future that the next change of `job` sets, shared by all who wait for it."""
-        change = self._changes.get(job)
-        if change is None:
-            change = self._changes[job] = asyncio.get_running_loop().create_future()
-        return change
 
     async def _tick(self) -> None:
         """Tick the service whenever it is due."""

@@ -1,0 +1,639 @@
+"""The routes of the service, and the role that each needs, which is checked before any of the body
+is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import inspect
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
+from http import HTTPStatus
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from perseus_planner.base import __version__
+from perseus_planner.base.files import sha256
+from perseus_planner.runs import account
+from perseus_planner.service import models
+from perseus_planner.service.access import (
+    PROBLEM,
+    STATIC,
+    Access,
+    Guard,
+    Limits,
+    Role,
+    add_error_handlers,
+    check_role,
+)
+from perseus_planner.service.alerts import read_alert, rule_of
+from perseus_planner.service.live import AsyncService
+from perseus_planner.service.metrics import CONTENT_TYPE, Metrics
+from perseus_planner.service.models import (
+    EPOCH,
+    KEY,
+    LEASE,
+    MOST_WHOLE,
+    NAME,
+    AlertAnswers,
+    AlertGroup,
+    Answer,
+    Answers,
+    Counters,
+    Curve,
+    DeadlineRequest,
+    Health,
+    History,
+    IgnoredAlert,
+    Jobs,
+    JobStatus,
+    Me,
+    Pipelines,
+    PlanSet,
+    PowerBudget,
+    PowerRequest,
+    Problem,
+    Registered,
+    Registration,
+    ReportRequest,
+    Reports,
+    TakenRequest,
+    Totals,
+    UnknownJob,
+    from_json,
+    to_json,
+)
+from perseus_planner.service.planning import Unsolved
+from perseus_planner.service.service import Service
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+_QUICK = 1  # the level of gzip: higher ones take much longer and save little
+_READS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
+
+
+def page_response(request: Request, content: bytes) -> Response:
+    """Return JSON as the answer to a request: 304 if the client has it, and compressed if it can
+    read that; takes some milliseconds for a megabyte.
+    """
+    headers = {"ETag": f'"{sha256(content)}"', "Vary": "Accept-Encoding"}
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if _READS_GZIP.search(request.headers.get("accept-encoding", "")):
+        content = gzip.compress(content, _QUICK, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, headers=headers, media_type="application/json")
+
+
+_SCHEME = "HTTPBearer"  # as OpenAPI names it
+_SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
+
+
+class Call(Request):
+    """A request whose body, if it has one in JSON, was parsed; FastAPI takes the value as it is."""
+
+    parsed: Any = None
+
+    @property
+    def live(self) -> AsyncService:
+        """What it asks."""
+        live: AsyncService = self.app.state.service
+        return live
+
+    @property
+    def service(self) -> Service:
+        """The service itself."""
+        return self.live.service
+
+    async def page(self, of: Callable[[Service], Any]) -> Response:
+        """Answer with what `of` returns for the service, bytes or a value; on a thread."""
+
+        def page() -> Response:
+            value = of(self.service)
+            return page_response(self, value if isinstance(value, bytes) else to_json(value))
+
+        return await self.live.call(page)
+
+    async def body(self) -> bytes:
+        """Return something if there is a value."""
+        return await super().body() if self.parsed is None else b"parsed"
+
+    async def json(self) -> Any:
+        """Return the value."""
+        return self.parsed
+
+
+class CheckedRoute(APIRoute):
+    """Checks the role before any of the body is read, and parses it, large ones on a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what handles a request."""
+        handle = super().get_route_handler()
+        security = (self.openapi_extra or {}).get("security")
+        role: Role | None = security[0][_SCHEME][0] if security else None
+        kind = self.body_field.field_info.annotation if self.body_field else None
+
+        async def checked(request: Request) -> Response:
+            if role is not None:
+                check_role(request.state.role, role)
+            call = Call(request.scope, request.receive)
+            content_type = request.headers.get("content-type", "")
+            if kind is not None and content_type.partition(";")[0] == "application/json":
+                body = b"".join([part async for part in request.stream()])
+                if len(body) > _SMALL_BYTES:
+                    call.parsed = await call.live.call(_parsed, kind, body)
+                else:
+                    call.parsed = _parsed(kind, body)
+            return await handle(call)
+
+        return checked
+
+
+def _parsed(kind: Any, body: bytes) -> Any:
+    """Return a value of `kind` from a body.
+
+    Raises:
+        RequestValidationError: If it is not one.
+    """
+    try:
+        return from_json(kind, body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError(
+            [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
+        ) from None
+
+
+def _route(
+    method: str,
+    path: str,
+    role: Role | None,
+    answer: Any,
+    *errors: int,
+    also: Mapping[int | str, dict[str, Any]] = MappingProxyType({}),
+    **options: Any,
+) -> Callable[[Handler], Handler]:
+    """Return the decorator of a route for `role` and the roles above it, or for everyone if it is
+    None.
+
+    OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
+    `also` answers.
+    """
+    statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
+    failures: dict[int | str, Any] = {
+        status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
+    }
+    return router.api_route(
+        path,
+        methods=[method],
+        response_model=answer,
+        responses={**also, **failures},
+        openapi_extra={} if role is None else {"security": [{_SCHEME: [role]}]},
+        **options,
+    )
+
+
+_LONGEST_POLL_S = 60.0
+_MOST_POINTS = 500
+
+_log = logging.getLogger(__name__)
+
+
+JobName = Annotated[str, Path(pattern=NAME, description="Name of the job.")]
+After = Annotated[
+    int,
+    Query(ge=0, le=MOST_WHOLE, description="The version that the client has; 0 for none."),
+]
+Epoch = Annotated[
+    str, Query(max_length=256, description="That in which `after` is; empty for this one.")
+]
+Wait = Annotated[
+    float,
+    Query(
+        ge=0.0,
+        le=_LONGEST_POLL_S,
+        allow_inf_nan=False,
+        description="How long to wait for it, seconds.",
+    ),
+]
+
+
+router = APIRouter(route_class=CheckedRoute)
+_get, _put, _post, _delete = (
+    partial(_route, method) for method in ("GET", "PUT", "POST", "DELETE")
+)
+_UNCHANGED: Mapping[int | str, Any] = {
+    304: {"description": "The page is the one with the tag in `If-None-Match`."}
+}
+_NOTHING_NEWER: Mapping[int | str, Any] = {204: {"description": "Nothing newer within `wait_s`."}}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+_NO_CONTENT: dict[str, Any] = {"status_code": 204, "response_class": Response}
+
+
+@_post(
+    "/v1/jobs",
+    "operate",
+    Registered,
+    409,
+    also={200: {"model": Registered, "description": "The same job was registered before."}},
+    status_code=201,
+)
+async def register(call: Call, sent: Registration) -> Response:
+    """Register a job. Its plans are there when this is answered.
+
+    A profile is solved first. The same request may be sent again while that lasts, and a job whose
+    client does not wait for it is not registered.
+    """
+    frontier = sent.frontier
+    if frontier is None:
+        unsolved = Unsolved(
+            sent.profile_csv or "", sent.profile_yaml or "", sent.schedule or "", sent.microbatches
+        )
+        frontier = await call.live.solve(unsolved)
+        if await call.is_disconnected():
+            raise HTTPException(
+                503, "the client did not wait until the profile was solved; send it again"
+            )
+    registered = await call.live.register(sent.job(), frontier, take_over=bool(sent.take_over))
+    return _json(registered, 201 if registered.is_new else 200)
+
+
+@_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
+async def jobs(call: Call) -> Response:
+    """List all running jobs with their status."""
+
+    def page(service: Service) -> bytes:
+        return b'{"jobs":[' + b",".join(status.as_json for status in service.jobs()) + b"]}"
+
+    return await call.page(page)
+
+
+@_get("/v1/totals", "read", Totals, also=_UNCHANGED)
+async def totals(call: Call) -> Response:
+    """List what every job ran, used and saved since it was registered, also of jobs that have
+    ended.
+    """
+    return await call.page(lambda service: Totals(service.totals()))
+
+
+@_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
+async def status(call: Call, job: JobName) -> Response:
+    """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
+    return await call.page(lambda service: service.status(job).as_json)
+
+
+@_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
+async def end(call: Call, job: JobName) -> Response:
+    """Report that a job has ended. Requests that wait for its plans are answered with 404."""
+    await call.live.change(call.service.end, job)
+    return Response(status_code=204)
+
+
+@_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
+async def report(
+    call: Call,
+    job: JobName,
+    sent: ReportRequest,
+    idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
+    wait_s: Wait = 0.0,
+) -> Response:
+    """Report that something is slow, or has recovered. The answer says what changes and what that
+    saves.
+
+    If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
+    """
+    straggler = sent.report(idempotency_key, call.app.state.now_s())
+    answer = await call.live.written(call.service.submit_report(job, straggler))
+    if wait_s and answer.takes_effect == "planning":
+        with suppress(
+            HTTPException, UnknownJob
+        ):  # too many wait, or the job has ended: the report was taken
+            await call.live.newer(job, answer.version - 1, wait_s)
+            answer = answer.with_plans_of(await call.live.call(call.service.status, job))
+    return _json(answer, 202)
+
+
+@_get("/v1/jobs/{job}/reports", "read", Reports, 404)
+async def reports(call: Call, job: JobName) -> Response:
+    """List the reports of a job that count now or will count."""
+    return await call.page(lambda service: Reports(service.reports(job)))
+
+
+@_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
+async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
+    """Withdraw a report."""
+    return _json(await call.live.change(call.service.clear, job, key))
+
+
+@_post("/v1/alerts", "report", AlertAnswers)
+async def alerts(call: Call, sent: AlertGroup) -> Response:
+    """Take the alerts that Prometheus' Alertmanager posts.
+
+    Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
+    it names, in every job that has it, with the annotation or label `slowdown` or `score`.
+    Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
+    refused.
+    """
+    now_s = call.app.state.now_s()
+    received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
+    reports = [each for each in received if not isinstance(each, str)]
+    answers, refused = await call.live.change(call.service.alert, reports)
+    ignored = []
+    for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
+        problem = each if isinstance(each, str) else refused.get(each.key)
+        if problem is not None:
+            ignored.append(IgnoredAlert(index, rule_of(alert), problem))
+    if ignored:
+        text = "%d of %d alerts are ignored, first one of the rule %r: %s"
+        _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
+    call.app.state.metrics.count_alerts(len(received), len(ignored))
+    return _json(AlertAnswers(answers, tuple(ignored)))
+
+
+@_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
+async def plans(
+    call: Call, job: JobName, after: After = 0, wait_s: Wait = 0.0, epoch: Epoch = ""
+) -> Response:
+    """Return the plans of all pipelines of a job, as soon as their version is above `after`, or at
+    once if that was of another `epoch`, which the header `Planner-Epoch` says.
+
+    The header `Planner-Lease` says for how many seconds plans that wait for a straggler hold if the
+    service is not heard of any more. The job then runs the plan `own` in all pipelines.
+    """
+    now = call.service.epoch(job)
+    newer = await call.live.newer(job, 0 if epoch and epoch != now else after, wait_s)
+    answer = Response(status_code=204) if newer is None else _json(newer)
+    answer.headers[EPOCH] = call.service.epoch(job)
+    lease_s = call.service.lease_s(job)
+    if lease_s is not None:
+        answer.headers[LEASE] = f"{lease_s:.3f}"
+    return answer
+
+
+@_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
+async def taken(call: Call, job: JobName, sent: TakenRequest) -> Response:
+    """Report which version of its plans a job runs."""
+    await call.live.written(call.service.submit_taken(job, sent.version, sent.iteration))
+    return Response(status_code=204)
+
+
+@_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
+async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
+    """Send what a run of a job has counted since it began. The job's status then says what was
+    saved.
+
+    Sending the same again, or older counts, changes nothing. A restarted job counts from 0 under
+    another `run`. The counts are on disk some seconds later; if the service is killed before, the
+    next message makes up for it.
+    """
+    limited = call.service.submit_telemetry(job, sent)
+    if limited is not None:
+        await call.live.written(limited)
+    call.live.look_at_clock()
+    return Response(status_code=204)
+
+
+@_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
+async def frontier(call: Call, job: JobName) -> Response:
+    """Return the least energy of an iteration of one pipeline as profiled, at the times where
+    its slope changes.
+    """
+    return await call.page(lambda service: service.curve(job).thinned(_MOST_POINTS))
+
+
+@_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
+async def pipelines(call: Call, job: JobName) -> Response:
+    """Return what each pipeline of a job is to do now, and the point of its frontier that it is
+    planned for.
+    """
+    return await call.page(lambda service: Pipelines(*service.pipelines(job)))
+
+
+@_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
+async def history(call: Call, job: JobName) -> Response:
+    """Return what has happened to a job, in words, and how its power, iteration time and saving
+    went; both bounded.
+    """
+    return await call.page(lambda service: service.history(job))
+
+
+@_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
+async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
+    """Set the iteration time to aim for without stragglers."""
+    return _json(await call.live.change(call.service.set_deadline, job, sent.deadline_s))
+
+
+@_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
+async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
+    """Bound the average power of all GPUs of a job."""
+    return _json(
+        Answers(await call.live.change(call.service.set_power, job, sent.power_w, sent.schedule))
+    )
+
+
+@_put("/v1/power", "operate", Answers, 409)
+async def cluster_power(call: Call, sent: PowerRequest) -> Response:
+    """Bound the average power of all jobs together. They slow down so that the sum fits."""
+    return _json(
+        Answers(await call.live.change(call.service.set_power, None, sent.power_w, sent.schedule))
+    )
+
+
+@_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
+async def power_budget(call: Call) -> Response:
+    """Return the power budget of all jobs together, and what a schedule replaces it with later."""
+    return await call.page(lambda service: service.power_budget)
+
+
+@_get(
+    "/metrics",
+    "read",
+    None,
+    also={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    response_class=Response,
+)
+async def metrics(call: Call) -> Response:
+    """Return metrics for Prometheus, of jobs that are heard of."""
+    jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
+    text = await call.live.call(call.app.state.metrics.text, jobs)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+@_get("/v1/me", None, Me)
+async def me(call: Call) -> Response:
+    """Return the client's name and role; needs no token."""
+    return _json(Me(call.state.role, call.state.name))
+
+
+@_get("/livez", None, Health)
+@router.head("/livez", include_in_schema=False)
+async def livez() -> Response:
+    """Return whether the service answers at all; needs no token."""
+    return _json(Health("ok", __version__))
+
+
+@_get("/healthz", None, Health)
+@router.head("/healthz", include_in_schema=False)
+@_get("/readyz", None, Health)
+@router.head("/readyz", include_in_schema=False)
+async def readyz(call: Call) -> Response:
+    """Return whether the service can take what it is sent; needs no token."""
+    if call.live.problem is not None:
+        raise HTTPException(503, f"the service is stuck: {call.live.problem}; see its log")
+    return _json(Health("ok", __version__))
+
+
+_FOLDERS = (("perseus_planner.views", "web"), ("perseus_planner.service", "static"))
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page only runs scripts of the service, only connects to it, and cannot be framed by other
+# pages.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
+
+dashboard = APIRouter(include_in_schema=False)
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """Return the page's files by name, read once. No other files can be requested."""
+    paths = [path for package, folder in _FOLDERS for path in (files(package) / folder).iterdir()]
+    return {path.name: path.read_bytes() for path in paths if PurePath(path.name).suffix in _TYPES}
+
+
+@dashboard.get("/")
+async def page() -> Response:
+    """Return the dashboard."""
+    return _file_response("dashboard.html")
+
+
+@dashboard.get(STATIC + "{name}")
+async def static(name: str) -> Response:
+    """Return a file of the dashboard."""
+    return _file_response(name)
+
+
+def _file_response(name: str) -> Response:
+    if name not in _files():
+        raise HTTPException(404)
+    media_type = _TYPES[PurePath(name).suffix]
+    return Response(_files()[name], media_type=media_type, headers=_PAGE_HEADERS)
+
+
+_DESCRIPTION = """
+Report that a rank, a GPU, a node, a stage or a pipeline of a training job is slow, and all other
+pipelines of the job get plans that save energy in the meantime, until it has recovered. Times are
+in seconds, powers in watts. Every request that is not carried out is answered with a problem as RFC
+9457 has it, whose `code` is for programs. What is answered with 2xx is on disk.
+"""
+
+
+def create_app(
+    service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] | None = None
+) -> FastAPI:
+    """Return the application that serves `service`. Its lifespan must run, as ASGI servers have it.
+
+    Args:
+        service: The service, which the application does not close.
+        access: Who may send requests.
+        limits: How large requests may be, and how many may wait.
+        now_s: The clock in place of that of `service`, seconds since the epoch.
+    """
+    now_s = now_s or service.now_s
+    live = AsyncService(service, limits, now_s)
+    metrics = Metrics(lambda: live.waiting, now_s())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with live.running():
+            yield
+
+    routes = [*router.routes, *dashboard.routes]
+    app = FastAPI(
+        title="perseus-planner",
+        version=__version__,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from another host
+        redoc_url=None,
+        routes=routes,
+    )
+    app.state.service, app.state.metrics = live, metrics
+    app.state.now_s = now_s
+    document = app.openapi
+    app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
+    add_error_handlers(app, routes)
+    app.add_middleware(Guard, access=access, limits=limits)
+    app.add_middleware(metrics.counting)
+    return app
+
+
+def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
+    """Describe the fields in an OpenAPI document by the comments that stand beside them, and name
+    the type of problems, which FastAPI takes for plain JSON.
+    """
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            for status, answer in operation["responses"].items():
+                if status >= "400":
+                    answer["content"] = {PROBLEM: answer["content"].pop("application/json")}
+    described = document["components"]["schemas"]
+    text = "A token of the service, if the service has tokens; it needs the role."
+    scheme = {"type": "http", "scheme": "bearer", "description": text}
+    document["components"]["securitySchemes"] = {_SCHEME: scheme}
+    of_kinds: dict[str, dict[str, str]] = {}
+    for module in (account, models):
+        source = inspect.getsource(module)
+        for kind in ast.parse(source).body:
+            if isinstance(kind, ast.ClassDef):
+                texts = of_kinds.setdefault(kind.name, {})
+                for base in kind.bases:
+                    texts |= of_kinds.get(ast.unparse(base), {})
+                texts |= _texts(kind, source.splitlines())
+                for end in ("", "-Input", "-Output"):
+                    properties = described.get(kind.name + end, {}).get("properties", {})
+                    for name in properties.keys() & texts:
+                        properties[name]["description"] = texts[name]
+    return document
+
+
+def _texts(kind: ast.ClassDef, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name in JSON and the text of each field with a text."""
+    for field in kind.body:
+        if isinstance(field, ast.AnnAssign):
+            above = takewhile(_is_text, reversed(lines[: field.lineno - 1]))
+            beside = lines[field.lineno - 1 : field.end_lineno]
+            texts = [line.partition("#: ")[2] for line in (*reversed([*above]), *beside)]
+            alias = re.search(r"alias='(\w+)'", ast.unparse(field.annotation))
+            if text := " ".join(filter(None, texts)):
+                yield alias[1] if alias else ast.unparse(field.target), text
+
+
+def _is_text(line: str) -> bool:
+    return line.lstrip().startswith("#: ")

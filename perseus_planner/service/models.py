@@ -1,0 +1,936 @@
+"""The values that the service keeps, decides on, is sent and answers.
+
+They are frozen dataclasses. Pydantic reads and writes them as JSON by their annotations, so the
+service, its database, its HTTP interface and its clients share one class for each value. Times are
+in seconds; a moment is in seconds since the epoch. A moment that never comes is infinite here and
+null in JSON. What is sent is read strictly: values are not converted.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import uuid
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+
+import numpy as np
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    TypeAdapter,
+    WithJsonSchema,
+)
+
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError
+from perseus_planner.base.units import ON_TIME
+from perseus_planner.plans.plan import Plan
+from perseus_planner.runs.account import SUMS, Account, Entry
+from perseus_planner.runs.autopilot import AutopilotStatus
+
+if TYPE_CHECKING:
+    from perseus_planner.solver.frontier import Frontier
+
+
+ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
+Cause = Literal["compute", "communication", "data", "unknown"]
+Origin = Literal["measured", "simulated"]
+Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
+"""Why a pipeline is planned for another time than that of all clocks at maximum."""
+ProfileOrigin = Literal["measured", "simulated", "unknown"]
+
+REMEMBERED = 256
+"""How many inactive reports of a job are kept, so that a report that is delivered again is
+recognized.
+"""
+
+
+class UnknownJob(PlannerError):
+    """The job, or the part of it that was asked for, does not exist."""
+
+
+class UnknownReport(UnknownJob):
+    """The job has no report with that key."""
+
+
+class Conflict(PlannerError):
+    """The request contradicts an earlier one."""
+
+
+class StorageError(PlannerError):
+    """The service's database cannot be read or written; the request has not been carried out."""
+
+
+class Fenced(StorageError):
+    """Another service has opened the database, so this one can never write to it again."""
+
+
+def shared(kind: type, value: object) -> dict[str, Any]:
+    """Return the fields of the dataclass `kind` that `value` has too, by name."""
+    names = [attribute.name for attribute in fields(kind)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _text_of_number(value: object) -> object:
+    return str(value) if type(value) is int and 0 <= value < 2**31 else value
+
+
+def _infinite_if_null(value: object) -> object:
+    return math.inf if value is None else value
+
+
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
+KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
+MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
+MOST_SLOWDOWN = 1e6
+EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
+LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
+_MOST_ALERTS = 10_000
+_MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
+_MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
+
+JobName = Annotated[
+    str,
+    Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first."),
+]
+Key = Annotated[
+    str,
+    Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`."),
+]
+Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
+Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
+Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
+Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
+Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
+Past = Annotated[float, Strict(), Field(ge=0.0, le=1e11)]
+"""A moment that has been, or one of a schedule: seconds since the epoch."""
+Moment = Annotated[
+    float,
+    BeforeValidator(_infinite_if_null),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
+"""A moment, which may be infinite: null in JSON."""
+_ScopeValue = Annotated[
+    Line,
+    BeforeValidator(_text_of_number),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "integer", "minimum": 0}]},
+        "validation",
+    ),
+]
+STRICT = ConfigDict(extra="ignore", allow_inf_nan=False, val_json_bytes="base64")
+"""For values that clients send: numbers that are not finite are refused, and fields that a newer
+client may send are ignored."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The location of one rank of a job."""
+
+    __pydantic_config__ = STRICT
+
+    rank: Number  #: Rank in the whole job, from 0.
+    pipeline: Number  #: Data-parallel pipeline of the rank, from 0.
+    #: Stages of that pipeline on this rank; [] if unknown.
+    stages: Annotated[tuple[Number, ...], Field(max_length=4096)]
+    node: Line = ""  #: Host name; empty if unknown.
+    gpu: Line = ""  #: UUID of the GPU; empty if unknown.
+
+
+@dataclass(frozen=True)
+class PowerStep:
+    """A power budget that holds from a moment on."""
+
+    __pydantic_config__ = STRICT
+
+    start_s: Past  #: From when, seconds since the epoch.
+    power_w: Watts | None  #: Watts; null for no budget.
+
+
+Places = Annotated[tuple[Place, ...], Field(max_length=2**20)]
+Steps = Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)]
+
+
+def split_at(
+    schedule: tuple[PowerStep, ...], now_s: float
+) -> tuple[PowerStep | None, tuple[PowerStep, ...]]:
+    """Return the last step that has begun, None if none has; and those that follow."""
+    begun = sum(step.start_s <= now_s for step in schedule)
+    return (schedule[begun - 1] if begun else None), schedule[begun:]
+
+
+JobKey = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is said of a training job when it is registered."""
+
+    __pydantic_config__ = STRICT
+
+    name: JobName  #: Unique among the running jobs.
+    #: Number of data-parallel pipelines, which all have the same frontier.
+    pipelines: Annotated[int, Strict(), Field(ge=1, le=2**16)]
+    #: Iteration time to aim for without stragglers; null for that of all clocks at maximum.
+    deadline_s: Span | None = field(default=None, kw_only=True)
+    #: Clock changes that each GPU may make in an iteration; null for any number.
+    max_changes: Number | None = field(default=None, kw_only=True)
+    #: Upper bound on the average power of all GPUs of the job; null for none.
+    power_w: Watts | None = field(default=None, kw_only=True)
+    #: Probability of being on time that plans are made for; null takes each row for the truth.
+    on_time: Annotated[float | None, Field(gt=0, le=0.99)] = field(default=ON_TIME, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RegisteredJob(_Job):
+    """A training job, with the deadline and the power budget that hold now."""
+
+    frontier: str  #: Digest of the frontier file.
+    places: Annotated[Places, Field(exclude=True)] = field(default=(), repr=False)
+    since_s: float = 0.0  #: When the job was registered, seconds since the epoch.
+    ranks: int = 0  #: Number of ranks whose location is known.
+    #: The least power limit, watts, that something else than the planner has set on one of its
+    #: GPUs, as the job reports it; null if none is below its default.
+    gpu_power_limit_w: float | None = None
+    #: The power budget that comes next by a schedule; null if none does.
+    next_power: PowerStep | None = None
+    # the budgets of a schedule, by their moment; the first one is that from before it
+    power_schedule: Annotated[Steps, Field(exclude=True)] = ()
+    # the moment of the one that is in force, as `power_w`
+    power_since_s: Annotated[float, Field(exclude=True)] = 0.0
+
+    @property
+    def key(self) -> JobKey:
+        """What no other job has: an earlier one may have had its name."""
+        return self.name, self.since_s
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The part of a job that is slow: pipeline 3, stage 2 of `pipeline`, rank 17, GPU
+    "GPU-8f6b…", node "node07".
+    """
+
+    __pydantic_config__ = STRICT
+
+    kind: ScopeKind
+    value: _ScopeValue  #: The number of the part, the UUID of the GPU or the node's name.
+    pipeline: Number | None = None  #: The pipeline of that part; null for all that have it.
+
+    @cached_property
+    def part(self) -> tuple[str, str, int | None]:
+        """All of it, to look it up."""
+        return self.kind, self.value, self.pipeline
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that part of a job is slow, or has recovered, as the service keeps it."""
+
+    key: str  #: Identifies the report. A report with the same key is the same report.
+    source: str  #: Who reports. A later report replaces an earlier one about that scope.
+    scope: Scope
+    #: Time over normal time, 1 or more; 1 means recovered. null if `iteration_s` is given.
+    slowdown: float | None
+    iteration_s: float | None  #: Expected iteration time of the pipeline, seconds.
+    observed_s: float  #: When the source observed it. The latest observation counts.
+    begins_s: float  #: When it begins.
+    begins_iteration: int | None = None  #: The iteration in which it begins, if given.
+    expires_s: Moment = math.inf  #: When it expires; null if it holds until it is cleared.
+    cause: Cause = "unknown"
+
+    @cached_property
+    def about(self) -> tuple[Any, ...]:
+        """Its source and scope: a later report about the same replaces it."""
+        return self.source, *self.scope.part
+
+
+@dataclass(frozen=True)
+class Target:
+    """The iteration that one pipeline is to be planned for."""
+
+    time_s: float  #: Deadline of an iteration, seconds.
+    #: Slow stage -> slowdown; the pipeline is solved anew with these.
+    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    #: Upper bound on the average power of the pipeline, watts; it goes before `time_s`.
+    power_w: float | None = None
+    #: Power limit of each GPU, watts; clocks that it would cap are not used.
+    gpu_power_limit_w: float | None = None
+    #: Why it is for this time; null if that is the time of all clocks at maximum.
+    reason: Slowing | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the pipelines of a job are to do now, and why."""
+
+    targets: tuple[Target, ...]  #: One for each pipeline, in order.
+    straggler_time_s: float  #: Iteration time of the slowest pipeline, seconds.
+    stragglers: Mapping[int, str]  #: Pipeline -> key of the report that counts for it.
+    since_s: float  #: Since when these targets hold.
+    look_again_s: Moment  #: When time alone may change the decision; null for never.
+    reason: str  #: One sentence for people.
+    #: What a pipeline would do that waits for no straggler; null if none waits for one.
+    own: Target | None = None
+
+
+def distinct(targets: Sequence[Target]) -> list[tuple[Target, int]]:
+    """Return the targets that are other objects, in order of appearance, each with how many
+    pipelines have it. A decision has one object for equal targets.
+    """
+    of_id = dict(zip(map(id, targets), targets, strict=True))
+    return [(of_id[which], count) for which, count in Counter(map(id, targets)).items()]
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """One version of the plans of a job; equal plans are listed once."""
+
+    version: int  #: Rises with every change, from 1.
+    #: Plan files, as `planner plan` writes them.
+    texts: Annotated[tuple[str, ...], Field(alias="plans")] = field(repr=False)
+    of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its plan in `plans`.
+    #: If pipelines wait for a straggler, the index in `plans` of what they run when that is over:
+    #: the job's own plan, within its budgets. null if none waits for one.
+    own: int | None = None
+
+    def text(self, pipeline: int) -> str:
+        """Return the plan of one pipeline as text."""
+        return self.texts[self.of_pipeline[pipeline]]
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each pipeline, in order. Parsing takes some 10 ms for each text, once.
+
+        Raises:
+            PlanError: If a text is not a plan.
+        """
+        plans = [Plan.loads(text) for text in self.texts]
+        return tuple(plans[index] for index in self.of_pipeline)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The version of the plans that a job runs, as it last reported."""
+
+    version: int
+    iteration: int  #: The first iteration that ran this version.
+    at_s: float  #: When the job reported it, seconds since the epoch.
+
+
+Value = TypeVar("Value")
+
+
+FileBytes = Annotated[
+    bytes,
+    PlainSerializer(lambda content: base64.b64encode(content).decode(), str),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+]
+
+
+@dataclass(frozen=True)
+class Registration(_Job):
+    """A job to register: with its frontier, or with a profile and a schedule that the service
+    solves.
+    """
+
+    #: The file that `planner solve` writes, in base64.
+    frontier: FileBytes | None = field(default=None, repr=False)
+    #: Locations of the ranks; needed if reports name ranks, GPUs or nodes.
+    places: Places = ()
+    profile_csv: str | None = None  #: Instead of `frontier`: the text of profile.csv.
+    profile_yaml: str | None = None  #: The text of the profile.yaml that names it.
+    schedule: str | None = None  #: The name of a schedule, or a text grid.
+    #: For a schedule given by its name.
+    microbatches: Annotated[int, Strict(), Field(ge=1, le=2**20)] | None = None
+    #: Whether a running job of that name goes on with this frontier and these settings. Its reports
+    #: and totals stay, and so do a deadline and a power budget that were set since it was
+    #: registered.
+    take_over: Annotated[bool, Strict()] | None = None
+
+    def __post_init__(self) -> None:
+        profile = (self.profile_csv, self.profile_yaml, self.schedule)
+        if self.frontier is None and None in profile:
+            raise UsageError("give a frontier, or all of profile_csv, profile_yaml and schedule")
+        if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
+            raise UsageError(
+                "frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it"
+            )
+
+    def job(self) -> RegisteredJob:
+        """Return the job. The service adds its frontier's digest and the time."""
+        return RegisteredJob(**{**shared(RegisteredJob, self), "frontier": ""})
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """A report that part of a job is slow, or has recovered. Give exactly one of slowdown,
+    iteration_s and score.
+    """
+
+    __pydantic_config__ = STRICT
+
+    #: Who reports. A later report replaces an earlier one about that scope.
+    source: Annotated[Line, Field(min_length=1)]
+    scope: Scope
+    #: Time over normal time; 1 means recovered.
+    slowdown: Annotated[float, Strict(), Field(ge=1.0, le=MOST_SLOWDOWN)] | None = None
+    iteration_s: Span | None = None  #: Expected iteration time of the pipeline, seconds.
+    #: Performance over normal performance, the inverse of a slowdown.
+    score: Annotated[float, Strict(), Field(ge=1.0 / MOST_SLOWDOWN, le=1.0)] | None = None
+    in_s: Seconds | None = None  #: It begins in this many seconds; null for now.
+    at_iteration: Whole | None = None  #: Or it begins with this iteration of the job.
+    ttl_s: Span | None = None  #: How long it holds once begun, seconds; null until it is cleared.
+    cause: Cause = "unknown"
+    #: When the source observed it, seconds since the epoch; null for now. Of one source's reports
+    #: about one scope the latest observation counts, in whatever order they arrive. A later moment
+    #: than now counts as now.
+    observed_s: Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None = None
+    #: Identifies the report: however often it is sent, it counts once. It may also be sent as the
+    #: header `Idempotency-Key`. Without either, the service chooses one.
+    key: Key | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name for name in ("slowdown", "iteration_s", "score") if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise UsageError(
+                "a report says how slow in one way: give a slowdown, an iteration time or a score, "
+                f"and not {' and '.join(given) or 'none'}"
+            )
+        if self.in_s is not None and self.at_iteration is not None:
+            raise UsageError(
+                "a report begins after a time or with an iteration; give one of the two"
+            )
+
+        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
+            raise UsageError(
+                f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
+            )
+        if self.score is not None and not 0.0 < self.score <= 1.0:
+            raise UsageError(
+                f"score {self.score:g} is not above 0 and at most 1; 1 means recovered"
+            )
+
+    def report(self, header_key: str | None, now_s: float) -> Report:
+        """Return the report that the service keeps, received at `now_s`.
+
+        Raises:
+            UsageError: If the header has another key than the body.
+        """
+        if self.key is not None and header_key is not None and self.key != header_key:
+            raise UsageError("key: differs from the header Idempotency-Key; send one of them")
+        begins_s = now_s + (self.in_s or 0.0)
+        kept = {
+            "key": self.key or header_key or uuid.uuid4().hex,
+            "slowdown": self.slowdown if self.score is None else 1.0 / self.score,
+            "observed_s": now_s if self.observed_s is None else min(self.observed_s, now_s),
+            "begins_s": begins_s,
+            "begins_iteration": self.at_iteration,
+            "expires_s": math.inf if self.ttl_s is None else begins_s + self.ttl_s,
+        }
+        return Report(**{**shared(Report, self), **kept})
+
+
+@dataclass(frozen=True)
+class AlertGroup:
+    """The body that the webhook of Prometheus' Alertmanager sends, version 4. Other fields of it
+    are ignored.
+    """
+
+    #: Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`. An alert
+    #: that cannot be used is listed under `ignored` in the answer and does not affect the others.
+    alerts: Annotated[list[Any], Field(max_length=_MOST_ALERTS)]
+
+
+@dataclass(frozen=True)
+class TakenRequest:
+    """The version of its plans that a job runs."""
+
+    __pydantic_config__ = STRICT
+
+    version: Annotated[int, Strict(), Field(ge=1, le=MOST_WHOLE)]
+    iteration: Whole  #: The first iteration that ran this version.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running(Account):
+    """An account, and how what runs is now."""
+
+    #: Recent median time from requesting a clock until it is set; null if none.
+    set_p50_s: Seconds | None = None
+    set_p99_s: Seconds | None = None  #: The 99th percentile of that time.
+    ranks: Whole = 0  #: Number of ranks; 0 if unknown.
+    following: Whole = 0  #: Ranks whose last iteration ran by their plan.
+    #: Since when a rank has not followed its plan, seconds since the epoch; null if all do.
+    off_plan_since_s: Past | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters(_Running):
+    """The account of one run of a job since it began, over all ranks, and how the run is now."""
+
+    __pydantic_config__ = STRICT
+
+    run: Key  #: Names the run. A restarted job counts from 0 under another name.
+    #: What the autopilot of the run knows; null for a run by plans.
+    autopilot: AutopilotStatus | None = None
+    #: The least power limit of its GPUs that is below their default and that the planner has not
+    #: set; null if none is. The job is planned again whenever it changes.
+    gpu_power_limit_w: Watts | None = None
+    #: Why iterations do not take the planned time of late, in a sentence; null if they do.
+    verdict: Text | None = None
+    #: That its plans are of another machine, in a sentence; null if they are not.
+    unlike_plan: Text | None = None
+
+    def __post_init__(self) -> None:
+        for name in SUMS:
+            least = 0.0 if name in GROWING else -1e18
+            if not least <= getattr(self, name) <= 1e18:
+                raise UsageError(f"{name}: is not between {least:g} and 1e18")
+        if self.energy_is not in (None, "measured", "simulated"):
+            raise UsageError("energy_is: is neither measured nor simulated")
+        if (self.energy_is is None) != (self.metered_s == 0.0):
+            raise UsageError(
+                "energy_is gives the origin of energy_j: send it with metered_s, and only then"
+            )
+        if self.metered_s == 0.0 and self.energy_j != 0.0:
+            raise UsageError("energy_j is of metered_s, and there are none")
+
+
+GROWING = tuple(name for name in SUMS if name not in ("saved_j", "unlocked_saved_j"))
+"""What only grows while a run goes on."""
+
+
+@dataclass(frozen=True)
+class DeadlineRequest:
+    """The iteration time to aim for without stragglers."""
+
+    __pydantic_config__ = STRICT
+
+    deadline_s: Span | None  #: Seconds; null for that of all clocks at maximum.
+
+
+@dataclass(frozen=True)
+class PowerRequest:
+    """A power budget."""
+
+    __pydantic_config__ = STRICT
+
+    power_w: Watts | None  #: Upper bound on average power, watts; null for no bound.
+    #: What replaces it later, in order; it replaces an earlier schedule.
+    schedule: Steps = ()
+
+    def __post_init__(self) -> None:
+        for before, after in pairwise(self.schedule):
+            if after.start_s <= before.start_s:
+                raise UsageError(
+                    f"schedule: {after.start_s:.15g} is not after {before.start_s:.15g}; sort its "
+                    "moments"
+                )
+
+
+def to_json(value: Any, *, without_defaults: bool = False, indent: int | None = None) -> bytes:
+    """Write a value of `model` or of this module as JSON; infinite moments become null."""
+    kind: Any = type(value)
+    adapter = _adapter(kind)
+    return adapter.dump_json(value, by_alias=True, exclude_defaults=without_defaults, indent=indent)
+
+
+def from_json(kind: type[Value], text: str | bytes) -> Value:
+    """Read a value that `to_json` wrote.
+
+    Raises:
+        ValueError: If `text` is not JSON of such a value.
+    """
+    adapted: Any = kind
+    value: Value = _adapter(adapted).validate_json(text)
+    return value
+
+
+@lru_cache(maxsize=128)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+Effect = Literal["planning", "next iteration", "already"]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The answer to a registration."""
+
+    job: RegisteredJob
+    version: int  #: The newest version of the job's plans.
+    #: Whether the job was unknown before; over HTTP, the status says it.
+    is_new: Annotated[bool, Field(exclude=True)] = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The average power of all GPUs of a job that its newest plans predict."""
+
+    power_w: float  #: With these plans, all pipelines waiting for the slowest, watts.
+    baseline_power_w: float  #: With all clocks at maximum and iterations as long, watts.
+    origin: ProfileOrigin  #: Origin of the profile from which it is replayed.
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTelemetry(_Running):
+    """The account of a job since it was registered, over all its runs, and how it runs now."""
+
+    iteration_s: float  #: Recent time from the begin of an iteration to that of the next, seconds.
+    power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
+    observed_s: float  #: When the job last sent telemetry, seconds since the epoch.
+
+
+@dataclass(frozen=True)
+class JobTotals:
+    """What a job ran, used and saved since it was registered. It is kept after the job has
+    ended.
+    """
+
+    name: str
+    pipelines: int
+    since_s: float  #: When the job was registered, seconds since the epoch.
+    ended_s: float | None  #: When it ended; null if it runs.
+    telemetry: JobTelemetry | None  #: null if the job has sent none.
+    plans: tuple[Entry, ...]  #: The account by version, for the newest ones; attempts are 0.
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The totals of running jobs, then those of ended ones, the last to end first."""
+
+    jobs: tuple[JobTotals, ...]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Everything the service knows about a job."""
+
+    job: RegisteredJob
+    decision: Decision
+    version: int  #: The newest version of the plans.
+    promised: int  #: The version that is being planned; equal to `version` if none is.
+    taken: Taken | None  #: null if the job has not reported which version it runs.
+    reports: tuple[Report, ...]  #: Reports that count now or will, in order of arrival.
+    expected_saving_w: float  #: As in the answer to a report, watts.
+    expected: Expected
+    telemetry: JobTelemetry | None  #: null if the job has sent none.
+    #: What the job's autopilot last knew; null if it runs by plans.
+    autopilot: AutopilotStatus | None = None
+    #: That its plans are of another machine, in a sentence; then they save nothing. null if they
+    #: are not.
+    unlike_plan: str | None = None
+    #: Why iterations do not take the planned time of late, in a sentence; null if they do.
+    verdict: str | None = None
+    gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
+    #: Since when the job has not been heard of for its lease, so that it has no share of the power
+    #: budget of all jobs, seconds since the epoch; null if it is heard of.
+    silent_since_s: float | None = None
+    #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
+    #: longer, seconds since the epoch; null if they do not.
+    over_budget_since_s: float | None = None
+
+    @cached_property
+    def as_json(self) -> bytes:
+        """The status as JSON, which is written once."""
+        return to_json(self)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The effect of a request. All of it is on disk."""
+
+    job: str  #: Name of the job.
+    report: Report | None  #: The report as kept; null if the request was not about one.
+    version: int  #: The first version of the plans that takes the request into account.
+    changed: bool  #: Whether the request changed what the pipelines are to do.
+    #: planning: the version is being planned. next iteration: it is there, and the job takes it at
+    #: its next iteration. already: the job runs it.
+    takes_effect: Effect
+    #: Average power that all GPUs of the job are expected to save, watts, from the bounds of the
+    #: frontier. null while slow stages are being solved; a report with `wait_s` waits for that.
+    expected_saving_w: float | None
+    reason: str  #: One sentence for people.
+
+    def with_plans_of(self, status: JobStatus) -> Answer:
+        """Return the answer updated from a later `status`, if the version has been published by
+        then.
+        """
+        if status.version < self.version:
+            return self
+        is_taken = status.taken is not None and status.taken.version >= self.version
+        return replace(
+            self,
+            takes_effect="already" if is_taken else "next iteration",
+            expected_saving_w=status.expected_saving_w,
+            reason=status.decision.reason,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineStatus:
+    """One pipeline of a job and its newest plan."""
+
+    pipeline: int  #: Number of the pipeline, from 0.
+    time_s: float  #: Iteration time of the plan, seconds.
+    energy_j: float  #: Energy of such an iteration over all GPUs, joules.
+    target_s: float  #: Deadline of an iteration by the current decision, seconds.
+    slow_stages: Mapping[int, float]  #: Slow stage -> slowdown.
+    report: str | None  #: Key of the report that counts for the pipeline; null for none.
+    reason: Slowing | None = None  #: Why it is planned for its target, as in the decision.
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All running jobs."""
+
+    jobs: tuple[JobStatus, ...]
+
+
+@dataclass(frozen=True)
+class PowerBudget:
+    """The power budget of all jobs together."""
+
+    power_w: float | None  #: Upper bound on their average power, watts; null for none.
+    schedule: tuple[PowerStep, ...]  #: What replaces it later, in order.
+    #: The moment of the step of a schedule that is in force. Inside the service, `schedule` has all
+    #: steps, the first one with what held before it.
+    since_s: Annotated[float, Field(exclude=True)] = 0.0
+
+    @classmethod
+    def of(cls, power_w: float | None, schedule: tuple[PowerStep, ...]) -> PowerBudget:
+        """Return a budget with all steps of its schedule."""
+        return cls(power_w, (PowerStep(0.0, power_w), *schedule) if schedule else ())
+
+    @property
+    def later(self) -> PowerBudget:
+        """The budget with those steps of its schedule that come later."""
+        return replace(
+            self, schedule=tuple(step for step in self.schedule if step.start_s > self.since_s)
+        )
+
+    def next_s(self, now_s: float, wall_s: float) -> float:
+        """Return when another step is in force, by a clock that says `now_s` when it is `wall_s`;
+        `now_s` if it is that now, infinite for never.
+        """
+        due, later = split_at(self.schedule, wall_s)
+        if due is not None and due.start_s != self.since_s:
+            return now_s
+        return now_s + (later[0].start_s - wall_s) if later else math.inf
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a job that count now or will count."""
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The effect on each job that a power budget concerns."""
+
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class IgnoredAlert:
+    """An alert that was not taken by every job that it concerns, or that concerns none."""
+
+    index: int  #: Position of the alert in the request, from 0.
+    name: str  #: Name of the alert's rule.
+    problem: str  #: Why it was ignored, and what to do.
+
+
+@dataclass(frozen=True)
+class AlertAnswers:
+    """The effect of alerts."""
+
+    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name.
+    ignored: tuple[IgnoredAlert, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job."""
+
+    at_s: float  #: Seconds since the epoch.
+    text: str  #: What happened, in words.
+
+
+@dataclass(frozen=True)
+class Point:
+    """The figures of a job at one time."""
+
+    at_s: float  #: Seconds since the epoch.
+    iteration_s: float  #: Recent time of an iteration, seconds.
+    power_w: float | None  #: Recent power of all GPUs, watts; null if unknown.
+    saved_j: float | None  #: Saved since the job was registered, joules; null if unknown.
+
+
+@dataclass(frozen=True)
+class History:
+    """The history of a running job, oldest first."""
+
+    points: tuple[Point, ...]
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of a job."""
+
+    version: int  #: The newest version of the plans.
+    pipelines: tuple[PipelineStatus, ...]  #: In order.
+
+
+@dataclass(frozen=True)
+class Health:
+    """The service is running."""
+
+    status: Literal["ok"]
+    version: str  #: Version of the planner.
+
+
+@dataclass(frozen=True)
+class Me:
+    """The client, as the service sees it."""
+
+    #: What the client may do; each role includes those before it. null without a valid token.
+    role: Literal["read", "report", "operate"] | None
+    name: str | None  #: Name of the token; null without one.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request was not carried out, as RFC 9457 has it; the answer to every such request."""
+
+    title: str  #: The status in words.
+    status: int  #: The HTTP status.
+    detail: str  #: What is wrong and what to do, for people.
+    code: str  #: What is wrong, for programs.
+    least_power_w: float | None = None  #: The least feasible power budget, watts.
+    least_deadline_s: float | None = None  #: The least feasible deadline, seconds.
+
+
+Slow = tuple[tuple[int, float], ...]
+"""(stage, slowdown), in order of the stages."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The least energy of one pipeline's iteration for every iteration time; linear between the
+    points.
+    """
+
+    #: (points,) Iteration times where the slope changes, rising, seconds.
+    times_s: tuple[float, ...] = field(repr=False)
+    #: (points,) The least energy at each, waiting included, joules.
+    energies_j: tuple[float, ...] = field(repr=False)
+    baseline_time_s: float  #: With all clocks at maximum, seconds.
+    baseline_j: float  #: Energy of such an iteration, joules.
+    waiting_w: float  #: Power of all GPUs of the pipeline while they wait, watts.
+    stages: int
+    gpus: int
+    origin: ProfileOrigin  #: Origin of the profile.
+
+    @classmethod
+    def of(cls, frontier: Frontier) -> Curve:
+        """Return the curve of `frontier`.
+
+        Raises:
+            UsageError: If its modes are tied to each other, so that it is a bound alone.
+        """
+        if frontier.dag.has_tied_modes:
+            raise UsageError(
+                "modes: those of this frontier are tied to each other, and the service plans along "
+                "frontiers alone; train with plan=, or without a memory limit and shared modes"
+            )
+        return cls(
+            tuple(frontier.times_s[::-1].tolist()),
+            tuple(frontier.energies_j[::-1].tolist()),
+            frontier.baseline_time_s,
+            frontier.baseline_energy_j,
+            frontier.dag.waiting_w,
+            frontier.schedule.stages,
+            len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
+            cast("ProfileOrigin", frontier.profile.origin),
+        )
+
+    def thinned(self, most: int) -> Curve:
+        """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced
+        others.
+        """
+        count = len(self.times_s)
+        kept = dict.fromkeys(
+            np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
+        )
+        return replace(
+            self,
+            times_s=tuple(self.times_s[i] for i in kept),
+            energies_j=tuple(self.energies_j[i] for i in kept),
+        )
+
+    @property
+    def min_time_s(self) -> float:
+        """As `Frontier.min_time_s`."""
+        return self.times_s[0]
+
+    @property
+    def max_time_s(self) -> float:
+        """As `Frontier.max_time_s`."""
+        return self.times_s[-1]
+
+    def bound_j(self, deadline_s: float) -> float:
+        """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to
+        rounding.
+
+        Raises:
+            InfeasibleDeadline: If no iteration is that fast.
+        """
+        times_s, energies_j = self.times_s, self.energies_j
+        if deadline_s < times_s[0]:
+            raise InfeasibleDeadline(deadline_s, times_s[0])
+        if deadline_s >= times_s[-1]:
+            return energies_j[-1] + self.waiting_w * (deadline_s - times_s[-1])
+        after = bisect_left(times_s, deadline_s)
+        if times_s[after] == deadline_s:
+            return energies_j[after]
+        before = after - 1
+        share = (deadline_s - times_s[before]) / (times_s[after] - times_s[before])
+        return energies_j[before] + share * (energies_j[after] - energies_j[before])
+
+
+class NotSolved(Exception):
+    """The pipeline with these slow stages (`slow`), under its GPUs' power limit, has to be solved
+    before a decision.
+    """
+
+    def __init__(self, slow: Slow) -> None:
+        super().__init__(slow)
+        self.slow = slow
+
+
+@dataclass(frozen=True)
+class Numbers(Curve):
+    """What the policy needs of a job's frontier."""
+
+    #: Returns the curve of the pipeline in which these stages are slower by these factors; raises
+    #: `NotSolved` if it has not been solved.
+    slowed: Callable[[Mapping[int, float]], Curve] = field(repr=False)
