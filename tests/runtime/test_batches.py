@@ -4,6 +4,8 @@ whole.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -288,6 +290,25 @@ def test_work_that_is_given_counts_and_an_engine_that_shows_no_batch_is_said(two
         programs = two.run(ran, ["not looked at"])
     assert all(program.decision for program in programs[:2])
     assert len(two.said) == 2
+
+
+def test_work_is_counted_beside_the_training_thread_and_no_batch_is_kept(two: Pipelines):
+    class Microbatch:
+        def __float__(self) -> float:
+            counted.append(threading.current_thread())
+            return 1.0
+
+    counted, first = list[threading.Thread](), two.batches[0]
+    shown = [Microbatch() for _ in range(MICROBATCHES)]
+    alive = weakref.ref(shown[0])
+    first.show(MICROBATCHES, lambda: shown)
+    for each in two.batches:
+        each.program_for(0)
+    eventually(lambda: 0 in first._known)
+    assert len(counted) == MICROBATCHES
+    assert threading.current_thread() not in counted
+    shown = []
+    assert alive() is None
 
 
 def test_a_pipeline_that_tells_nothing_in_time_is_not_waited_for(

@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -233,6 +235,8 @@ def test_equal_batches_give_equal_bytes():
 def test_other_processes_make_the_same_plans():
     program = """
 import sys
+import threading
+import time
 sys.path[:0] = sys.argv[1:]
 from test_batch import *
 profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
@@ -411,3 +415,25 @@ def test_what_cannot_be_planned_is_refused(make: Any, text: str):
         make(planner)
     assert str(refusal.value) == text
     assert isinstance(refusal.value, PlannerError)
+
+
+def test_other_threads_run_while_a_plan_is_made():
+    profile, schedule = smooth_profile(8), schedules.one_f_one_b(8, 32)
+    planner, work = BatchPlanner(profile, schedule, laws_of(profile, 0)), work_of(0, 32)
+    target_s = 1.1 * planner.full_clocks_s(work)
+    planner.plan(work, target_s)
+    taken_s = list[float]()
+
+    def plan() -> None:
+        begin_s = time.monotonic()
+        planner.plan(work, target_s, effort=4000)  # nearly all of it in one kernel
+        taken_s.append(time.monotonic() - begin_s)
+
+    thread = threading.Thread(target=plan)
+    longest_s, last_s = 0.0, time.monotonic()
+    thread.start()
+    while not taken_s:
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    thread.join()
+    assert longest_s < 0.5 * taken_s[0]
