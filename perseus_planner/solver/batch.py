@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str]
 
-_EFFORT = 32  #: plans that are tried
+_EFFORT = 2**14  #: computations that are dispatched in all plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _MARGIN = 0.02 / 3  #: which is enough for errors of 1 to 2 %
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
@@ -382,7 +382,7 @@ class BatchPlanner:
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
 
     def plan(
-        self, work: NDArray[np.float64], target_s: float, *, effort: int = _EFFORT
+        self, work: NDArray[np.float64], target_s: float, *, effort: int | None = None
     ) -> BatchPlan:
         """Return the plan of least energy that was found and ends by `target_s`.
 
@@ -391,16 +391,17 @@ class BatchPlanner:
         Args:
             work: as `full_clocks_s` takes it.
             target_s: when the iteration of the slowest pipeline ends, seconds.
-            effort: how many plans to try.
+            effort: how many plans to try; None for fewer of larger iterations.
 
         Raises:
             UsageError: If an argument is out of range.
         """
         scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
-        overhead_s, tries = self.dag.profile.overhead_s, COUNT.check(effort, "effort")
+        overhead_s, nodes = self.dag.profile.overhead_s, len(self.dag.order)
+        tries = max(1, _EFFORT // nodes) if effort is None else COUNT.check(effort, "effort")
         full_s = replay(self._problem, self._state(scale * self._full_s))
         deadline_s = max(full_s, target_s - overhead_s)
-        node_scale = np.ones(len(self.dag.order))
+        node_scale = np.ones(nodes)
         node_scale[self._problem.node] = scale
         points = self._scaled.scaled_points(node_scale)
         chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
