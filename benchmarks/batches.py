@@ -215,10 +215,10 @@ def _laws(profile: Profile) -> dict[tuple[int, str], Law]:
 
 
 @cache
-def _planner(case: Case, stages: int, microbatches: int, most: int | None = None) -> BatchPlanner:
-    profile = _profile(case, stages)
+def _planner(case: Case, stages: int, microbatches: int, jitter: float = 0.0) -> BatchPlanner:
+    profile = replace(_profile(case, stages), jitter=jitter)
     schedule = schedules.one_f_one_b(stages, microbatches)
-    return BatchPlanner(profile, schedule, _laws(profile), max_changes=most)
+    return BatchPlanner(profile, schedule, _laws(profile))
 
 
 def _replayed(
@@ -352,7 +352,8 @@ def _wrong(case: Case, job: _Job, exact: dict[str, Any]) -> list[dict[str, Any]]
     rows = [_row(case, job, exact, "fitted law, changes", limited, off, _CHANGE)]
     off = np.exp(_RESIDUAL * rng.normal(size=shape))
     name = f"computations, {100 * _RESIDUAL:.1f} %"
-    rows.append(_row(case, job, exact, name, planner, off, _FREE))
+    wary = _planner(case, job.stages, job.work.shape[2], _RESIDUAL)
+    rows.append(_row(case, job, exact, name, wary, off, _FREE))
     for error in _ERRORS:
         of_work = np.exp(error * rng.normal(size=job.work.shape))[:, :, _microbatches(planner)]
         name = f"work, {100 * error:.0f} %"
@@ -416,7 +417,7 @@ def _row(
 def _jitter(case: Case, jitter: float) -> dict[str, Any]:
     """Return plans of the batch where all batches are alike, beside the static plan on time."""
     job = _Job("alike", 4, np.ones((6, 8, 8)))
-    planner = _planner(case, job.stages, job.work.shape[2])
+    planner = _planner(case, job.stages, job.work.shape[2], jitter)
     rng = np.random.default_rng(3)
     off = 1 + jitter * rng.normal(size=(*job.work.shape[:2], len(planner.dag.computations)))
     plan = _on_time(_profile(case, job.stages), job, jitter)

@@ -10,7 +10,7 @@ computation scale alike, so an iteration is laid out once, and each batch only s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +47,9 @@ Key = tuple[int, str]
 _EFFORT = 2**14  #: computations that are dispatched in all plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _MARGIN = 0.02 / 3  #: which is enough for errors of 1 to 2 %
+_ROOM = 0.8  #: by how much longer lower clocks are planned, of the jitter
+#: by how much ranks may be late without catching up, of the jitter, and at most of an iteration
+_TOLERATED, _MOST_TOLERATED = 0.3, 0.0035
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
@@ -151,10 +154,11 @@ class BatchPlanner:
     It is built once for a schedule with its number of microbatches. Equal input gives equal plans,
     bit by bit, on every rank. A computation takes a 64th of its measured time at least, however
     little its work is. Plans are for the work as it is said: where that may be off by a few
-    percent, aim at a target that is earlier by `margin_of`, and catch up.
+    percent, aim at a target that is earlier by `margin_of`, and catch up. Where computations differ
+    besides, each by itself, plans leave room for that at lower clocks.
 
     Args:
-        profile: the cost of each (stage, kind) at each clock.
+        profile: the cost of each (stage, kind) at each clock, and their jitter.
         schedule: the computations of each rank.
         laws: for each (stage, kind) of the schedule, its seconds at full clocks.
         max_changes: how often each GPU may change its clock in an iteration, including the change
@@ -195,6 +199,8 @@ class BatchPlanner:
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
+        with_room = self.dag.with_profile(_with_room(profile))
+        self._roomy, _ = clock_problem_of(with_room)
         self._clocks_mhz = tuple(clocks)
         keys = self.dag.iteration.keys
         tables = {
@@ -211,7 +217,8 @@ class BatchPlanner:
             np.take_along_axis(table, nearest, axis=1)
             for table in (self._problem.time_s, self._problem.cost_j)
         )
-        self._scaled = ScaledDag(self.dag)
+        self._one_roomy_s = np.take_along_axis(self._roomy.time_s, nearest, axis=1)
+        self._scaled = ScaledDag(with_room)
         columns = {0: 0} | column  # clock 0 is that of fixed operations
         self._column_of_point = np.array([columns[mhz] for mhz in self._scaled.point_mhz.tolist()])
         self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
@@ -376,7 +383,7 @@ class BatchPlanner:
         problem = self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
-        makespan_s = self._replay_all((scale[:, None] * self._one_s[problem.member]).T)
+        makespan_s = self._replay_all((scale[:, None] * self._one_roomy_s[problem.member]).T)
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
@@ -419,10 +426,11 @@ class BatchPlanner:
         common for that.
         """
         scratch, cost_j = np.empty((2, len(column) + 1), dtype=np.int64), np.empty(len(column) + 1)
-        if not _merge(self._problem, scale, most, column, scratch[0], scratch[1], cost_j):
+        problem = self._roomy
+        if not _merge(problem, scale, most, column, scratch[0], scratch[1], cost_j):
             return False
-        state = self._state(scale * self._problem.time_s[self._problem.member, column], column)
-        _lower(self._problem, scale, deadline_s, state)
+        state = self._state(scale * problem.time_s[problem.member, column], column)
+        _lower(problem, scale, deadline_s, state)
         return True
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
@@ -487,7 +495,8 @@ class BatchPlanner:
         time_s = replay(problem, state) + overhead_s
         until_s = max(time_s, target_s)
         latest_s = np.empty_like(state.end_s)
-        _latest_ends(problem, state, until_s - overhead_s, latest_s)
+        tolerated_s = until_s * min(_TOLERATED * self.dag.profile.jitter, _MOST_TOLERATED)
+        _latest_ends(problem, state, until_s + tolerated_s - overhead_s, latest_s)
         effective_j = float((scale * problem.cost_j[problem.member, column]).cumsum()[-1])
         clocks_mhz = [self._clocks_mhz[i] for i in column.tolist()]
         return BatchPlan(
@@ -505,6 +514,21 @@ class BatchPlanner:
                 problem.time_s,
             ),
         )
+
+
+def _with_room(profile: Profile) -> Profile:
+    """Return a profile whose computations take longer, but for the clocks that are as fast as the
+    highest.
+    """
+    room = _ROOM * profile.jitter
+    measurements = {
+        key: tuple(
+            replace(m, time_s=m.time_s + min(room * m.time_s, max(m.time_s - rows[0].time_s, 0.0)))
+            for m in rows
+        )
+        for key, rows in profile.measurements.items()
+    }
+    return replace(profile, measurements=measurements)
 
 
 @kernel

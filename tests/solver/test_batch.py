@@ -437,3 +437,28 @@ def test_other_threads_run_while_a_plan_is_made():
         longest_s, last_s = max(longest_s, now_s - last_s), now_s
     thread.join()
     assert longest_s < 0.5 * taken_s[0]
+
+
+@pytest.mark.parametrize("max_changes", [None, 4])
+def test_plans_leave_room_for_jitter_and_ranks_wait_before_they_catch_up(max_changes: int | None):
+    schedule, rng = schedules.one_f_one_b(4, 8), np.random.default_rng(0)
+    work = np.ones((8, _FEATURES))
+    factors = np.exp(0.03 * rng.normal(size=(20, 64)))
+    late, saved, changes = list[float](), list[float](), list[float]()
+    for jitter in (0.0, 0.03):
+        profile = replace(smooth_profile(4), jitter=jitter)
+        planner = BatchPlanner(profile, schedule, laws_of(profile, 0), max_changes=max_changes)
+        full = planner.plan_of(work, None, planner.full_clocks_s(work))
+        plan = planner.plan(work, full.time_s)
+        assert plan.time_s <= full.time_s * (1 + 1e-9)
+        came, caught, at_full = (
+            [planner.replay(each, f, FREE, is_catching_up=catches) for f in factors]
+            for each, catches in ((plan, False), (plan, True), (full, False))
+        )
+        full_s = sum(each.time_s for each in at_full)
+        late.append(sum(each.time_s for each in came) / full_s - 1)
+        saved.append(1 - plan.energy_j / full.energy_j)
+        changes.append(sum(sum(each.changes) for each in caught))
+    assert late[1] < 0.6 * late[0]
+    assert saved[1] > 0.7 * saved[0]
+    assert changes[1] < changes[0]
