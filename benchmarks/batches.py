@@ -218,7 +218,7 @@ def _laws(profile: Profile) -> dict[tuple[int, str], Law]:
 def _planner(case: Case, stages: int, microbatches: int, jitter: float = 0.0) -> BatchPlanner:
     profile = replace(_profile(case, stages), jitter=jitter)
     schedule = schedules.one_f_one_b(stages, microbatches)
-    return BatchPlanner(profile, schedule, _laws(profile))
+    return BatchPlanner(PipelineDag.from_schedule(profile, schedule), _laws(profile))
 
 
 def _replayed(
@@ -370,7 +370,7 @@ def _fitted(planner: BatchPlanner, rng: np.random.Generator) -> BatchPlanner:
         marks_s = seconds * np.exp(_RESIDUAL * rng.normal(size=len(work)))
         slope, fixed = np.polyfit(work, marks_s, 1, w=1 / marks_s).tolist()
         laws[key] = Law(fixed, (slope,))
-    return BatchPlanner(profile, planner.dag.schedule, laws, max_changes=_CHANGES)
+    return BatchPlanner(planner.dag, laws, max_changes=_CHANGES)
 
 
 def _microbatches(planner: BatchPlanner) -> list[int]:
@@ -453,10 +453,10 @@ def _cpu(stages: int, microbatches: int, limit: int) -> dict[str, Any]:
     work = np.random.default_rng(4).lognormal(0.0, 0.15, (8, microbatches, 1))
     if microbatches == 8:  # as the trace has them
         work = _trace()[0][:32, :, None]
-    schedule = schedules.one_f_one_b(stages, microbatches)
+    dag = PipelineDag.from_schedule(profile, schedules.one_f_one_b(stages, microbatches))
     means = []
     for most in (None, _CHANGES):
-        planner = BatchPlanner(profile, schedule, _laws(profile), max_changes=most)
+        planner = BatchPlanner(dag, _laws(profile), max_changes=most)
         target_s = max(map(planner.full_clocks_s, work))
         planner.plan(work[0], target_s)
         taken_s = []

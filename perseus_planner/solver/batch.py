@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import COUNT, FINITE, TIME
 from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import (
     ClockState,
     change_cost,
@@ -34,11 +33,10 @@ from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from typing_extensions import Self
 
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
-    from perseus_planner.schedules import Schedule
+    from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.clock_problem import ClockProblem
     from perseus_planner.solver.network import Floats, Integers
 
@@ -151,50 +149,27 @@ class BatchReplay(NamedTuple):
 class BatchPlanner:
     """Makes the plans of one pipeline, a new one for each batch.
 
-    It is built once for a schedule with its number of microbatches. Equal input gives equal plans,
-    bit by bit, on every rank. A computation takes a 64th of its measured time at least, however
-    little its work is. Plans are for the work as it is said: where that may be off by a few
+    It is built once for an iteration with its number of microbatches. Equal input gives equal
+    plans, bit by bit, on every rank. A computation takes a 64th of its measured time at least,
+    however little its work is. Plans are for the work as it is said: where that may be off by a few
     percent, aim at a target that is earlier by `margin_of`, and catch up. Where computations differ
     besides, each by itself, plans leave room for that at lower clocks.
 
     Args:
-        profile: the cost of each (stage, kind) at each clock, and their jitter.
-        schedule: the computations of each rank.
-        laws: for each (stage, kind) of the schedule, its seconds at full clocks.
+        dag: an iteration, with the cost of each (stage, kind) at each clock, and their jitter.
+        laws: for each (stage, kind) of it, its seconds at full clocks.
         max_changes: how often each GPU may change its clock in an iteration, including the change
             to the first clock; None for any number.
-        extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
 
     Raises:
-        ProfileError: If the profile does not fit the schedule, or the measurements cannot be
-            scaled.
+        ProfileError: If the measurements cannot be scaled.
         UsageError: If a law is missing, laws have different numbers of features, or `max_changes`
             is not a number of changes.
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        schedule: Schedule,
-        laws: Mapping[Key, Law],
-        *,
-        max_changes: int | None = None,
-        **extras: Any,
+        self, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
     ) -> None:
-        self._lay_out(PipelineDag.from_schedule(profile, schedule, **extras), laws, max_changes)
-
-    @classmethod
-    def of_dag(
-        cls, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
-    ) -> Self:
-        """Return the planner of an iteration that is laid out; arguments and errors are those of
-        the class.
-        """
-        planner = cls.__new__(cls)
-        planner._lay_out(dag, laws, max_changes)
-        return planner
-
-    def _lay_out(self, dag: PipelineDag, laws: Mapping[Key, Law], max_changes: int | None) -> None:
         self.dag, profile = dag, dag.profile
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)

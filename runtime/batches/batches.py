@@ -37,6 +37,7 @@ from perseus_planner.runtime.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.runtime.batches.work import WorkFunction, work_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import WHOLE
+from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.batch import BatchPlanner, Law
 
 if TYPE_CHECKING:
@@ -475,6 +476,6 @@ def _load_kernels() -> None:
     """Compile what plans a batch before training, or load it where it was compiled before."""
     row = (Measurement(1, 1.0, 1.0),)
     profile = Profile({(0, "F"): row}, 0.0, iteration={"schedule": "whole", "microbatches": 1})
-    planner = BatchPlanner(profile, WHOLE, {(0, "F"): Law(1.0, (0.0,))})
+    planner = BatchPlanner(PipelineDag.from_schedule(profile, WHOLE), {(0, "F"): Law(1.0, (0.0,))})
     work = np.ones((1, 1))
     planner.plan(work, planner.full_clocks_s(work))

@@ -25,6 +25,7 @@ from perseus_planner.runtime.batches.exchange import (
     runs_of,
 )
 from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.batch import BatchPlanner, margin_of
 
 if TYPE_CHECKING:
@@ -192,7 +193,8 @@ class Leader:
         self._planners[count] = None
         schedule, most = Schedule("as trained", self._orders[count]), self._settings.max_changes
         profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
-        self._planners[count] = BatchPlanner(profile, schedule, self._laws, max_changes=most)
+        dag = PipelineDag.from_schedule(profile, schedule)
+        self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
 
     def account(self, ran: Ran) -> None:
         """Note an iteration that has ended."""

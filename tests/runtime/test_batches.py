@@ -27,7 +27,7 @@ from batch_world import (
 from launching import results_of
 from waiting import LONG_S, eventually
 
-from perseus_planner import Profile, schedules
+from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, ProfileError, RankError
 from perseus_planner.engines.deepspeed import ReadAhead
 from perseus_planner.runs import IterationRecord
@@ -356,7 +356,7 @@ def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
     }
     leader.learn(tuple(RankLaws.of([rank], laws) for rank in SCHEDULE.ranks))
     leader.prepare(None)
-    planner = BatchPlanner(PROFILE, SCHEDULE, laws)
+    planner = BatchPlanner(PipelineDag.from_schedule(PROFILE, SCHEDULE), laws)
     for iteration, each in enumerate(work):
         own = leader.own(iteration, each)
         slowest = Slowest(own.time_s, True, own.pays, came=own.came)
