@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import COUNT, FINITE, TIME
+from perseus_planner.base.units import COUNT, FINITE
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.solver.clock_problem import (
     ClockState,
@@ -250,13 +249,10 @@ class BatchPlanner:
             cost_j=scale * self._one_j[base.member],
             member=np.arange(len(base.member)),
         )
-        cost = change_cost(
-            dag.iteration,
-            change,
-            dag.profile.gpus_per_stage,
-            starts.latest_start_s if is_catching_up else None,
-            starts.start_s[problem.rank_start[:-1]],
-        )
+        cost = change_cost(dag.iteration, change, dag.profile.gpus_per_stage)
+        if is_catching_up:
+            first_s = starts.start_s[problem.rank_start[:-1]]
+            cost = cost._replace(latest_start_s=starts.latest_start_s, first_start_s=first_s)
         state, _ = load_state(problem, starts.column)
         makespan_s = replay(problem, state)
         cost.tail_s[:] = makespan_s - state.end_s[problem.node[problem.rank_start[1:] - 1]]
@@ -329,16 +325,11 @@ class BatchPlanner:
             UsageError: If `work` is not like that.
         """
         longest_first = np.argsort(-self.microbatch_s(work), kind="stable")
-        as_is = np.arange(len(work))
-        orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
+        as_is, rng = np.arange(len(work)), np.random.default_rng(0)
+        random = [rng.permutation(as_is) for _ in range(_RANDOM_ORDERS)]
+        orders = np.array([as_is, longest_first, longest_first[::-1], *random])
         makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))
         return tuple(orders[int(np.argmin(makespan_s))].tolist())
-
-    @cached_property
-    def _random_orders(self) -> list[Integers]:
-        rng = np.random.default_rng(0)
-        count = self.dag.schedule.microbatches
-        return [rng.permutation(count) for _ in range(_RANDOM_ORDERS)]
 
     def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
         """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and
@@ -354,8 +345,7 @@ class BatchPlanner:
         Raises:
             UsageError: If an argument is out of range.
         """
-        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
-        problem = self._problem
+        scale, problem = self._scales(work), self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
         makespan_s = self._replay_all((scale[:, None] * self._one_roomy_s[problem.member]).T)
@@ -378,7 +368,7 @@ class BatchPlanner:
         Raises:
             UsageError: If an argument is out of range.
         """
-        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
+        scale = self._scales(work)
         overhead_s, nodes = self.dag.profile.overhead_s, len(self.dag.order)
         tries = max(1, _EFFORT // nodes) if effort is None else COUNT.check(effort, "effort")
         full_s = replay(self._problem, self._state(scale * self._full_s))
@@ -436,8 +426,6 @@ class BatchPlanner:
                 f"work: has the shape {work.shape}; give {shape[0]} microbatches with {shape[1]} "
                 "numbers each"
             )
-        if not (np.isfinite(work).all() and (work >= 0.0).all()):
-            raise UsageError("work: is not finite, or below 0; give numbers of 0 or more")
         # Summed feature by feature: a matrix product may add in another order on another processor.
         scale: Floats = self._fixed_s.copy()
         for feature in range(self._features):

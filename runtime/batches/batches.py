@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -200,29 +201,33 @@ class Batches:
             return
         if asked.iteration <= self._iteration:
             if microbatches is not None:
-                # an iterator, which keeps nothing once it is read
-                self._read(lambda: iter(microbatches()), self._function, count)
+                self._ask(self._read(microbatches, count))
         elif isinstance(asked.batch, list) and count not in (None, len(asked.batch)):
             self._ask(asked._replace(runs=count))
 
-    def give(self, work: Sequence[Any]) -> None:
-        """Take the work of each microbatch of the next iteration; what is given first counts."""
-        if self.leads and self._asked.iteration <= self._iteration:
-            self._read(lambda: list(work))
+    def give(self, work: Sequence[Any], *, order: bool = False) -> tuple[int, ...]:
+        """Take the work of each microbatch of the next iteration; what is given first counts.
 
-    def _read(
-        self,
-        batch: Callable[[], Iterable[Any]],
-        function: WorkFunction | None = None,
-        count: int | None = None,
-    ) -> None:
+        Returns:
+            The order in which they are to run: with `order` the one in which the iteration is
+            shortest, which takes about a millisecond; as they are, if that is not known, or their
+            work is not as it should be.
+        """
+        places = tuple(range(len(work)))
+        if self._leader is not None and order:
+            with suppress(UsageError):  # which is told below
+                places = self._leader.order_of(work_of(work, None))
+        if self.leads and self._asked.iteration <= self._iteration:
+            self._ask(_Asked(self._iteration + 1, [work[place] for place in places]))
+        return places
+
+    def _read(self, microbatches: Microbatches, count: int | None) -> _Asked:
         number = self._iteration + 1
-        try:
-            asked = _Asked(number, batch(), function, count)
+        try:  # an iterator keeps nothing once it is read
+            return _Asked(number, iter(microbatches()), self._function, count)
         except Exception as error:  # of where the batch comes from, which training meets again
             text = f"reading the batch raised {type(error).__name__}: {error}"
-            asked = _Asked(number, problem=text)
-        self._ask(asked)
+            return _Asked(number, problem=text)
 
     def _ask(self, asked: _Asked) -> None:
         self._asked = asked

@@ -196,6 +196,16 @@ class Leader:
         dag = PipelineDag.from_schedule(profile, schedule)
         self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
 
+    def order_of(self, work: Floats) -> tuple[int, ...]:
+        """Return the order of microbatches in which an iteration is shortest; as they are, before
+        that can be told. May be called by another thread than the rest.
+
+        Raises:
+            UsageError: If the work cannot be planned.
+        """
+        planner = self._planners.get(len(work))
+        return tuple(range(len(work))) if planner is None else planner.best_order(work)
+
     def account(self, ran: Ran) -> None:
         """Note an iteration that has ended."""
         self._ran.append(ran)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -42,14 +41,12 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
     _find(microbatch, found)
     for name in _CUMULATED:
         if name in found:
-            ends = _on_cpu(found[name], name)
-            flat = ends.ravel() if hasattr(ends, "ravel") else np.ravel(ends)
-            return _sums([b - a for a, b in pairwise(flat.tolist())])
+            return _sums(np.diff(np.ravel(_on_cpu(found[name], name))))
     if "position_ids" in found:
         positions = np.atleast_2d(_on_cpu(found["position_ids"], "position_ids"))
         starts = positions == 0
         starts[..., 0] = True  # a row is at least one sequence
-        return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)).tolist())
+        return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
     if "attention_mask" in found:
         mask = np.asarray(_on_cpu(found["attention_mask"], "attention_mask"))
         if mask.ndim != 2:
@@ -57,7 +54,7 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
                 f"the microbatch has an attention_mask of {mask.ndim} dimensions, which tells no "
                 "lengths; give work= a function of yours"
             )
-        return _sums((mask != 0).sum(axis=1).tolist())
+        return _sums((mask != 0).sum(axis=1))
     raise UsageError(
         "the microbatch has no cu_seqlens, position_ids or attention_mask to tell its lengths by; "
         "give work= a function of yours"
@@ -175,6 +172,6 @@ def _on_cpu(value: Any, name: str) -> Any:
     return value
 
 
-def _sums(lengths: list[int]) -> tuple[float, float]:
-    # of a handful of numbers, for which arrays take longer
-    return float(sum(lengths)), float(sum([length * length for length in lengths]))
+def _sums(lengths: NDArray[Any]) -> tuple[float, float]:
+    whole = lengths.tolist()  # whose squares are exact
+    return float(sum(whole)), float(sum([length * length for length in whole]))

@@ -292,6 +292,24 @@ def test_work_that_is_given_counts_and_an_engine_that_shows_no_batch_is_said(two
     assert len(two.said) == 2
 
 
+def test_microbatches_are_put_in_the_order_in_which_the_iteration_is_shortest(two: Pipelines):
+    work, rows, as_is = drawn(2), [0.4, 0.4, 0.4, 3.0], tuple(range(MICROBATCHES))
+    first, second, *_ = two.batches
+    assert first.give(list(work[0][0]), order=True) == as_is  # nothing is known yet
+    for iteration in range(KNOWN):
+        two.run(work[iteration])
+    assert first.give(rows) == as_is
+    two.run([rows, work[KNOWN][1]], ["not looked at"])
+    order = first.give(rows, order=True)
+    assert sorted(order) == list(as_is)
+    ordered = [rows[i] for i in order]
+    programs = two.run([ordered, work[KNOWN][1]], ["not looked at"])[:2]
+    assert first._known[two.iteration].work[:, 0].tolist() == ordered
+    assert full_s(programs, ordered) < 0.99 * full_s(programs, rows)
+    assert first.give([1.0, 1.0, 1.0, float("nan")], order=True) == as_is
+    assert second.give(rows, order=True) == as_is  # which has no plans
+
+
 def test_work_is_counted_beside_the_training_thread_and_no_batch_is_kept(two: Pipelines):
     class Microbatch:
         def __float__(self) -> float:

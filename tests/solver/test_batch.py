@@ -393,18 +393,6 @@ def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
             "work: has the shape (3, 2); give 4 microbatches with 2 numbers each",
         ),
         (
-            lambda planner: planner.full_clocks_s(np.full((4, 2), np.nan)),
-            "work: is not finite, or below 0; give numbers of 0 or more",
-        ),
-        (
-            lambda planner: planner.one_clock(-np.ones((4, 2)), 1.0),
-            "work: is not finite, or below 0; give numbers of 0 or more",
-        ),
-        (
-            lambda planner: planner.one_clock(np.ones((4, 2)), 0.0),
-            "target_s: 0.0 is not a time: write finite seconds above 0, such as 0.0512",
-        ),
-        (
             lambda planner: BatchPlanner(planner.dag, {}),
             "laws: have none for F of stage 0; give one for each stage and kind of the schedule",
         ),
