@@ -165,8 +165,8 @@ def measure(size: Size) -> Section:
             "microbatch is off, log-normal, on all stages alike; plans aim at a target that is "
             "earlier by what `margin_of` says of that; changes are free and not limited.",
             "Fourth table: all microbatches alike, and each computation longer or shorter by a "
-            "normal jitter, which plans know, free changes; *share* is of what the static plan saves "
-            "that is on time with that jitter.",
+            "normal jitter, which plans know, free changes; *share* is of what the static plan "
+            "saves that is on time with that jitter.",
         ],
     )
 
