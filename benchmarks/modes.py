@@ -97,7 +97,7 @@ def _rows(
         yield {
             "profile": case.name,
             "limit": "none" if limit is None else f"{limit:g}",
-            "used": counted.most_bytes(modes),
+            "used": max(counted._taken(row, modes) for row in counted.memory_rows),
             "kept": 100 * modes.count(_KEEP) / len(modes),
             "base": "recompute" if base == OWN else "keep",
             "clocks": 100 * (1 - alone.energy_j / frontier.baseline_energy_j),

@@ -110,6 +110,18 @@ class Program:
         return 1 + max(computation.microbatch for computation in self.computations)
 
     @cached_property
+    def requests(self) -> tuple[int, ...]:
+        """The clock request of each computation; in a program of one computation another one for
+        the same, and at the end that of `then`, if there is one.
+        """
+        requests = [clock_request(i, each, table=self.table) for i, each in enumerate(self.clocks)]
+        if len(requests) == 1:
+            requests.append(clock_request(0, self.clocks[0], again=True))
+        if self.then:
+            requests.append(clock_request(0, self.then))
+        return tuple(requests)
+
+    @cached_property
     def at_full_clocks(self) -> Program:
         """A program of the autopilot with the highest clock for each computation.
 
@@ -215,6 +227,7 @@ class Hook:
         #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
         self._first = self._turns = 0
         self._deviation: str | None = None
+        self._program: Program | None
         self._noted: list[tuple[int, str, int]] = []  #: what ran that is not as in a program
         self._load(first)
         self._request_first(outside=True)
@@ -327,10 +340,10 @@ class Hook:
         before, program = self._program, self._source.program_for(self._iteration)
         if program is None or program is before or before is None:
             return
+        self._load(program)
         ran = before.clocks[:position]
         if program.clocks[:position] != ran:
-            program = replace(program, clocks=(*ran, *program.clocks[position:]))
-        self._load(program)
+            self._program = replace(program, clocks=(*ran, *program.clocks[position:]))
 
     def _load(self, program: Program | None) -> None:
         self._program = program
@@ -340,18 +353,10 @@ class Hook:
         self._count = len(self._order)
         self._modes = program.modes if program is not None else ()
         self._is_unclocked = program is None
-        table = 0 if program is None else program.table
-        requests = [
-            clock_request(i, clock, table=table)
-            for i, clock in enumerate(program.clocks if program else ())
-        ]
         self._turns, self._first = int(self._count == 1), 0
-        if program is not None and self._turns:
-            requests.append(clock_request(0, program.clocks[0], again=True))
-        self._next: int | None = None  #: index of the request after the last computation
-        if program is not None and program.then:
-            self._next = len(requests)
-            requests.append(clock_request(0, program.then))
+        requests = () if program is None else program.requests
+        #: Index of the request after the last computation.
+        self._next = len(requests) - 1 if program is not None and program.then else None
         self._marks.load(requests)
 
     def _request_first(self, *, outside: bool = False, ends: bool = False) -> None:

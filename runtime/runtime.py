@@ -130,13 +130,20 @@ class Runtime:
         whole.end()
         whole.begin()
 
-    def batch(self, work: Sequence[Any]) -> None:
+    def batch(self, work: Sequence[Any], *, order: bool = False) -> tuple[int, ...]:
         """Say the work of each microbatch of the next iteration, instead of the function `work` of
         `planner_runtime`; call it on the first rank of each pipeline at least, as soon as the batch
         is known.
 
         Args:
             work: For each microbatch a number of 0 or more, or a few, always as many.
+            order: Whether the iteration runs its microbatches in the order that this returns, on
+                all ranks of the pipeline. It sums gradients in another order then.
+
+        Returns:
+            The indices of `work` in the order in which the iteration is to run them: with `order`,
+            on the first rank of a pipeline, the one in which it is shortest at full clocks, of some
+            that are tried, once it is known how long computations take; else as they are.
 
         Raises:
             UsageError: If the runtime has no function `work`, so that clocks do not follow batches.
@@ -145,7 +152,7 @@ class Runtime:
             raise UsageError(
                 "clocks do not follow the batch in this training; give planner_runtime work="
             )
-        self._context.batches.give(work)
+        return self._context.batches.give(work, order=order)
 
     def _whole_training(self) -> WholeTraining:
         if isinstance(self._context.engine, WholeTraining):

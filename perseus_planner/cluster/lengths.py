@@ -169,9 +169,7 @@ class UnlikeJob:
         dag, change = frontier.dag, frontier.profile.clock_change
         rows = dag.profile.measurements
         laws = {key: Law(0.0, (rows[key][0].time_s,)) for key in dict.fromkeys(dag.iteration.keys)}
-        self.planner = BatchPlanner.of_dag(
-            dag, laws, max_changes=None if change is None else MOST_CHANGES
-        )
+        self.planner = BatchPlanner(dag, laws, max_changes=None if change is None else MOST_CHANGES)
         self._change = change or ClockChange(0.0)
         self._as_said = np.ones(len(dag.computations))
 

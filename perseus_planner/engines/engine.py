@@ -5,7 +5,7 @@ detach again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,8 +51,8 @@ class EngineStage:
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-Microbatches = Callable[[], Sequence[Any]]
-"""Returns the microbatches of an iteration."""
+Microbatches = Callable[[], Iterable[Any]]
+"""Returns the microbatches of an iteration, for another thread to look at."""
 
 
 class IterationHook(Protocol):

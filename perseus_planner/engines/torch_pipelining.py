@@ -206,17 +206,18 @@ class TorchPipeline:
             yield
 
 
-def _microbatches_of(schedule: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the microbatches of a step, as the schedule splits them: each the only argument of the
+def _microbatches_of(schedule: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the microbatches of a step, as the schedule splits them: each the only argument of the
     model, a dictionary if all arguments have names, or else both.
     """
     named = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
     split_args, split_named = schedule._split_inputs(args, named or None)
     if not named:
-        return [each[0] if len(each) == 1 else each for each in split_args]
-    if not args:
-        return list(split_named)
-    return list(zip(split_args, split_named, strict=True))
+        yield from (each[0] if len(each) == 1 else each for each in split_args)
+    elif not args:
+        yield from split_named
+    else:
+        yield from zip(split_args, split_named, strict=True)
 
 
 def parts_of(schedule: Any) -> list[Any]:

@@ -10,17 +10,15 @@ computation scale alike, so an iteration is laid out once, and each batch only s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import COUNT, FINITE, TIME
+from perseus_planner.base.units import COUNT, FINITE
 from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import (
     ClockState,
     change_cost,
@@ -34,19 +32,21 @@ from perseus_planner.solver.scaled import ScaledDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from typing_extensions import Self
 
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
-    from perseus_planner.schedules import Schedule
+    from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.clock_problem import ClockProblem
     from perseus_planner.solver.network import Floats, Integers
 
 Key = tuple[int, str]
 
-_EFFORT = 32  #: plans that are tried
+_EFFORT = 2**14  #: computations that are dispatched in all plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _MARGIN = 0.02 / 3  #: which is enough for errors of 1 to 2 %
+_ROOM = 0.8  #: by how much longer lower clocks are planned, of the jitter
+#: by how much ranks may be late without catching up, of the jitter, and at most of an iteration
+_TOLERATED, _MOST_TOLERATED = 0.3, 0.0035
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
@@ -148,53 +148,33 @@ class BatchReplay(NamedTuple):
 class BatchPlanner:
     """Makes the plans of one pipeline, a new one for each batch.
 
-    It is built once for a schedule with its number of microbatches. Equal input gives equal plans,
-    bit by bit, on every rank. A computation takes a 64th of its measured time at least, however
-    little its work is. Plans are for the work as it is said: where that may be off by a few
-    percent, aim at a target that is earlier by `margin_of`, and catch up.
+    It is built once for an iteration with its number of microbatches. Equal input gives equal
+    plans, bit by bit, on every rank. A computation takes a 64th of its measured time at least,
+    however little its work is. Plans are for the work as it is said: where that may be off by a few
+    percent, aim at a target that is earlier by `margin_of`, and catch up. Where computations differ
+    besides, each by itself, plans leave room for that at lower clocks.
 
     Args:
-        profile: the cost of each (stage, kind) at each clock.
-        schedule: the computations of each rank.
-        laws: for each (stage, kind) of the schedule, its seconds at full clocks.
+        dag: an iteration, with the cost of each (stage, kind) at each clock, and their jitter.
+        laws: for each (stage, kind) of it, its seconds at full clocks.
         max_changes: how often each GPU may change its clock in an iteration, including the change
             to the first clock; None for any number.
-        extras: `transfer`, `operations` and `variants`, as `pipeline_iteration` takes them.
 
     Raises:
-        ProfileError: If the profile does not fit the schedule, or the measurements cannot be
-            scaled.
+        ProfileError: If the measurements cannot be scaled.
         UsageError: If a law is missing, laws have different numbers of features, or `max_changes`
             is not a number of changes.
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        schedule: Schedule,
-        laws: Mapping[Key, Law],
-        *,
-        max_changes: int | None = None,
-        **extras: Any,
+        self, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
     ) -> None:
-        self._lay_out(PipelineDag.from_schedule(profile, schedule, **extras), laws, max_changes)
-
-    @classmethod
-    def of_dag(
-        cls, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
-    ) -> Self:
-        """Return the planner of an iteration that is laid out; arguments and errors are those of
-        the class.
-        """
-        planner = cls.__new__(cls)
-        planner._lay_out(dag, laws, max_changes)
-        return planner
-
-    def _lay_out(self, dag: PipelineDag, laws: Mapping[Key, Law], max_changes: int | None) -> None:
         self.dag, profile = dag, dag.profile
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
+        with_room = self.dag.with_profile(_with_room(profile))
+        self._roomy, _ = clock_problem_of(with_room)
         self._clocks_mhz = tuple(clocks)
         keys = self.dag.iteration.keys
         tables = {
@@ -211,7 +191,8 @@ class BatchPlanner:
             np.take_along_axis(table, nearest, axis=1)
             for table in (self._problem.time_s, self._problem.cost_j)
         )
-        self._scaled = ScaledDag(self.dag)
+        self._one_roomy_s = np.take_along_axis(self._roomy.time_s, nearest, axis=1)
+        self._scaled = ScaledDag(with_room)
         columns = {0: 0} | column  # clock 0 is that of fixed operations
         self._column_of_point = np.array([columns[mhz] for mhz in self._scaled.point_mhz.tolist()])
         self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
@@ -268,13 +249,10 @@ class BatchPlanner:
             cost_j=scale * self._one_j[base.member],
             member=np.arange(len(base.member)),
         )
-        cost = change_cost(
-            dag.iteration,
-            change,
-            dag.profile.gpus_per_stage,
-            starts.latest_start_s if is_catching_up else None,
-            starts.start_s[problem.rank_start[:-1]],
-        )
+        cost = change_cost(dag.iteration, change, dag.profile.gpus_per_stage)
+        if is_catching_up:
+            first_s = starts.start_s[problem.rank_start[:-1]]
+            cost = cost._replace(latest_start_s=starts.latest_start_s, first_start_s=first_s)
         state, _ = load_state(problem, starts.column)
         makespan_s = replay(problem, state)
         cost.tail_s[:] = makespan_s - state.end_s[problem.node[problem.rank_start[1:] - 1]]
@@ -347,16 +325,11 @@ class BatchPlanner:
             UsageError: If `work` is not like that.
         """
         longest_first = np.argsort(-self.microbatch_s(work), kind="stable")
-        as_is = np.arange(len(work))
-        orders = np.array([as_is, longest_first, longest_first[::-1], *self._random_orders])
+        as_is, rng = np.arange(len(work)), np.random.default_rng(0)
+        random = [rng.permutation(as_is) for _ in range(_RANDOM_ORDERS)]
+        orders = np.array([as_is, longest_first, longest_first[::-1], *random])
         makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))
         return tuple(orders[int(np.argmin(makespan_s))].tolist())
-
-    @cached_property
-    def _random_orders(self) -> list[Integers]:
-        rng = np.random.default_rng(0)
-        count = self.dag.schedule.microbatches
-        return [rng.permutation(count) for _ in range(_RANDOM_ORDERS)]
 
     def one_clock(self, work: NDArray[np.float64], target_s: float) -> BatchPlan:
         """Return the plan of least energy that keeps one clock on all GPUs of the pipeline and
@@ -372,17 +345,16 @@ class BatchPlanner:
         Raises:
             UsageError: If an argument is out of range.
         """
-        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
-        problem = self._problem
+        scale, problem = self._scales(work), self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
-        makespan_s = self._replay_all((scale[:, None] * self._one_s[problem.member]).T)
+        makespan_s = self._replay_all((scale[:, None] * self._one_roomy_s[problem.member]).T)
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
 
     def plan(
-        self, work: NDArray[np.float64], target_s: float, *, effort: int = _EFFORT
+        self, work: NDArray[np.float64], target_s: float, *, effort: int | None = None
     ) -> BatchPlan:
         """Return the plan of least energy that was found and ends by `target_s`.
 
@@ -391,16 +363,17 @@ class BatchPlanner:
         Args:
             work: as `full_clocks_s` takes it.
             target_s: when the iteration of the slowest pipeline ends, seconds.
-            effort: how many plans to try.
+            effort: how many plans to try; None for fewer of larger iterations.
 
         Raises:
             UsageError: If an argument is out of range.
         """
-        scale, target_s = self._scales(work), TIME.check(target_s, "target_s")
-        overhead_s, tries = self.dag.profile.overhead_s, COUNT.check(effort, "effort")
+        scale = self._scales(work)
+        overhead_s, nodes = self.dag.profile.overhead_s, len(self.dag.order)
+        tries = max(1, _EFFORT // nodes) if effort is None else COUNT.check(effort, "effort")
         full_s = replay(self._problem, self._state(scale * self._full_s))
         deadline_s = max(full_s, target_s - overhead_s)
-        node_scale = np.ones(len(self.dag.order))
+        node_scale = np.ones(nodes)
         node_scale[self._problem.node] = scale
         points = self._scaled.scaled_points(node_scale)
         chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
@@ -418,10 +391,11 @@ class BatchPlanner:
         common for that.
         """
         scratch, cost_j = np.empty((2, len(column) + 1), dtype=np.int64), np.empty(len(column) + 1)
-        if not _merge(self._problem, scale, most, column, scratch[0], scratch[1], cost_j):
+        problem = self._roomy
+        if not _merge(problem, scale, most, column, scratch[0], scratch[1], cost_j):
             return False
-        state = self._state(scale * self._problem.time_s[self._problem.member, column], column)
-        _lower(self._problem, scale, deadline_s, state)
+        state = self._state(scale * problem.time_s[problem.member, column], column)
+        _lower(problem, scale, deadline_s, state)
         return True
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
@@ -452,8 +426,6 @@ class BatchPlanner:
                 f"work: has the shape {work.shape}; give {shape[0]} microbatches with {shape[1]} "
                 "numbers each"
             )
-        if not (np.isfinite(work).all() and (work >= 0.0).all()):
-            raise UsageError("work: is not finite, or below 0; give numbers of 0 or more")
         # Summed feature by feature: a matrix product may add in another order on another processor.
         scale: Floats = self._fixed_s.copy()
         for feature in range(self._features):
@@ -486,7 +458,8 @@ class BatchPlanner:
         time_s = replay(problem, state) + overhead_s
         until_s = max(time_s, target_s)
         latest_s = np.empty_like(state.end_s)
-        _latest_ends(problem, state, until_s - overhead_s, latest_s)
+        tolerated_s = until_s * min(_TOLERATED * self.dag.profile.jitter, _MOST_TOLERATED)
+        _latest_ends(problem, state, until_s + tolerated_s - overhead_s, latest_s)
         effective_j = float((scale * problem.cost_j[problem.member, column]).cumsum()[-1])
         clocks_mhz = [self._clocks_mhz[i] for i in column.tolist()]
         return BatchPlan(
@@ -504,6 +477,21 @@ class BatchPlanner:
                 problem.time_s,
             ),
         )
+
+
+def _with_room(profile: Profile) -> Profile:
+    """Return a profile whose computations take longer, but for the clocks that are as fast as the
+    highest.
+    """
+    room = _ROOM * profile.jitter
+    measurements = {
+        key: tuple(
+            replace(m, time_s=m.time_s + min(room * m.time_s, max(m.time_s - rows[0].time_s, 0.0)))
+            for m in rows
+        )
+        for key, rows in profile.measurements.items()
+    }
+    return replace(profile, measurements=measurements)
 
 
 @kernel

@@ -166,21 +166,13 @@ def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
     return clock_problem(dag.iteration, list(tables), time_s, cost_j), clocks
 
 
-def change_cost(
-    iteration: Iteration,
-    change: ClockChange,
-    gpus_per_rank: int,
-    latest_start_s: Floats | None = None,
-    first_start_s: Floats | None = None,
-) -> ChangeCost:
-    """Lay out what changes of clocks cost in `iteration`; ranks end with it.
-
-    `latest_start_s` and `first_start_s` are those of `ChangeCost`; None for ranks that keep to
-    their clocks.
+def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -> ChangeCost:
+    """Lay out what changes of clocks cost in `iteration`; ranks end with it, and do not catch
+    up.
     """
     ranks = len(iteration.programs)
     # One call at most for each computation; one more for each that catches up.
-    calls = len(iteration.keys) * (1 if latest_start_s is None else 2)
+    calls = 2 * len(iteration.keys)
     node_of = {place: k for k, place in enumerate(iteration.order)}
     computation = np.full(len(iteration.order), -1)
     for i in range(len(iteration.keys)):
@@ -200,10 +192,9 @@ def change_cost(
         numbers=np.zeros((7, ranks), dtype=np.int64),
         call_settles_s=np.zeros(calls),
         call_clock=np.zeros(calls, dtype=np.int64),
-        call_start=np.cumsum([0, *map(len, iteration.schedule.ranks)])[:-1]
-        * (calls // len(iteration.keys)),
-        latest_start_s=np.zeros((0, 1)) if latest_start_s is None else latest_start_s,
-        first_start_s=np.zeros(ranks) if first_start_s is None else first_start_s,
+        call_start=2 * np.cumsum([0, *map(len, iteration.schedule.ranks)])[:-1],
+        latest_start_s=np.zeros((0, 1)),
+        first_start_s=np.zeros(ranks),
     )
 
 

@@ -60,7 +60,7 @@ def _compiled(function: F, **options: Any) -> F:
     from numba import njit
     from numba.core import config
 
-    options = {"cache": True, "no_cfunc_wrapper": True} | options
+    options = {"cache": True, "nogil": True, "no_cfunc_wrapper": True} | options
     _listen()
     try:
         compiled = njit(**options)(function)

@@ -209,10 +209,6 @@ class ModeProblem:
         """Return whether these modes fit into memory on every rank."""
         return all(self._taken(row, modes) <= row.limit for row in self.memory_rows)
 
-    def most_bytes(self, modes: Sequence[str]) -> float:
-        """Return the most that activations take on any GPU, bytes; 0.0 without a limit."""
-        return max((self._taken(row, modes) for row in self.memory_rows), default=0.0)
-
     def choose(self, deadline_s: float) -> Choice:
         """Return the modes for an iteration that may take so long; if none is that fast, the
         fastest that were found.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.network import Floats, Integers, Network, ScaledNetwork
 
 _LARGE = 256  #: nodes above which a walk takes long
-_VERTICES = 6, 4  #: of a hull at most; for that many nodes, and for more
+_VERTICES = 8, 4  #: of a hull at most; for that many nodes, and for more
 _FEW = 2**12  #: combinations of points up to which all are tried
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks
 
@@ -109,7 +109,7 @@ class ScaledDag:
             return try_all_points(problem, deadline_s)
         guide = self._relaxed(scale, deadline_s)
         chosen = problem.point_start[:-1].copy()
-        improve(problem, deadline_s, guide, chosen, np.inf, tries, point_step_s(problem), False)
+        improve(problem, deadline_s, guide, chosen, np.inf, tries, point_step_s(problem), True)
         return chosen
 
     def _relaxed(self, scale: Floats, deadline_s: float) -> Guide:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,9 +35,10 @@ from perseus_planner.runtime.batches.exchange import (
 )
 from perseus_planner.runtime.batches.laws import LawLearner
 from perseus_planner.runtime.batches.leader import MOST_COUNTS, Leader, Ran
-from perseus_planner.runtime.batches.work import WorkFunction, checked_work, work_of
+from perseus_planner.runtime.batches.work import WorkFunction, work_of
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import WHOLE
+from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.batch import BatchPlanner, Law
 
 if TYPE_CHECKING:
@@ -64,13 +66,15 @@ _WAIT, _MOST_WAIT_S = 0.01, 0.02
 _KEPT = 64  #: iterations whose end may become known late
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """An iteration that has begun on the training thread, or whose work is given."""
 
     iteration: int
-    work: Floats | None = None  #: of its batch; None if it is not known, or elsewhere
-    problem: str | None = None  #: why it is not known
+    #: Its microbatches, or the work of each, unread; None if that is not known, or elsewhere.
+    batch: Iterable[Any] | None = None
+    function: WorkFunction | None = None  #: returns the work of a microbatch; None if it is given
+    runs: int | None = None  #: microbatches in the engine; None if that is not known
+    problem: str | None = None  #: why the batch is not known
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Batches:
     """Decides what each iteration of this rank runs by.
 
     The training thread calls `show`, `give`, `program_for` and `on_end`; the background thread
-    calls `observe`.
+    calls `observe`. The thread of the exchange counts work, plans, and tells others.
 
     Args:
         exchange: This rank's part in the exchange.
@@ -96,7 +100,7 @@ class Batches:
             microbatches it runs without clocks once, and what it ran is its order from then on.
         profile: The cost of clocks.
         settings: What may be done.
-        function: Returns the work of a microbatch.
+        function: Returns the work of a microbatch; not called on the training thread.
         warn: Called with what a user should know, and with a key to tell it once; not on the
             training thread.
     """
@@ -192,32 +196,38 @@ class Batches:
             microbatches: Returns them; None if it does not show them.
         """
         self._microbatches, asked = count, self._asked
+        count = None if self._is_whole else count
         if not self.leads:
             return
         if asked.iteration <= self._iteration:
             if microbatches is not None:
-                self._take(lambda: work_of(microbatches(), self._function), count)
-        elif asked.work is not None and len(asked.work) != (count or len(asked.work)):
-            self._ask(_Asked(asked.iteration, None, _miscounted(asked.work, count)))
+                self._ask(self._read(microbatches, count))
+        elif isinstance(asked.batch, list) and count not in (None, len(asked.batch)):
+            self._ask(asked._replace(runs=count))
 
-    def give(self, work: Sequence[Any]) -> None:
-        """Take the work of each microbatch of the next iteration; what is given first counts."""
+    def give(self, work: Sequence[Any], *, order: bool = False) -> tuple[int, ...]:
+        """Take the work of each microbatch of the next iteration; what is given first counts.
+
+        Returns:
+            The order in which they are to run: with `order` the one in which the iteration is
+            shortest, which takes about a millisecond; as they are, if that is not known, or their
+            work is not as it should be.
+        """
+        places = tuple(range(len(work)))
+        if self._leader is not None and order:
+            with suppress(UsageError):  # which is told below
+                places = self._leader.order_of(work_of(work, None))
         if self.leads and self._asked.iteration <= self._iteration:
-            self._take(lambda: checked_work(work))
+            self._ask(_Asked(self._iteration + 1, [work[place] for place in places]))
+        return places
 
-    def _take(self, work: Callable[[], Floats], count: int | None = None) -> None:
-        found, problem = None, None
-        try:
-            found = work()
-            if self._is_whole:
-                found = found.sum(axis=0, keepdims=True)
-            if len(found) != (count or len(found)):
-                problem = _miscounted(found, count)
-        except UsageError as error:
-            problem = str(error)
+    def _read(self, microbatches: Microbatches, count: int | None) -> _Asked:
+        number = self._iteration + 1
+        try:  # an iterator keeps nothing once it is read
+            return _Asked(number, iter(microbatches()), self._function, count)
         except Exception as error:  # of where the batch comes from, which training meets again
-            problem = f"reading the batch raised {type(error).__name__}: {error}"
-        self._ask(_Asked(self._iteration + 1, None if problem else found, problem))
+            text = f"reading the batch raised {type(error).__name__}: {error}"
+            return _Asked(number, problem=text)
 
     def _ask(self, asked: _Asked) -> None:
         self._asked = asked
@@ -380,14 +390,15 @@ class Batches:
         self._warn(key, f"{text}; such iterations run at full clocks")
 
     def _lead(self, asked: _Asked, leader: Leader) -> None:
-        iteration, work = asked.iteration, asked.work
-        problem, own = asked.problem, OwnTime()
-        if work is None and problem is None:
+        iteration, problem = asked.iteration, asked.problem
+        work, own = None, OwnTime()
+        if asked.batch is None and problem is None:
             problem = (
                 "the engine does not show the batch of an iteration; say its work before each, by "
                 "runtime.batch(work=...)"
             )
         try:
+            work = self._work_of(asked)
             own = leader.own(iteration, work)
         except PlannerError as error:
             work, problem = None, str(error)
@@ -406,11 +417,23 @@ class Batches:
                 leader.learn(laws)
         leader.prepare(work)
 
+    def _work_of(self, asked: _Asked) -> Floats | None:
+        if asked.batch is None:
+            return None
+        work: Floats = work_of(asked.batch, asked.function)
+        if self._is_whole:
+            return np.asarray(work.sum(axis=0, keepdims=True))
+        if asked.runs not in (None, len(work)):
+            raise UsageError(
+                f"the work of {len(work)} microbatches is given, and the iteration has {asked.runs}"
+            )
+        return work
+
     def _follow(self, iteration: int) -> None:
         while not self._is_stopped and self._asked.iteration == iteration:
             batch = self._exchange.batch(iteration, _SLICE_S)
             if batch is not None:
-                work = checked_work(batch.work) if batch.work else None
+                work = np.array(batch.work) if batch.work else None
                 self._decide(iteration, batch, work, Slowest())
                 return
 
@@ -423,6 +446,7 @@ class Batches:
             if batch.ranks and work is not None:
                 known = self._told_of(batch.ranks[self._seat.rank], program, known)
                 program = self._planned(iteration, program, known)
+            _ = program.requests  # made here, and not on the training thread
             self._decided[iteration] = program
         self._known[iteration] = known
         self._known.pop(iteration - _KEPT, None)
@@ -453,14 +477,10 @@ class Batches:
         return replace(program, table=self._latest.write(iteration, rows)) if rows else program
 
 
-def _miscounted(work: Floats, count: int | None) -> str:
-    return f"the work of {len(work)} microbatches is given, and the iteration has {count}"
-
-
 def _load_kernels() -> None:
     """Compile what plans a batch before training, or load it where it was compiled before."""
     row = (Measurement(1, 1.0, 1.0),)
     profile = Profile({(0, "F"): row}, 0.0, iteration={"schedule": "whole", "microbatches": 1})
-    planner = BatchPlanner(profile, WHOLE, {(0, "F"): Law(1.0, (0.0,))})
-    work = checked_work([1.0])
+    planner = BatchPlanner(PipelineDag.from_schedule(profile, WHOLE), {(0, "F"): Law(1.0, (0.0,))})
+    work = np.ones((1, 1))
     planner.plan(work, planner.full_clocks_s(work))

@@ -4,6 +4,7 @@ of the pipeline have learnt, and not more time than is agreed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from perseus_planner.runtime.batches.exchange import (
     runs_of,
 )
 from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.batch import BatchPlanner, margin_of
 
 if TYPE_CHECKING:
@@ -146,12 +148,19 @@ class Leader:
         """By how much the work of microbatches was off, as `margin_of` takes it: what the forward
         and the backward of each have in common.
         """
+        shared, _ = self._spread
+        return math.sqrt(max(shared, 0.0))
+
+    @property
+    def _spread(self) -> tuple[float, float]:
+        """The variance of logarithms that forward and backward of a microbatch have in common, and
+        that of each by itself.
+        """
         errors = [each for alike in self._errors for each in alike]
         if not errors:
-            return 0.0
-        forward, backward = np.concatenate(errors).T
-        shared = float(np.mean((forward - forward.mean()) * (backward - backward.mean())))
-        return math.sqrt(max(shared, 0.0))
+            return 0.0, 0.0
+        (forward, shared), (_, backward) = np.cov(np.concatenate(errors).T, bias=True).tolist()
+        return shared, max((forward + backward) / 2 - shared, 0.0)
 
     def learn(self, told: tuple[RankLaws, ...]) -> None:
         """Take in what all ranks of the pipeline have learnt."""
@@ -183,7 +192,19 @@ class Leader:
         count = len(work) if work is not None and len(work) in wanted else wanted[0]
         self._planners[count] = None
         schedule, most = Schedule("as trained", self._orders[count]), self._settings.max_changes
-        self._planners[count] = BatchPlanner(self._profile, schedule, self._laws, max_changes=most)
+        profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
+        dag = PipelineDag.from_schedule(profile, schedule)
+        self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
+
+    def order_of(self, work: Floats) -> tuple[int, ...]:
+        """Return the order of microbatches in which an iteration is shortest; as they are, before
+        that can be told. May be called by another thread than the rest.
+
+        Raises:
+            UsageError: If the work cannot be planned.
+        """
+        planner = self._planners.get(len(work))
+        return tuple(range(len(work))) if planner is None else planner.best_order(work)
 
     def account(self, ran: Ran) -> None:
         """Note an iteration that has ended."""

@@ -4,7 +4,7 @@ squared lengths, which tell how long its computations take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,18 +37,18 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
     Raises:
         UsageError: If it has none of them, or they are on a GPU, where reading them would wait.
     """
-    found = dict(_named(microbatch))
+    found: dict[Any, Any] = {}
+    _find(microbatch, found)
     for name in _CUMULATED:
         if name in found:
-            ends = _array(found[name], name).ravel()
-            return _sums(ends[1:] - ends[:-1])
+            return _sums(np.diff(np.ravel(_on_cpu(found[name], name))))
     if "position_ids" in found:
-        positions = np.atleast_2d(_array(found["position_ids"], "position_ids"))
+        positions = np.atleast_2d(_on_cpu(found["position_ids"], "position_ids"))
         starts = positions == 0
         starts[..., 0] = True  # a row is at least one sequence
         return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
     if "attention_mask" in found:
-        mask = _array(found["attention_mask"], "attention_mask")
+        mask = np.asarray(_on_cpu(found["attention_mask"], "attention_mask"))
         if mask.ndim != 2:
             raise UsageError(
                 f"the microbatch has an attention_mask of {mask.ndim} dimensions, which tells no "
@@ -114,38 +114,24 @@ def check_options(*, plan: object, service: object, learn: bool, state: object) 
         )
 
 
-def work_of(microbatches: Sequence[Any], function: WorkFunction) -> Floats:
+def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Floats:
     """Return the work of microbatches: (microbatches, numbers).
 
-    Raises:
-        UsageError: As `checked_work`, or if the function raises; says what.
-    """
-    rows = []
-    for number, microbatch in enumerate(microbatches):
-        try:
-            rows.append(function(microbatch))
-        except Exception as error:  # of the caller's code
-            raise UsageError(
-                f"work= raised {type(error).__name__} for microbatch {number}: {error}"
-            ) from error
-    return checked_work(rows)
-
-
-def checked_work(rows: Sequence[Work]) -> Floats:
-    """Return given numbers of microbatches as an array: (microbatches, numbers).
+    Args:
+        microbatches: Of a batch, or the work of each.
+        function: Returns the work of one; None if it is given.
 
     Raises:
-        UsageError: If they are not finite numbers of 0 or more, as many for each microbatch.
+        UsageError: If the function raises, or work is not finite numbers of 0 or more, as many for
+            each microbatch; says what.
     """
-    try:  # at once, as this runs on the training thread; one by one only to say what is wrong
-        table = np.asarray(rows, dtype=np.float64)
-    except (TypeError, ValueError):
-        table = np.empty(0)
-    if table.ndim == 1:
-        table = table[:, None]
-    is_table = table.ndim == 2 and len(table) > 0 and 1 <= table.shape[1] <= _MOST
-    if is_table and np.isfinite(table).all() and (table >= 0.0).all():
-        return table
+    rows: list[Any] = []
+    try:
+        rows.extend(microbatches if function is None else map(function, microbatches))
+    except Exception as error:  # of the caller's code
+        raise UsageError(
+            f"work= raised {type(error).__name__} for microbatch {len(rows)}: {error}"
+        ) from error
     try:
         arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
     except (TypeError, ValueError) as error:
@@ -166,29 +152,26 @@ def checked_work(rows: Sequence[Work]) -> Floats:
     return np.stack(arrays)
 
 
-def _named(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what mappings in a value hold, by name, the first of a name last."""
-    if isinstance(value, Mapping):
-        for name, each in reversed(list(value.items())):
-            yield from _named(each)
-            yield str(name), each
-    elif isinstance(value, (tuple, list)):
-        for each in reversed(value):
-            yield from _named(each)
+def _find(value: Any, found: dict[Any, Any]) -> None:
+    """Add what mappings in a value hold, by name, the first of a name."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            _find(each, found)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            found.setdefault(name, each)
+            _find(each, found)
 
 
-def _array(value: Any, name: str) -> NDArray[Any]:
-    if isinstance(value, np.ndarray):
-        return value
-    device = getattr(getattr(value, "device", None), "type", "cpu")
-    if device != "cpu":
+def _on_cpu(value: Any, name: str) -> Any:
+    if not getattr(value, "is_cpu", True):
         raise UsageError(
             f"the {name} of the microbatch is on a GPU, where reading it would wait; give its "
             "work by runtime.batch(work=...), counted before it is moved there"
         )
-    return np.asarray(value.detach().numpy() if hasattr(value, "detach") else value)
+    return value
 
 
 def _sums(lengths: NDArray[Any]) -> tuple[float, float]:
-    whole = lengths.tolist()  # a handful of numbers, for which arrays take longer
-    return float(sum(whole)), float(sum(length * length for length in whole))
+    whole = lengths.tolist()  # whose squares are exact
+    return float(sum(whole)), float(sum([length * length for length in whole]))

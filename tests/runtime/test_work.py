@@ -9,7 +9,7 @@ import pytest
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.batches.laws import ITERATIONS, LawLearner, fit_law
-from perseus_planner.runtime.batches.work import checked_work, load_work, sequence_work, work_of
+from perseus_planner.runtime.batches.work import load_work, sequence_work, work_of
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_bad_work_is_refused(microbatches: list[Any], function: Any, message: st
 
 def test_work_is_an_array_of_microbatches_and_numbers():
     assert work_of([3, 4], lambda length: (length, length**2)).tolist() == [[3, 9], [4, 16]]
-    assert checked_work([3, 4]).tolist() == [[3.0], [4.0]]
-    assert checked_work([3, (4,)]).tolist() == [[3.0], [4.0]]
+    assert work_of([3, 4], None).tolist() == [[3.0], [4.0]]
+    assert work_of([3, (4,)], None).tolist() == [[3.0], [4.0]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from strategies import any_schedule, extras, furnished, smooth_profile
 from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.profiles.measurement import ClockChange, lower_hull, nearest_clock
+from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
 from perseus_planner.solver.curve import TimeEnergyCurve
@@ -99,6 +102,12 @@ def cost_of(dag: PipelineDag, clocks_mhz: Sequence[int], target_s: float) -> tup
     return time_s, busy_j + sum(waiting_w) * max(time_s, target_s)
 
 
+def planner_of(
+    profile: Profile, schedule: Schedule, laws: dict[tuple[int, str], Law], **limits: int | None
+) -> BatchPlanner:
+    return BatchPlanner(PipelineDag.from_schedule(profile, schedule), laws, **limits)
+
+
 def flat(plan: BatchPlan) -> list[int]:
     return [clock for rank in plan.clocks_mhz for clock in rank]
 
@@ -110,7 +119,9 @@ def drawn(seed: int) -> tuple[BatchPlanner, PipelineDag, NDArray[np.float64]]:
     schedule = any_schedule(seed, 2, 3)
     dag = furnished(seed, schedule, 4)
     laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
-    planner = BatchPlanner(dag.profile, schedule, laws, **extras(seed, schedule))
+    planner = BatchPlanner(
+        PipelineDag.from_schedule(dag.profile, schedule, **extras(seed, schedule)), laws
+    )
     return planner, with_own_kinds(dag, laws, work), work
 
 
@@ -140,7 +151,9 @@ def test_a_plan_of_a_small_problem_is_the_best_there_is(seed: int):
     schedule = any_schedule(seed, 2, 2)
     dag = furnished(seed, schedule, 2 if len(tuple(schedule.computations())) > 8 else 3)
     laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
-    planner = BatchPlanner(dag.profile, schedule, laws, **extras(seed, schedule))
+    planner = BatchPlanner(
+        PipelineDag.from_schedule(dag.profile, schedule, **extras(seed, schedule)), laws
+    )
     oracle = with_own_kinds(dag, laws, work)
     choices = [len(oracle.profile.measurements[key]) for key in oracle.iteration.keys]
     if math.prod(choices) > 4096:
@@ -185,8 +198,8 @@ def test_the_relaxed_optimum_is_that_of_a_profile_with_a_kind_for_each_microbatc
 def test_a_plan_keeps_its_target_and_its_changes(spread: float, max_changes: int | None):
     profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
     laws = laws_of(profile, 0)
-    planner = BatchPlanner(profile, schedule, laws, max_changes=max_changes)
-    free = BatchPlanner(profile, schedule, laws)
+    planner = planner_of(profile, schedule, laws, max_changes=max_changes)
+    free = planner_of(profile, schedule, laws)
     for seed in range(5):
         work = work_of(seed, 6, spread)
         oracle = with_own_kinds(planner.dag, laws, work)
@@ -209,7 +222,7 @@ def test_ranks_whose_stages_share_no_clocks_keep_one_for_each(seed: int):
     schedule = any_schedule(seed, 2, 3)
     dag = furnished(seed, schedule, 4)
     laws, work = laws_of(dag.profile, seed), work_of(seed, schedule.microbatches)
-    planner = BatchPlanner.of_dag(dag, laws, max_changes=2)
+    planner = BatchPlanner(dag, laws, max_changes=2)
     target_s = 1.1 * planner.full_clocks_s(work)
     plan = planner.plan(work, target_s)
     changes = [1 + sum(a != b for a, b in itertools.pairwise(rank)) for rank in plan.clocks_mhz]
@@ -222,7 +235,7 @@ def test_equal_batches_give_equal_bytes():
     work = work_of(7, 6)
     plans = []
     for _ in range(2):
-        planner = BatchPlanner(profile, schedule, laws_of(profile, 0), max_changes=4)
+        planner = planner_of(profile, schedule, laws_of(profile, 0), max_changes=4)
         planner.plan(work_of(len(plans), 6), 1.0)  # what came before leaves no trace
         plans.append(planner.plan(work, 1.1 * planner.full_clocks_s(work)))
     assert plans[0] == plans[1]
@@ -233,10 +246,12 @@ def test_equal_batches_give_equal_bytes():
 def test_other_processes_make_the_same_plans():
     program = """
 import sys
+import threading
+import time
 sys.path[:0] = sys.argv[1:]
 from test_batch import *
 profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
-planner = BatchPlanner(profile, schedule, laws_of(profile, 0), max_changes=4)
+planner = planner_of(profile, schedule, laws_of(profile, 0), max_changes=4)
 plan = planner.plan(work_of(7, 6), 1.1 * planner.full_clocks_s(work_of(7, 6)))
 print(plan, [plan.times(rank) for rank in range(3)])
 """
@@ -255,7 +270,7 @@ print(plan, [plan.times(rank) for rank in range(3)])
 
 def test_a_large_iteration_is_planned_on_thinned_hulls():
     profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 80)
-    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    planner = planner_of(profile, schedule, laws_of(profile, 0))
     work = work_of(1, 80, 0.1)
     target_s = 1.02 * planner.full_clocks_s(work)
     plan = planner.plan(work, target_s)
@@ -304,7 +319,7 @@ def test_a_rank_that_ends_by_its_latest_ends_is_in_time(seed: int):
 
 def test_the_best_order_is_the_shortest_and_an_order():
     profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 6)
-    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    planner = planner_of(profile, schedule, laws_of(profile, 0))
     shorter = 0
     for seed in range(5):
         work = work_of(seed, 6, 0.5)
@@ -321,7 +336,10 @@ def test_the_best_order_is_the_shortest_and_an_order():
 
 def test_clocks_of_any_plan_are_replayed_with_the_work():
     profile, schedule = smooth_profile(2), schedules.one_f_one_b(2, 4)
-    planner, work = BatchPlanner(profile, schedule, laws_of(profile, 0)), work_of(1, 4)
+    planner, work = (
+        planner_of(profile, schedule, laws_of(profile, 0)),
+        work_of(1, 4),
+    )
     full = planner.plan_of(work, None, 1.0)
     assert full.time_s == planner.full_clocks_s(work)
     plan = planner.plan(work, 1.2 * full.time_s)
@@ -346,7 +364,7 @@ def test_a_replay_with_nothing_wrong_is_the_plan(seed: int):
 def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
     profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
     laws, work = laws_of(profile, seed), work_of(seed, 6)
-    planner = BatchPlanner(profile, schedule, laws)
+    planner = planner_of(profile, schedule, laws)
     oracle = with_own_kinds(planner.dag, laws, work)
     full_s = planner.full_clocks_s(work)
     plan = planner.plan(work, 1.1 * full_s)
@@ -375,25 +393,12 @@ def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
             "work: has the shape (3, 2); give 4 microbatches with 2 numbers each",
         ),
         (
-            lambda planner: planner.full_clocks_s(np.full((4, 2), np.nan)),
-            "work: is not finite, or below 0; give numbers of 0 or more",
-        ),
-        (
-            lambda planner: planner.one_clock(-np.ones((4, 2)), 1.0),
-            "work: is not finite, or below 0; give numbers of 0 or more",
-        ),
-        (
-            lambda planner: planner.one_clock(np.ones((4, 2)), 0.0),
-            "target_s: 0.0 is not a time: write finite seconds above 0, such as 0.0512",
-        ),
-        (
-            lambda planner: BatchPlanner(planner.dag.profile, planner.dag.schedule, {}),
+            lambda planner: BatchPlanner(planner.dag, {}),
             "laws: have none for F of stage 0; give one for each stage and kind of the schedule",
         ),
         (
             lambda planner: BatchPlanner(
-                planner.dag.profile,
-                planner.dag.schedule,
+                planner.dag,
                 laws_of(planner.dag.profile, 0) | {(0, "B"): Law(1.0, (1.0,))},
             ),
             "laws: have 1 and 2 numbers for a microbatch; give all as many",
@@ -406,8 +411,62 @@ def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
 )
 def test_what_cannot_be_planned_is_refused(make: Any, text: str):
     profile, schedule = smooth_profile(2), schedules.one_f_one_b(2, 4)
-    planner = BatchPlanner(profile, schedule, laws_of(profile, 0))
+    planner = planner_of(profile, schedule, laws_of(profile, 0))
     with pytest.raises(UsageError) as refusal:
         make(planner)
     assert str(refusal.value) == text
     assert isinstance(refusal.value, PlannerError)
+
+
+def test_other_threads_run_while_a_plan_is_made():
+    profile, schedule = smooth_profile(8), schedules.one_f_one_b(8, 32)
+    planner, work = (
+        planner_of(profile, schedule, laws_of(profile, 0)),
+        work_of(0, 32),
+    )
+    target_s = 1.1 * planner.full_clocks_s(work)
+    planner.plan(work, target_s)
+    taken_s = list[float]()
+
+    def plan() -> None:
+        begin_s = time.monotonic()
+        planner.plan(work, target_s, effort=4000)  # nearly all of it in one kernel
+        taken_s.append(time.monotonic() - begin_s)
+
+    thread = threading.Thread(target=plan)
+    longest_s, last_s = 0.0, time.monotonic()
+    thread.start()
+    while not taken_s:
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    thread.join()
+    assert longest_s < 0.5 * taken_s[0]
+
+
+@pytest.mark.parametrize("max_changes", [None, 4])
+def test_plans_leave_room_for_jitter_and_ranks_wait_before_they_catch_up(max_changes: int | None):
+    schedule, rng = schedules.one_f_one_b(4, 8), np.random.default_rng(0)
+    work = np.ones((8, _FEATURES))
+    factors = np.exp(0.03 * rng.normal(size=(20, 64)))
+    late, saved, changes = list[float](), list[float](), list[float]()
+    for jitter in (0.0, 0.03):
+        profile = replace(smooth_profile(4), jitter=jitter)
+        planner = BatchPlanner(
+            PipelineDag.from_schedule(profile, schedule),
+            laws_of(profile, 0),
+            max_changes=max_changes,
+        )
+        full = planner.plan_of(work, None, planner.full_clocks_s(work))
+        plan = planner.plan(work, full.time_s)
+        assert plan.time_s <= full.time_s * (1 + 1e-9)
+        came, caught, at_full = (
+            [planner.replay(each, f, FREE, is_catching_up=catches) for f in factors]
+            for each, catches in ((plan, False), (plan, True), (full, False))
+        )
+        full_s = sum(each.time_s for each in at_full)
+        late.append(sum(each.time_s for each in came) / full_s - 1)
+        saved.append(1 - plan.energy_j / full.energy_j)
+        changes.append(sum(sum(each.changes) for each in caught))
+    assert late[1] < 0.6 * late[0]
+    assert saved[1] > 0.7 * saved[0]
+    assert changes[1] < changes[0]

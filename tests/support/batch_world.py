@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from perseus_planner import Profile
+from perseus_planner import PipelineDag, Profile
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
@@ -64,7 +64,7 @@ def predicted(profile: Profile, schedule: Schedule, work: Any) -> tuple[float, f
     for key, rows in profile.measurements.items():
         fixed, slope = KINDS[key[1]]
         laws[key] = Law(fixed * rows[0].time_s, (slope * rows[0].time_s,))
-    planner = BatchPlanner(profile, schedule, laws, max_changes=8)
+    planner = BatchPlanner(PipelineDag.from_schedule(profile, schedule), laws, max_changes=8)
     used_j = full_j = time_s = full_s = 0.0
     for iteration in work:
         rows = [pipeline[:, None] for pipeline in iteration]
