@@ -119,7 +119,6 @@ _FULL = 32  #: iterations at full clocks with which those of the autopilot are c
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
-_DRY = "a dry run sets no clock"
 _UNLOCKED_S = 10.0  #: before a clock is set, until what counters said then is known within 2 %
 
 
@@ -286,8 +285,9 @@ class Telemetry:
         is_unclocked = self._has_deviated and program is self._program
         if program is not None and deviation is None:
             computations = self._match_computations(times, program, is_unclocked=is_unclocked)
-        unclocked = _UNCLOCKED if is_unclocked else _DRY if self._is_dry else None
-        record = self._record(times, program, deviation or unclocked, computations)
+        record = self._record(
+            times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
+        )
         record = self._compared(record, program)
         plan = None if program is None else program.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
@@ -386,7 +386,7 @@ class Telemetry:
             planned_s=None if plan is None or deviation is not None else plan.time_s,
             planned_busy_s=planned_busy_s,
             energy_j=energy_j,
-            baseline_j=baseline_j,
+            baseline_j=None if self._is_dry else baseline_j,
             temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,
