@@ -96,7 +96,7 @@ def test_a_job_in_autopilot_is_seen_at_the_service_and_moves_beside_a_straggler(
             eventually(lambda: abs(clock(first, 0) - clock(first, 1)) < 50.0)
             eventually(lambda: client.status("gpt").version > 2)
             eventually(
-                lambda: len(client.frontier("gpt").rising_s) > 2
+                lambda: len(client.frontier("gpt").times_s) > 2
             )  # it has grown with what was learnt
             assert eventually(lambda: client.status("gpt").taken).version > 1
         assert done(f"status --service {server.address}") == "No job runs.\n"
