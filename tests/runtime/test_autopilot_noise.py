@@ -12,6 +12,7 @@ from autopilot_world import REAL, Physics, World
 from strategies import smooth_profile
 from virtual_training import job_of, train
 
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
 from perseus_planner.runtime.autopilot.audits import Audits
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
@@ -136,6 +137,19 @@ def test_a_row_changes_when_most_of_its_last_times_do_and_not_by_a_few_long_ones
     for _ in range(10):
         longer_s = learn_with(1.11, 6)
     assert longer_s == pytest.approx(1.11 * known_s, rel=0.01)
+
+
+def test_a_noisy_start_is_forgotten():
+    job = job_of(TRUTH, 6)
+    pilot = Autopilot(job, AutopilotSettings())
+    noisy, quiet = (World(TRUTH, job.iteration, Physics(jitter), seed=1) for jitter in (0.3, 0.003))
+    for number in range(200):
+        decision = pilot.decide(number)
+        world = noisy if number < 8 else quiet
+        clocks = decision.clocks if decision.version else world.full()
+        ran = world.run(clocks, [decision.version])
+        pilot.observe([seen._replace(iteration=number) for seen in ran.observations])
+    assert decision.saving > 0.035
 
 
 def test_the_ledger_is_not_overdrawn_by_data_that_become_longer():
