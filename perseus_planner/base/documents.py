@@ -31,7 +31,9 @@ _TOO_DEEP = f"is nested more than {_MAX_DEPTH} levels deep; write one `key: valu
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
 #: a header with microbatches, behind blank lines and comments
-_LENGTHS = re.compile(rb"(\xef\xbb\xbf)?([ \t\r]*(#.*)?\n)*(?![ \t\r]*#).*\bmicrobatch")
+_LENGTHS = re.compile(
+    rb"(\xef\xbb\xbf)?([ \t\r]*(#.*)?\n)*(?![ \t\r]*#).*\b(microbatch|lengths?\b|tokens\b|step\b)"
+)
 
 
 @dataclass(frozen=True)
@@ -254,9 +256,9 @@ def kind_of(path: Path) -> str | None:
 
     Returns:
         "run" for a folder, or "kareus" if plans of Kareus are below it; "frontier" for an archive;
-        "lengths" for a CSV whose header has microbatches, "profile" for any other; "page" for HTML;
-        for a YAML file the last part of its `format`, such as "profile", "plan" or "job", or None
-        if it has none.
+        "lengths" for a CSV whose header has steps, microbatches or lengths, "profile" for any
+        other; "page" for HTML; for a YAML file the last part of its `format`, such as "profile",
+        "plan" or "job", or None if it has none.
 
     Raises:
         UsageError: If the file cannot be read.

@@ -255,8 +255,8 @@ def account_text(account: Account, *, saves: bool) -> str:
     if saves:
         unlocked = account.unlocked_share
         parts.append(
-            "Saved against what the job did before a clock was first set: unknown, as too few "
-            "iterations ran so."
+            "Saved against what the job did before a clock was first set: unknown: a clock "
+            "was set within 10 s, or never."
             if unlocked is None
             else "Saved against what the job did before a clock was first set, in as much time: "
             f"{si(account.unlocked_saved_j, 'J')} ({100 * unlocked:.2f} %)."

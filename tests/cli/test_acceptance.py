@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import refused
@@ -21,8 +22,15 @@ from waiting import LONG_S
 
 from perseus_planner.acceptance.command import AcceptanceReport, page
 from perseus_planner.acceptance.ranks import Rank
-from perseus_planner.acceptance.steps import CHECKS, Acceptance, alike, mark_error_s
-from perseus_planner.acceptance.training import Layout
+from perseus_planner.acceptance.steps import (
+    CHECKS,
+    Acceptance,
+    _Trainings,
+    _trainings,
+    alike,
+    mark_error_s,
+)
+from perseus_planner.acceptance.training import Layout, Trained
 from perseus_planner.base.checks import CheckResult, run_check
 from perseus_planner.base.errors import GpuError, RankError
 
@@ -102,6 +110,23 @@ def test_what_looks_at_a_node_sets_nothing_and_leases_nothing(
     assert results == dict.fromkeys(results, "not checked") | {"node": "passed", "clocks": "passed"}
     assert nvml.settings() == []
     assert not list(state.rglob("*.json")), "a lease leaves a record"
+
+
+@pytest.mark.parametrize(
+    ("plain", "by_plan", "said"),
+    [
+        ([(1.0, 2.0), (1.0, 2.5)], (1.0, 2.0), "equal trainings differ, even without the runtime"),
+        ([(1.0, 2.0), (1.0, 2.0)], (1.0, 2.5), "the losses with the runtime are others"),
+    ],
+)
+def test_the_runtime_is_not_blamed_for_a_training_that_is_never_the_same(
+    plain: list[tuple[float, ...]], by_plan: tuple[float, ...], said: str
+):
+    runs = [Trained(1.0, None, losses) for losses in (*plain, by_plan)]
+    found = [_Trainings(runs[:-1], runs[-1:])]
+    acceptance = Mock(**{"rank.everywhere.return_value": found})
+    with pytest.raises(RankError, match=said):
+        _trainings(acceptance, Path(), {}, in_turn=True)
 
 
 @pytest.mark.soak

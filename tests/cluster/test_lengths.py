@@ -52,6 +52,8 @@ def work(folder: Path, frontier: Frontier) -> Path:
         ("step,pipeline,microbatch,length\n", "lengths"),
         ("\ufeff# of a job\r\n\r\nstep,pipeline,microbatch_0\r\n", "lengths"),
         ("microbatch,step,pipeline,length\n", "lengths"),
+        ("tokens\n", "lengths"),
+        ("step,rank,length\n", "lengths"),
         (" # per microbatch\nstage,instruction,frequency,time,energy\n", "profile"),
         ("\n" * 5000 + "microbatch\n", "profile"),
     ],
