@@ -299,10 +299,19 @@ def test_what_a_counter_says_of_too_short_a_time_is_compared_with_nothing():
     assert [row.unlocked_j for row in of["simulated"]][4:] == [pytest.approx(100.0)] * 3
 
 
+DRY = "dry-run:nvml:0"
+
+
 def test_a_dry_run_has_saved_nothing():
-    rows = begun("dry-run:nvml:0", "measured", iteration_s=4.0, deviation=None)
-    assert {row.baseline_j for row in rows} == {row.unlocked_j for row in rows} == {None}
-    assert {row.deviation for row in rows[:4]} == {None}
+    of = {gpu: begun(gpu, "measured", iteration_s=4.0, deviation=None) for gpu in ("", DRY)}
+    for gpu, knows in (("", True), (DRY, False)):
+        planned = of[gpu][4:6]
+        assert [row.is_as_planned for row in planned] == [True, True]
+        assert [row.baseline_j is not None for row in planned] == [knows, knows]
+        assert [row.unlocked_j is not None for row in planned] == [knows, knows]
+        assert (
+            sum((Account.of(row, is_first=True) for row in planned), Account()).saved_j != 0.0
+        ) is knows
 
 
 def begun(gpu: str, origin: str, iteration_s: float, deviation: str | None = "something else"):
@@ -315,7 +324,9 @@ def begun(gpu: str, origin: str, iteration_s: float, deviation: str | None = "so
     for i in range(8):
         telemetry.on_end(i, None if i < 4 or i > 5 else ran_by, deviation)
         joules = 100.0 * min(i + 1, 4) + 60.0 * max(0, i - 3)
-        ran = iteration(i, 10 * i * unit_ns, (10 * i + 8) * unit_ns)
+        begin_ns, end_ns = 10 * i * unit_ns, (10 * i + 8) * unit_ns
+        spans_ns = tuple((begin_ns + k, begin_ns + k + 1) for k in range(len(ran_by.computations)))
+        ran = IterationTimes(i, begin_ns, spans_ns, end_ns)
         telemetry.update([ran], [reading(10 * (i + 1) * unit_ns, joules)])
     return telemetry.iterations
 
