@@ -47,7 +47,7 @@ _EARLY, _ENOUGH = (
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
 #: how much longer than agreed iterations may be before plans leave more time; by how much more they
 #: leave for what is longer, and where that is owed; and how much at most: shares of the reference
-_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.002, 0.3, 1.5, 0.3
+_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.0022, 0.3, 1.5, 0.3
 _MOST_SPREADS = 2.0  #: likewise, where times spread by less by now
 _MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
 _MOST_LATE = 0.01  #: what one iteration counts for at most
@@ -63,6 +63,9 @@ _AGAIN = 4
 #: a search for the same costs waits for the next iteration; later for that share of all of them.
 #: Costs are the same if none differs by more, relative
 _REST, _SAME = 1 / 200, 0.001
+#: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
+#: compare lower ones with; half as often later
+_CHECK = 4
 _REPEAT = 6  #: iterations before a trial is tried again
 _GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
 
@@ -340,17 +343,20 @@ class Autopilot:
             safe = self._learner.costs("safe", margin=max(margin, 0.0))
             doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+            settled = self._learner.settled()
+            settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
             for pipeline, program in enumerate(programs):
-                wanted, is_open = self._wanted(iteration, pipeline, is_early=is_early)
+                wanted, is_open = self._wanted(
+                    program, settled, iteration, pipeline, is_early=is_early
+                )
                 most_s = max(limit_s, self._waits_s[pipeline])
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
-                known = self._learner.times.known
                 run[pipeline], tried = search.with_trials(
-                    program, limits, wanted, is_open, known, self._random
+                    program, limits, wanted, is_open, settled, self._random
                 )
                 for rank, clock in tried:
                     self._tried[rank, clock] = iteration
-                    trials += int((~known[search.classes[rank], clock]).sum())
+                    trials += int(clock and (~settled[search.classes[rank], clock]).sum())
         run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
         time_s = max(
             search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
@@ -441,20 +447,27 @@ class Autopilot:
         )
 
     def _wanted(
-        self, iteration: int, pipeline: int, *, is_early: bool
+        self,
+        program: Integers,
+        settled: NDArray[np.bool_],
+        iteration: int,
+        pipeline: int,
+        *,
+        is_early: bool,
     ) -> tuple[list[list[int]], NDArray[np.bool_]]:
         """Return the clocks that each rank should try, those first that the best plan might use;
         and which it may.
         """
-        known, search = self._learner.times.known, self._search
+        search = self._search
         clocks = len(self.job.clocks_mhz)
         sweep = _bit_reversed(clocks)
         wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
         for rank, classes in enumerate(search.classes):
             first, stop = search.problem.rank_start[rank : rank + 2]
-            for clock in range(clocks):
+            is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
+            for clock in range(1, clocks):
                 recent = iteration - self._tried.get((rank, clock), -_REPEAT) < _REPEAT
-                is_open[rank, clock] = not recent and not known[classes, clock].all()
+                is_open[rank, clock] = not recent and not settled[classes, clock].all()
             used = (
                 np.bincount(self._target[first:stop], minlength=clocks)
                 if self._target is not None
@@ -476,6 +489,8 @@ class Autopilot:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])
+            if is_open[rank, 0]:
+                wanted[-1] = [0, *(c for c in wanted[-1] if c)]
         return wanted, is_open
 
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 Key: TypeAlias = "tuple[int, str]"
+_SETTLED = 0.006  #: relative standard error of a row below which it is not tried again
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
 _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
 #: share by which all rows follow what iterations have in common, unless it is an outlier: then all
 _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
+_LEVELS = 0.15  #: share by which lower clocks follow what they miss beside full ones
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
 _LAST = 12  #: likewise, where a few times are much longer
@@ -226,12 +228,18 @@ class Learner:
         }
         for g, more in self._apart.items():
             is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
-            if is_sure or len(more) >= _FEW:
+            if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
                 times.factor[g] *= math.exp(float(np.median(more)))
                 value[gpu == g] -= float(np.median(more))
                 self._apart[g] = ()
         top = known & (clock == 0)
         self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        low = known & (clock > 0)
+        if min(top.sum(), low.sum()) >= _TOPS:
+            # Rows are planned on because they seem fast, by chance too.
+            off = _LEVELS * float(np.median(miss[low]) - np.median(miss[top]))
+            for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
+                times.mean[r, c] += off
         value -= self.common
         known &= ~self._changed(row, clock, value, known)
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
@@ -309,6 +317,12 @@ class Learner:
             for measurement in measurements:
                 if key in self._class_of and measurement.clock_mhz in self._number:
                     yield self._class_of[key], self._number[measurement.clock_mhz], measurement
+
+    def settled(self) -> NDArray[np.bool_]:
+        """(classes, clocks) whether trials would tell little more of a row."""
+        if self._tables is None:
+            self._tables = self.times.tables(between=self._learn)
+        return self.times.known & (self._tables.stderr < _SETTLED)
 
     def planned_share(self) -> float:
         """Return the share of all rows that may be planned on."""

@@ -38,6 +38,11 @@ _OWN = 0.4  #: how much of bends and steps is a stage's own
 _NEW_ROWS = 0.05
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
 _OVER = 0.05  #: how far over the physical bound a measured row may be for the process to be trusted
+_FEW, _OUTLIER = (
+    12,
+    3.0,
+)  #: computations of a row up to which it is doubted, and standard errors beside all others
+_FEW_OVER = 0.05  #: share of measured rows over the bound that tells nothing of others
 _DOUBT, _FADING = (
     0.3,
     10.0,
@@ -85,8 +90,9 @@ class TimeRows:
         """
         count = min(self.count[row, clock], _MEMORY)
         cut = max(len(values) // 4, int(len(values) > 2))
-        value = float(np.sort(values)[cut : len(values) - cut].mean())
-        value -= self.excess if not cut else 0.0
+        most = len(values) - max(cut, int(len(values) > 1))
+        value = float(np.sort(values)[cut:most].mean())
+        value -= self.excess if len(values) == 1 else 0.0
         total = count + len(values)
         if count:
             miss = value - self.mean[row, clock]
@@ -194,9 +200,9 @@ class TimeRows:
         bounded = known[:, 1:]
         variance = self.variance()
         error = np.sqrt(variance[:, 1:] + variance[:, :1])
-        excess = ((self.mean - bound)[:, 1:] - 3 * error)[bounded]
-        worst = float(np.exp(excess.max(initial=0.0)))
-        return bound, worst
+        excess = np.sort(((self.mean - bound)[:, 1:] - 3 * error)[bounded])[::-1]
+        many = excess[int(_FEW_OVER * len(excess)) :]
+        return bound, float(np.exp(many.max(initial=0.0)))
 
     def _process(self, kind: int, rows: NDArray[np.int64], *, refit: bool) -> tuple[Floats, Floats]:
         """Return mean and standard error of the log times of classes of one kind: a Gaussian
@@ -207,16 +213,19 @@ class TimeRows:
         stage, clock = np.nonzero(known)
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.variance()[rows][known]
+
+        def of_rows(scales: tuple[float, float]) -> Floats:
+            return _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise)
+
         if refit:
-            scored = [
-                (self._improbable(x, stage, clock, value, noise, *bend_step), bend_step)
-                for bend_step in product(_BENDS, _STEPS)
-            ]
-            self._scales[kind] = min(scored)[1]
+            every_scales = list(product(_BENDS, _STEPS))
+            improbable = [_improbable(*_left_out(of_rows(each), value)) for each in every_scales]
+            self._scales[kind] = every_scales[int(np.argmin(improbable))]
         scales = self._scales[kind]
-        root, missed = _factored(
-            _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise), value
-        )
+        miss, variance = _left_out(of_rows(scales), value)
+        few = self.count[rows][known] < _FEW
+        noise += np.where(few & (np.abs(miss) > _OUTLIER * np.sqrt(variance)), miss**2, 0.0)
+        root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
         mean = half.T @ missed
@@ -226,20 +235,19 @@ class TimeRows:
         expected: Floats = top[:, None] + _SLOPE * x + mean.reshape(shape)
         return expected, error.reshape(shape)
 
-    def _improbable(
-        self,
-        x: Floats,
-        stage: NDArray[np.int64],
-        clock: NDArray[np.int64],
-        value: Floats,
-        noise: Floats,
-        bend: float,
-        step: float,
-    ) -> float:
-        root, missed = _factored(
-            _covariance(x, stage, clock, stage, clock, bend, step) + np.diag(noise), value
-        )
-        return float(np.log(np.diag(root)).sum() + 0.5 * missed @ missed)
+
+def _left_out(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
+    """Return by how much each value differs from what all others say of it, and the variance of
+    that.
+    """
+    inverse = np.linalg.inv(covariance)
+    variance = 1 / np.diag(inverse)
+    return variance * (inverse @ value), variance
+
+
+def _improbable(miss: Floats, variance: Floats) -> float:
+    """Return how improbable misses are; an outlier tells no more than that it is one."""
+    return float((np.log(variance) + np.minimum(miss**2 / variance, _OUTLIER**2)).sum())
 
 
 def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
@@ -254,7 +262,7 @@ def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
 
 
 #: the largest relative standard error of a row that was not measured and may be planned on
-_USABLE = 0.006
+_USABLE = 0.015
 
 
 def _covariance(

@@ -152,6 +152,58 @@ def test_a_noisy_start_is_forgotten():
     assert decision.saving > 0.035
 
 
+def test_rows_that_seem_fast_by_chance_are_put_right_beside_full_clocks():
+    job = job_of(TRUTH, 6)
+    search = Searcher(job, 8)
+    learner = Learner(job, search.keys, search.class_rank, None, learn=True)
+    world, lower = World(TRUTH, job.iteration, Physics(), seed=2), job.clocks_mhz[3]
+
+    def lowered(first: int) -> list[list[int]]:
+        return [[*rank[:first], *[lower] * (len(rank) - first)] for rank in world.full()[0]]
+
+    for _ in range(2):
+        learner.observe(world.run(world.full()).observations)
+    for _ in range(20):
+        learner.observe(world.run([lowered(0)]).observations)
+    true = learner.times.mean[:, 3] - learner.times.mean[:, 0]
+    learner.times.mean[:, 3] -= 0.008
+    for _ in range(20):
+        learner.observe(world.run([lowered(4)]).observations)
+    found = learner.times.mean[:, 3] - learner.times.mean[:, 0]
+    assert np.mean(found - true) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_few_long_computations_of_a_gpu_do_not_make_it_slower():
+    job = job_of(TRUTH, 6)
+    search = Searcher(job, 8)
+    learner = Learner(job, search.keys, search.class_rank, None, learn=True)
+    world = World(TRUTH, job.iteration, Physics(tails=0.1))
+    full, lower = world.full()[0], job.clocks_mhz[3:]
+    for _ in range(10):
+        learner.observe(world.run([full]).observations)
+    ranks = [full[0], [*full[1][:4], *(4 * lower)[: len(full[1]) - 4]]]
+    seen = world.run([ranks]).observations
+    ran = [
+        each._replace(end_s=each.begin_s + 1.2 * (each.end_s - each.begin_s))
+        for each in seen[1].computations
+    ]
+    learner.observe([seen[0], seen[1]._replace(computations=tuple(ran))])
+    assert learner.times.factor.tolist() == [1.0, 1.0]
+    for _ in range(4):
+        learner.observe(
+            [
+                each._replace(
+                    computations=tuple(
+                        c._replace(end_s=c.begin_s + 1.2**each.rank * (c.end_s - c.begin_s))
+                        for c in each.computations
+                    )
+                )
+                for each in world.run([full]).observations
+            ]
+        )
+    assert learner.times.factor == pytest.approx([1.0, 1.2], rel=0.02)
+
+
 def test_the_ledger_is_not_overdrawn_by_data_that_become_longer():
     longer = replace(REAL, growth=0.5)
     done = train(TRUTH, 40, physics=longer)

@@ -76,6 +76,17 @@ def test_rows_between_measured_ones_are_not_planned_on_where_one_is_over_the_bou
         assert np.isfinite(tables.plan_s[:, CLOCKS.index(CLOCKS[2])]).all()  # measured
 
 
+def test_a_long_time_of_one_row_tells_nothing_of_others():
+    measured = {clock: 0.02 + 110 / clock for clock in CLOCKS[::2]}
+    rows = times_of(measured, stages=4)
+    before = rows.tables(between=True)
+    rows.forget(1, 4)
+    rows.add(1, 4, np.log([1.25 * measured[CLOCKS[4]]]))
+    after = rows.tables(between=True)
+    assert after.mean_s == pytest.approx(before.mean_s, rel=0.01)
+    assert np.isfinite(after.plan_s).all()
+
+
 def test_what_the_first_rows_promise_of_others_is_taken_back_when_later_ones_break_it():
     plateau = {clock: 0.1 * (1410 / clock) ** 0.2 for clock in CLOCKS[:6]}
     below = {clock: plateau[CLOCKS[5]] * CLOCKS[5] / clock for clock in CLOCKS[6:9]}
