@@ -35,7 +35,7 @@ from perseus_planner.base.fields import dump
 from perseus_planner.base.files import write_file
 from perseus_planner.base.units import COUNT, TIME
 from perseus_planner.estimate.transformer import Transformer, transformer_of
-from perseus_planner.gpu.simulated.model import CATALOG
+from perseus_planner.gpu.simulated.model import CATALOG, GPUS
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.simulated.model import GpuModel
@@ -177,28 +177,26 @@ _BLACKWELL: Mapping[str, float] = {
     # 89 % of the limit (B200) and 82 % (GB200).
     "fused_activity": 0.46,
 }
+_KERNELS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}
 
 
 def _system(
     name: str,
-    generation: Mapping[str, float],
+    *,
+    kernels: str,
     memory_mib: float,
-    peak_flops: float,
-    peak_mhz: float,
     link_gb_per_s: float,
     node_gb_per_s: float,
     overhead_w: tuple[float, float],
     gpus_per_node: int = 8,
     **changes: float,
 ) -> System:
-    """Return the system of one kind of GPU.
+    """Return the system of one kind of GPU, as `gpus.yaml` says of it.
 
     Args:
-        name: The GPU in the catalogue of simulated GPUs.
-        generation: The speeds of its kernels.
+        name: The GPU.
+        kernels: The generation whose speeds kernels have.
         memory_mib: Device memory that nvidia-smi reports, MiB.
-        peak_flops: Dense bf16 FLOPS of the datasheet.
-        peak_mhz: Clock that the datasheet assumes.
         link_gb_per_s: Bandwidth of a GPU to its node, GB/s each way, by the datasheet.
         node_gb_per_s: Bandwidth of a node's network, GB/s each way, by the datasheet.
         overhead_w: The least and the most of a node's power beside its GPUs, watts.
@@ -213,14 +211,14 @@ def _system(
         "host_exchange_s": 0.0,
         "grouped_share": 0.92,
         "dispatch_share": 0.75,
-        **generation,
+        **_KERNELS[kernels],
         **changes,
     }
-    efficiency = numbers.pop("efficiency")
+    gpu, efficiency = GPUS[name], numbers.pop("efficiency")
     return System(
         gpu=CATALOG[name],
         memory_bytes=memory_mib * 2**20,
-        product_flops_per_cycle=efficiency * peak_flops / (peak_mhz * 1e6),
+        product_flops_per_cycle=efficiency * gpu["peak_tflops"] * 1e12 / (gpu["peak_mhz"] * 1e6),
         unaligned_share=0.254,  # fitted to measured iterations (vTrain), as are the passes
         memory_share=0.85,  # assumed
         passes=1.88,
@@ -242,34 +240,8 @@ def _system(
     )
 
 
-_SYSTEMS = (
-    # Datasheets: memory (what nvidia-smi reports), peak and its clock, links and network of a node.
-    # The power of a node beside its GPUs is assumed, but for the H100: of the nodes of MLPerf
-    # Training v4.0 and v4.1 immersed ones draw 1.7 kW, air-cooled ones up to 2.6 kW.
-    _system("a100-sxm", _AMPERE, 81920, 312e12, 1410, 300, 100, (1500, 2000)),
-    _system("h100-sxm", _HOPPER, 81559, 989.4e12, 1830, 450, 400, (1700, 2600)),
-    _system("h200", _HOPPER, 143771, 989.4e12, 1830, 450, 400, (1700, 2600)),
-    # The bridge of two H100 NVL is no link of the node: PCIe 5.0 is.
-    _system("h100-nvl", _HOPPER, 95830, 835e12, 1545, 64, 50, (1000, 1500)),
-    _system("h20", _HOPPER, 97871, 148e12, 1980, 450, 400, (1700, 2600)),
-    _system("b200", _BLACKWELL, 183359, 2250e12, 1850, 900, 400, (2500, 3800)),
-    _system("b300", _BLACKWELL, 275040, 2250e12, 1850, 900, 800, (2500, 3800), fp4_speedup=6.0),
-    # A rack of 72, without a datasheet of its parts: 120 to 132 kW in all.
-    _system("gb200", _BLACKWELL, 189471, 2500e12, 1965, 900, 3600, (33e3, 46e3), 72),
-    _system(
-        "gb300", _BLACKWELL, 284208, 2500e12, 1965, 900, 7200, (35e3, 48e3), 72, fp4_speedup=6.0
-    ),
-    # Seven links of 64 GB/s. Kernels as Hopper's, assumed.
-    _system("mi300x", _HOPPER, 196592, 1307.4e12, 2100, 448, 400, (2500, 3800), efficiency=0.5),
-    # PCIe 4.0 x16 (NVLink on V100), 100 Gb/s a node. Kernels as the A100's, assumed.
-    _system("a100-pcie", _AMPERE, 81920, 312e12, 1410, 32, 12.5, (1000, 1000)),
-    _system("a40", _AMPERE, 46068, 149.7e12, 1740, 32, 12.5, (1000, 1000)),
-    _system("l40s", _AMPERE, 46068, 362e12, 2520, 32, 12.5, (1000, 1000), fp8_speedup=2.0),
-    _system("v100", _AMPERE, 32768, 125e12, 1530, 150, 12.5, (1000, 1000)),
-)
-
 SYSTEMS: Mapping[str, System] = MappingProxyType(
-    {name: each for name in CATALOG for each in _SYSTEMS if each.gpu.name == name}
+    {name: _system(name, **row["system"]) for name, row in GPUS.items()}
 )
 """The systems by the name of their GPU."""
 
