@@ -310,8 +310,9 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
-        if self._switch is not None:
-            self._switch.enter(OWN)
+        if self._switch is not None:  # one mode for all computations stays between iterations
+            modes = set(self._modes)
+            self._switch.enter(modes.pop() if len(modes) == 1 else OWN)
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()

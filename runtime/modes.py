@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlanError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.gpu.protocol import check_clock
 from perseus_planner.profiles.modes import OWN
 
 if TYPE_CHECKING:
@@ -13,6 +18,28 @@ if TYPE_CHECKING:
 
 Modes = Mapping[str, Callable[[], None]]
 """Mode -> what has the next computations run in it; "own" is how training runs without a plan."""
+
+
+@contextmanager
+def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[Modes]:
+    """Lease the memory clock of a GPU inside the block, and yield modes that set it: "own", in
+    which it is unlocked, and one for each clock, such as "mem-1593".
+
+        with memory_modes("cuda:0", 1593) as modes, planner_runtime(engine, plan, modes=modes):
+
+    A change takes long and is made on the training thread. So give all computations of a rank one
+    mode, with `shared_by: stage` or `pipeline` in the profile: it is then entered once. The clock
+    is unlocked after the block, and by the guardian if the process dies.
+
+    Raises:
+        GpuInUse: If another living process has leased the memory clock.
+        GpuError: If the GPU cannot lock its memory at these clocks, or this process may not.
+    """
+    with open_gpu(f"memory:{gpu}") as memory, lease_gpus([memory], power_limit=False):
+        for clock_mhz in clocks_mhz:
+            check_clock(memory, clock_mhz)
+        of_clocks = {f"mem-{each}": partial(memory.set_clock_mhz, each) for each in clocks_mhz}
+        yield {OWN: memory.reset_clocks, **of_clocks}
 
 
 class ModeSwitch:

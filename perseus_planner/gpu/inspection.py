@@ -179,7 +179,7 @@ def _hint(text: str) -> str:
 
 def privilege(text: str) -> str:
     """Return what is known about permission before anything is set."""
-    back_end = text.partition(":")[0]
+    back_end = text.removeprefix("memory:").partition(":")[0]
     if back_end in ("zeusd", "command"):
         return f"{back_end} sets it, so this process needs no privilege"
     if back_end not in ("nvml", "amd"):

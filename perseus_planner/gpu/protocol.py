@@ -200,7 +200,7 @@ def check_clock(gpu: GpuReader, clock_mhz: int) -> None:
     if clock_mhz not in clocks:
         nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
         raise GpuError(
-            f"{gpu.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported "
+            f"{gpu.text}: cannot lock its clock at {clock_mhz} MHz; the nearest supported "
             f"clock is {nearest} MHz, and all are from {clocks[-1]} to {clocks[0]} MHz"
         )
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from runtime_training import (
+    GPU,
     NAME,
     DeepSpeed,
     Torch,
@@ -31,8 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus_planner import solve
 from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.runtime import Recompute
+from perseus_planner.runtime.modes import memory_modes
 from perseus_planner.schedules import Computation
 
 MICROBATCHES, ITERATIONS = 4, 3
@@ -52,6 +59,7 @@ def torch_engine(state: str) -> None:
         create = partial(Torch, layer=lambda: checkpoint_wrapper(Layer()), has_shapes=True)
         result.update(_trained_in_modes(create))
         result.update(_failed())
+        result["memory_mhz"] = _at_a_memory_clock()
 
 
 def deepspeed_engine(state: str) -> None:
@@ -113,15 +121,15 @@ def _trained_in_modes(create: Callable[..., Any]) -> dict[str, Any]:
     for module in _modules(pipeline):
         if type(module).__name__ in ("Layer", "TransformerLayer"):
             module.register_forward_pre_hook(count)
+    rank = plan.schedule.ranks[dist.get_rank()]
+    kept = [str(each) for each in rank if plan.modes.get(str(each)) == "keep"]
     with planned(pipeline, plan, modes=switch) as runtime:
         watch.planned = lambda: runtime.plan
         for _ in range(ITERATIONS):
             modes.append({})
             results += pipeline.step()
-            assert recompute.is_on
+            assert recompute.is_on == (len(kept) < len(rank))  # one mode for all of them stays
         results += pipeline.state()
-    rank = plan.schedule.ranks[dist.get_rank()]
-    kept = [str(each) for each in rank if plan.modes.get(str(each)) == "keep"]
     return {
         "equal": equal(expected, results),
         "ran": [[name for name, is_on in each.items() if not is_on] for each in modes],
@@ -152,6 +160,30 @@ def _refusals(engine: Any) -> None:
     refused = pytest.raises(UsageError, match="are for one way of running")
     with refused, planned(Torch("1f1b", MICROBATCHES), None, modes={"own": lambda: None}):
         pass
+
+
+def _at_a_memory_clock() -> list[int]:
+    """Return the memory clock after each of two iterations of a plan that sets it, and after the
+    training.
+    """
+    plain, mode = smooth_profile(2, 90), "mem-1593"
+    rows = dict(plain.measurements)
+    for (stage, kind), points in plain.measurements.items():
+        cheaper = [replace(point, energy_j=0.9 * point.energy_j) for point in points]
+        rows[stage, in_mode(kind, mode)] = tuple(cheaper)
+    modes = Modes({mode: Mode({"memory clock": "1593 MHz"})}, shared_by="pipeline")
+    profile = replace(plain, measurements=rows, modes=modes, gpu=NAME, origin="simulated")
+    frontier = solve(profile, "1f1b", microbatches=MICROBATCHES)
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
+    assert list(plan.modes.values()) == [mode] * len(plan.clocks)
+    pipeline, seen_mhz = Torch("1f1b", MICROBATCHES), list[int]()
+    gpu = gpu_text(GPU, torch.device("cpu"))
+    with open_gpu(gpu) as seen:
+        with memory_modes(gpu, 1593) as known, planned(pipeline, plan, modes=known):
+            for _ in range(2):
+                pipeline.step()
+                seen_mhz.append(seen.memory_mhz())  # type: ignore[attr-defined]
+        return [*seen_mhz, seen.memory_mhz()]  # type: ignore[attr-defined]
 
 
 def _failed() -> dict[str, Any]:
