@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlanError
+from perseus_planner.engines.ctas import GroupMode
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.protocol import check_clock
 from perseus_planner.profiles.modes import OWN
-
-if TYPE_CHECKING:
-    from perseus_planner.schedules import Computation
+from perseus_planner.schedules import Computation
 
 Modes = Mapping[str, Callable[[], None]]
 """Mode -> what has the next computations run in it; "own" is how training runs without a plan."""
@@ -43,10 +41,8 @@ def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[Modes]:
 
 
 class ModeSwitch:
-    """Enters modes, and the training's own way wherever a plan is not followed.
-
-    What follows the forward of a microbatch runs in the forward's mode, also after a deviation: a
-    backward has to fit it.
+    """Enters the mode that the plan has for each computation, in whatever order they run, and also
+    while clocks cannot be set: so all ranks of a stage do the same, and backwards fit forwards.
 
     Args:
         modes: The modes of the training.
@@ -56,17 +52,45 @@ class ModeSwitch:
     def __init__(self, modes: Modes, warn: Callable[[str], None]) -> None:
         self._modes, self._warn = modes, warn
         self._now, self._has_failed = OWN, False
-        self._of_forward: dict[tuple[int, int], str] = {}
+        self._planned: dict[Computation, str] = {}
+        self._rest = OWN  #: the mode between iterations
 
-    def begin(self, stage: int, kind: str, microbatch: int, planned: str | None) -> None:
-        """Enter the mode of a computation; None if it is not in the plan."""
-        if kind == "F":
-            self._of_forward[stage, microbatch] = planned or OWN
-        self.enter(planned or self._of_forward.get((stage, microbatch), OWN))
+    def load(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
+        """Take the modes of a plan; empty if all computations run in the training's own way."""
+        self._planned = dict(zip(computations, modes, strict=False))
+        self._rest = modes[0] if len(set(modes)) == 1 else OWN
+
+    def check(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
+        """Refuse a plan that changes a mode which the ranks of a stage enter together: plans do not
+        reach them at the same moment.
+
+        Raises:
+            PlanError: If it does; names the first computation.
+        """
+        planned = dict(zip(computations, modes, strict=False))
+        for computation in (*self._planned, *planned):
+            before, mode = (each.get(computation, OWN) for each in (self._planned, planned))
+            together = [each for each in (mode, before) if isinstance(self._modes[each], GroupMode)]
+            if mode != before and together:
+                raise PlanError(
+                    f"{computation} runs in the mode {mode} in the plan, and in "
+                    f"{before} so far; all ranks of a stage enter {together[0]} together, so it "
+                    "stays for this training: plan with the same modes, or start again"
+                )
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        """Enter the mode of a computation."""
+        self.enter(self._planned.get(Computation(stage, kind, microbatch), OWN))
+
+    def rest(self) -> None:
+        """Enter the mode between iterations: that of all computations, or the training's own."""
+        self.enter(self._rest)
 
     def enter(self, mode: str) -> None:
         """Have the next computations run in a mode."""
-        if mode == self._now or self._has_failed:
+        if self._has_failed and not isinstance(self._modes[mode], GroupMode):
+            mode = OWN
+        if mode == self._now:
             return
         self._now = mode
         try:
@@ -75,7 +99,7 @@ class ModeSwitch:
             self._has_failed = True
             self._warn(f"the mode {mode} failed ({error!r}); training goes on in its own way")
             if mode != OWN:
-                self._modes[OWN]()
+                self.enter(OWN)
 
 
 def check_modes(

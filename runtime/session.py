@@ -138,8 +138,8 @@ def planner_runtime(
         modes: For a plan with modes: mode -> a function that has the next computations run in it,
             such as `Recompute(engine).off`; with "own" for the way in which training runs without a
             plan. It is called on the training thread before a computation whose mode differs from
-            that of the one before. After iterations whose computations run in several modes, and
-            where a plan is not followed, training runs in its own way.
+            that of the one before. Between iterations training runs in its own way, unless all
+            computations of a rank run in one mode.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -338,6 +338,8 @@ class _Session:
     def _plan_program(self, version: int, plans: Plans) -> Program:
         pipeline = self._context.own.pipeline
         program = program_of(self._context.engine, plans, version, pipeline, self._modes)
+        if self._switch is not None:
+            self._switch.check(program.computations, program.modes)
         if self._gpu is not None and program.plan is not None:
             check_gpu(program.plan, self._gpu, self._context.control)
         return program

@@ -34,12 +34,15 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus_planner import solve
 from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.engines.ctas import ctas_modes
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.runtime import Recompute
-from perseus_planner.runtime.modes import memory_modes
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import Marks
+from perseus_planner.runtime.modes import ModeSwitch, memory_modes
 from perseus_planner.schedules import Computation
 
 MICROBATCHES, ITERATIONS = 4, 3
@@ -60,6 +63,7 @@ def torch_engine(state: str) -> None:
         result.update(_trained_in_modes(create))
         result.update(_failed())
         result["memory_mhz"] = _at_a_memory_clock()
+        result["communicators"] = _on_other_ctas()
 
 
 def deepspeed_engine(state: str) -> None:
@@ -184,6 +188,55 @@ def _at_a_memory_clock() -> list[int]:
                 pipeline.step()
                 seen_mhz.append(seen.memory_mhz())  # type: ignore[attr-defined]
         return [*seen_mhz, seen.memory_mhz()]  # type: ignore[attr-defined]
+
+
+def _on_other_ctas() -> list[str]:
+    """Return the communicator of each computation of three iterations, in each of which a group
+    reduces. In the second one rank 1 cannot set clocks, and so has no program.
+    """
+    cpu, ranks = torch.device("cpu"), [0, 1]
+    group, made = dist.new_group(ranks), {}
+
+    def new_group(members: Any, ctas: int) -> Any:
+        assert members == ranks
+        return made.setdefault(f"ctas-{ctas}", dist.new_group(members))
+
+    made["own"] = group
+    modes = ctas_modes(group, 4, 8, new_group=new_group)
+    backends = {name: each._get_backend(cpu) for name, each in made.items()}
+    with pytest.raises(UsageError, match="more than three numbers"):
+        ctas_modes(group, 1, 2, 3, 4)
+    plan = solve(smooth_profile(2), "1f1b", microbatches=2).baseline_plan
+    program = replace(Program.of_plan(1, plan, 0), modes=("own", "ctas-4", "own", "ctas-8"))
+    source, used = Source(program), list[str]()
+    marks = Marks(memoryview(bytearray(8)).cast("Q"))
+    hook = Hook(marks, source, program, None, ModeSwitch(modes, print))
+    for iteration in range(3):
+        source.program = None if iteration == dist.get_rank() == 1 else program
+        hook.begin_iteration()
+        for computation in program.computations:
+            hook.begin(*computation)
+            value = torch.ones(3)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [2.0] * 3
+            now = group._get_backend(cpu)
+            used += [name for name, backend in backends.items() if backend is now]
+            hook.end()
+        hook.end_iteration()
+    return used
+
+
+class Source:
+    """A source of programs that changes."""
+
+    def __init__(self, program: Program | None) -> None:
+        self.program = program
+
+    def program_for(self, _: int) -> Program | None:
+        return self.program
+
+    def on_end(self, *_: object) -> None:
+        pass
 
 
 def _failed() -> dict[str, Any]:
