@@ -321,7 +321,7 @@ def _exchange(rank: Rank) -> list[float]:
 
     device = rank.device
     with rank.process_group(), RankGroup() as group:
-        messages = exchange(group, rank.size, device, _MESSAGE_S)
+        messages = exchange(group, device, _MESSAGE_S)
         if problems := {text for texts in group.gather(messages.problems) for text in texts}:
             raise RankError("; ".join(sorted(problems)))
         with connect_neighbour(group, [range(rank.size)], device) as neighbour:
@@ -782,3 +782,5 @@ CHECKS: tuple[Check[Acceptance], ...] = (
     Check("plan", _check_plan),
     Check("deaths", _check_deaths),
 )
+REHEARSED = ("node", "clocks", "neighbours")
+"""What a rehearsal checks: what a profile needs, in about a minute, on any number of nodes."""

@@ -217,20 +217,17 @@ class Exchange:
 
     received: tuple[Message, ...]  #: The messages that came
     problems: tuple[str, ...]  #: What did not come or go, and what to do
-    #: Whether a thread of this process still waits, so that its process group cannot be left in
-    #: order.
-    is_stuck: bool
 
 
-def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float) -> Exchange:
-    """Exchange messages with the ranks of the stages before and after. All ranks call this.
+def exchange(group: RankGroup, device: torch.device, limit_s: float) -> Exchange:
+    """Exchange messages with the ranks before and after. All ranks call this.
 
-    Even stages exchange with the next ones first, then odd ones, so no pair waits for another. A
-    pair whose messages did not arrive is left alone, and named by both of its ranks.
+    Even ranks exchange with the next ones first, then odd ones, so no pair waits for another. A
+    pair whose messages did not arrive is left alone, and named by both of its ranks: a thread of
+    theirs still waits, so that the process group cannot be left in order.
 
     Args:
-        group: All ranks; those of a stage are next to each other.
-        stages: The number of stages.
+        group: All ranks.
         device: This rank's torch device.
         limit_s: How long the messages of one pair may take, seconds.
     """
@@ -238,14 +235,12 @@ def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     channel = None if dist.get_backend() == backend else dist.new_group(backend=backend)
-    distance = group.size // stages
     received: list[Message] = []
     problems: list[str] = []
     stuck: set[int] = set()
     for parity in (0, 1):
-        before, after = group.rank - distance, group.rank + distance
-        is_first = group.rank // distance % 2 == parity
-        other = after if is_first else before
+        is_first = group.rank % 2 == parity
+        other = group.rank + 1 if is_first else group.rank - 1
         pair: _Pair | None = None
         if 0 <= other < group.size and group.rank not in stuck:
             if other in stuck:
@@ -258,7 +253,7 @@ def exchange(group: RankGroup, stages: int, device: torch.device, limit_s: float
                 problems += pair.problems
         is_stuck = pair is not None and pair.is_stuck
         stuck |= {rank for rank, hangs in enumerate(group.gather(is_stuck)) if hangs}
-    return Exchange(tuple(received), tuple(problems), group.rank in stuck)
+    return Exchange(tuple(received), tuple(problems))
 
 
 class _Pair:

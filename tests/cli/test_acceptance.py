@@ -221,9 +221,7 @@ def test_pipelines_fill_the_ranks():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("--acceptance nvml:0 nvml:1", "--acceptance takes one GPU, and no other option"),
-        ("--acceptance --rehearse", "--acceptance takes one GPU, and no other option"),
-        ("--read-only", "--read-only and --into are about an acceptance; add --acceptance"),
+        ("--read-only", "--read-only and --into are about an acceptance or a rehearsal; add"),
         ("--acceptance simulated:a100-sxm", "GPU 'simulated:a100-sxm' has a time of its own; "),
     ],
 )

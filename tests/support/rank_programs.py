@@ -16,7 +16,6 @@ from runpy import run_path
 from threading import Event
 from typing import Any
 
-import pytest
 import tiny_training
 import torch
 import torch.distributed as dist
@@ -30,13 +29,10 @@ from perseus_planner.cli import main
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.recording import LossOfSteps, Recording
 from perseus_planner.engines.torch_state import tensors
-from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler import rehearsal
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group
-from perseus_planner.profiler.ranks.neighbours import connect_neighbour
+from perseus_planner.profiler.ranks.neighbours import connect_neighbour, exchange
 from perseus_planner.profiler.sweep import SweepSettings
 
 OBSERVED = SweepSettings(control="observed")
@@ -331,15 +327,12 @@ def _report(body: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def rehearse(broken: str, *arguments: str) -> None:
-    """Run `planner doctor --rehearse`; on rank 1, what `broken` names does not work."""
-    patch = pytest.MonkeyPatch()
+def exchanged() -> None:
+    """Exchange messages with the neighbours, of which those of rank 1 are never sent."""
     if os.environ["RANK"] == "1":
-        if broken == "locks":
-            patch.setattr(SimulatedGpu, "set_clock_mhz", lambda *_: None)
-        elif broken == "messages":
-            patch.setattr(dist, "send", lambda *_: Event().wait())
-        elif broken:
-            patch.setattr(rehearsal, "open_gpu", lambda text: open_gpu(f"{text}?fault={broken}"))
-    patch.setattr(rehearsal, "MESSAGE_LIMIT_S", 5.0)
-    main(["doctor", "--rehearse", "simulated:a100-sxm", *arguments])
+        dist.send = lambda *_: Event().wait()
+    with process_group(), RankGroup() as group:
+        found = exchange(group, torch.device("cpu"), 5.0)
+        print(json.dumps(found.problems), flush=True)
+        group.gather(None)
+        os._exit(0)  # a thread may still wait
