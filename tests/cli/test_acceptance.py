@@ -76,7 +76,7 @@ def accepted(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         time["locked_mhz"] for rank in checks["clocks"]["values"]["ranks"] for time in rank["runs"]
     )
     assert checks["latency"]["values"]["at once"]["gpus"] == ranks
-    assert set(checks["neighbours"]["values"]["bytes_per_s"]) == {"1", "32"}
+    assert checks["neighbours"]["text"].startswith("all neighbours wait for each other's messages")
     assert report["layout"] == f"2 x {ranks // 2} (pipeline x data parallel)"
     assert set(checks["profile"]["values"]["beside"]) == {"0 F", "0 B", "1 F", "1 B"}
     rows = checks["plan"]["values"]["rows"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import refused
 from fake_nvml import StandIn
-from launching import ended, ranks, torchrun
+from launching import ended, torchrun
 
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler import rehearsal, row_meter
@@ -45,16 +45,12 @@ def rehearsed(gpu: str = GPU, *, locks: bool = True) -> RankRehearsal:
 
 def test_a_gpu_without_a_problem_is_measured_at_two_clocks():
     rank = rehearsed()
-    assert (rank.name, rank.locks, rank.problems) == ("simulated a100-sxm", True, ())
+    assert (rank.name, rank.locks, rank.problems) == ("simulated a100-sxm", True, [])
     # DCGM may run here.
     assert [text for text in rank.remarks if not text.startswith("DCGM runs")] == []
-    assert [(run.precision, run.locked_mhz) for run in rank.runs] == [
-        ("fp32", 1410),
-        ("bf16", 1410),
-        ("bf16", 705),
-    ]
-    assert rank.runs[1].power_w > 1.5 * rank.runs[2].power_w
-    assert rank.runs[0].time_s > rank.runs[1].time_s > 0
+    assert [run.locked_mhz for run in rank.runs] == [1410, 705]
+    assert rank.runs[0].power_w > 1.5 * rank.runs[1].power_w
+    assert rank.runs[1].time_s > rank.runs[0].time_s > 0
     assert rank.counter_step_s == pytest.approx(0.1, rel=0.05)
 
 
@@ -68,16 +64,6 @@ def test_a_lock_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch):
         "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock"
         in problem
     )
-
-
-def test_a_neighbour_that_never_answers_is_found_and_nobody_hangs(tmp_path: Path):
-    everyone = ranks("exchanged", 3, tmp_path)
-    hangs = (
-        "the message from rank 1 to rank 0 has not arrived within 5 s; see with NCCL_DEBUG=INFO "
-        "whether their GPUs can reach each other"
-    )
-    left = "messages with rank 1 were not tried, as another one hangs there"
-    assert [json.loads(each.stdout) for each in everyone] == [[hangs], [hangs], [left]]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +95,9 @@ def test_ranks_are_rehearsed_by_three_checks_of_an_acceptance(tmp_path: Path):
         ("clocks", "passed"),
         ("neighbours", "passed"),
     ]
-    assert {len(each) for each in report["checks"][2]["values"]["bytes_per_s"].values()} == {2}
+    assert report["checks"][2]["text"].endswith(
+        "both ways, with CUDA_DEVICE_MAX_CONNECTIONS 1 and 32"
+    )
     assert json.loads((tmp_path / "acceptance/acceptance.json").read_text())["checks"]
 
 
@@ -125,7 +113,7 @@ def test_torchrun_ends_with_a_failure(tmp_path: Path):
 
 def test_where_nothing_may_be_set_the_gpu_is_only_observed():
     rank = rehearsed(f"{GPU}?fault=not-permitted")
-    assert (rank.locks, rank.problems) == (False, ())
+    assert (rank.locks, rank.problems) == (False, [])
     assert {run.locked_mhz for run in rank.runs} == {None}
     assert rank.remarks[-1].startswith(
         "clocks were only observed: simulated a100-sxm does not let this process set anything"
@@ -134,7 +122,7 @@ def test_where_nothing_may_be_set_the_gpu_is_only_observed():
 
 def test_nothing_is_set_without_locks():
     rank = rehearsed(f"{GPU}?fault=not-permitted", locks=False)
-    assert (rank.locks, rank.problems, len(rank.runs)) == (None, (), 2)
+    assert (rank.locks, rank.problems, len(rank.runs)) == (None, [], 1)
     assert not any("only observed" in text for text in rank.remarks)
 
 
@@ -149,8 +137,8 @@ def test_nothing_is_set_in_a_dry_run_which_runs_the_load(
     nvml.set("persistence", 0)
     rank = rehearsed("dry-run:nvml:0")
     assert nvml.settings() == []
-    assert (rank.size, rank.locks, rank.problems) == (64, None, ())
-    assert [run.achieved_mhz for run in rank.runs] == [1980, 1980]
+    assert (rank.size, rank.locks, rank.problems) == (64, None, [])
+    assert [run.achieved_mhz for run in rank.runs] == [1980]
     assert any(
         text.startswith("persistence mode is off: locked clocks are lost") for text in rank.remarks
     )
@@ -161,10 +149,10 @@ def test_an_error_of_torch_is_a_problem_of_the_rank(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.nn, "Linear", fail)
-    assert rehearsed().problems == (
+    assert rehearsed().problems == [
         "torch could not run a matrix product: OutOfMemoryError: CUDA out of memory; see whether a "
-        "script of torch alone can",
-    )
+        "script of torch alone can"
+    ]
 
 
 def test_clocks_that_slurm_sets_are_named(monkeypatch: pytest.MonkeyPatch):

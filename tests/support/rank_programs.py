@@ -32,7 +32,7 @@ from perseus_planner.engines.torch_state import tensors
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group
-from perseus_planner.profiler.ranks.neighbours import connect_neighbour, exchange
+from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.sweep import SweepSettings
 
 OBSERVED = SweepSettings(control="observed")
@@ -325,14 +325,3 @@ def _report(body: Callable[[], None]) -> None:
     except PlannerError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-
-
-def exchanged() -> None:
-    """Exchange messages with the neighbours, of which those of rank 1 are never sent."""
-    if os.environ["RANK"] == "1":
-        dist.send = lambda *_: Event().wait()
-    with process_group(), RankGroup() as group:
-        found = exchange(group, torch.device("cpu"), 5.0)
-        print(json.dumps(found.problems), flush=True)
-        group.gather(None)
-        os._exit(0)  # a thread may still wait
