@@ -14,7 +14,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import (
-    GpuError,
     GpuNotPermitted,
     GpuNotSupported,
     PlannerError,
@@ -91,7 +90,6 @@ def rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ran
             if device.type == "cuda":
                 _check_memory(device, found)
             _measure_load(gpu, device, locks, found)
-            _check_locks(found)
     except RuntimeError as error:  # of torch or CUDA
         found.problems.append(
             f"torch could not run a matrix product: {describe_error(error)}; see whether a script "
@@ -140,8 +138,8 @@ def _check_memory(device: torch.device, found: RankRehearsal) -> None:
 
 
 def _measure_load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehearsal) -> None:
-    """Measure the load at the highest clock, and at a low one; or at the clock that the GPU runs
-    at.
+    """Measure the load at the highest clock and at a low one, which must have an effect; or at the
+    clock that the GPU runs at.
     """
     meter = _meter(gpu, device)
     found.counter_step_s = meter.counter.interval_s
@@ -151,28 +149,18 @@ def _measure_load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehear
                 clocks_mhz = gpu.supported_clocks_mhz
                 half_mhz = clocks_mhz[0] / 2
                 low_mhz = min(clocks_mhz, key=lambda clock_mhz: abs(clock_mhz - half_mhz))
+                check = LockCheck(gpu.text)
                 for clock_mhz in (clocks_mhz[0], low_mhz):
                     gpu.set_clock_mhz(clock_mhz)
-                    found.runs.append(_run(gpu, device, meter, clock_mhz))
+                    found.runs.append(run := _run(gpu, device, meter, clock_mhz))
+                    check.add(clock_mhz, run.achieved_mhz, run.throttle)
+                check.finish()
                 found.locks = True
         except (GpuNotPermitted, GpuNotSupported) as error:
             found.remarks.append(f"clocks were only observed: {error}")
             found.locks = False
     if not found.locks:
         found.runs = [_run(gpu, device, meter, None)]
-
-
-def _check_locks(found: RankRehearsal) -> None:
-    """Check that the clocks that were locked had an effect."""
-    check = LockCheck(found.gpu)
-    try:
-        for run in found.runs:
-            if run.locked_mhz is not None:
-                check.add(run.locked_mhz, run.achieved_mhz, run.throttle)
-        check.finish()
-    except GpuError:
-        found.locks = False
-        raise
 
 
 def _run(gpu: Gpu, device: torch.device, meter: RowMeter, clock_mhz: int | None) -> LoadRun:

@@ -242,12 +242,7 @@ def _check_latency(acceptance: Acceptance) -> Finding:
         latency.settle_p50_s or 0.0,
         len(gpus) if parallel is not None and parallel.queue else 1,
     )
-    text = f"a call takes {si(latency.call_p50_s, 's')} (p99 {si(latency.call_p99_s, 's')})"
-    if latency.settle_p50_s is not None:
-        text += f", its clock is reached {si(latency.settle_p50_s, 's')} later"
-    if parallel is not None:
-        how = "one after another" if parallel.queue else "without waiting for each other"
-        text += f"; {parallel.gpus} at once take {si(parallel.slowest_s, 's')}, {how}"
+    text = "; ".join([*latency.texts, *([parallel.text] if parallel is not None else [])])
     running = " while an all-reduce runs" if len(gpus) > 1 else ""
     values = {"call": asdict(latency), "at once": parallel and asdict(parallel)}
     return Finding(f"{text}{running}", values)

@@ -257,7 +257,7 @@ def _clock_change(
 def _text(diagnosis: dict[str, Any]) -> str:
     parts = [_gpu_text(gpu) for gpu in diagnosis["gpus"]]
     if diagnosis["parallel"] is not None:
-        parts.append(_parallel_text(diagnosis["parallel"]))
+        parts.append(diagnosis["parallel"].text)
     if diagnosis["clock_change"]:
         change = ", ".join(
             f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items()
@@ -308,7 +308,10 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
             )
             for setting in seen.settings
         ),
-        *(("changing the clock", text) for text in _latency_texts(diagnosis.latency)),
+        *(
+            ("changing the clock", text)
+            for text in (diagnosis.latency.texts if diagnosis.latency is not None else ())
+        ),
         ("lease", seen.leased_by or "free"),
         *(("stale lease", text) for text in seen.stale_leases),
         *(("warning", text) for text in seen.warnings),
@@ -334,31 +337,3 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
         )
     if energy.problem is not None:
         yield "counter", energy.problem
-
-
-def _latency_texts(latency: Latency | None) -> Iterator[str]:
-    if latency is None:
-        return
-    p50, p99, longest = (
-        si(s, "s", 3) for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s)
-    )
-    yield f"a call takes {p50} (median; p99 {p99}, longest {longest}; {latency.calls} calls)"
-    if latency.settle_p50_s is not None:
-        reached = f"{latency.settled} of {latency.waited} were reached"
-        yield (
-            f"the clock is reached {si(latency.settle_p50_s, 's', 3)} after the call (median; "
-            f"{reached})"
-        )
-    else:
-        yield (
-            f"the clock was not reached within {latency.timeout_s:g} s, as on an idle GPU: "
-            "measure while it works"
-        )
-
-
-def _parallel_text(parallel: ParallelLatency) -> str:
-    verdict = "they run one after another" if parallel.queue else "they do not wait for each other"
-    return (
-        f"Setting {parallel.gpus} GPUs at once: {si(parallel.slowest_s, 's', 3)} until the last "
-        f"call returns, {si(parallel.alone_s, 's', 3)} for a call that is alone: {verdict}"
-    )

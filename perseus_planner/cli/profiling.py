@@ -203,13 +203,6 @@ def _sweep_settings(options: SweepOptions) -> SweepSettings:
 
     if options.observe and options.control is not None:
         raise UsageError("--observe does not set anything; leave out --control")
-    goals = {"--minutes": options.minutes, "--saving-within": options.saving_within}
-    goal = next((option for option, value in goals.items() if value is not None), None)
-    if goal is not None and (options.observe or options.full):
-        raise UsageError(
-            f"{goal} chooses what is measured, and {'--full' if options.full else '--observe'} "
-            "measures each row once; leave out one of them"
-        )
     return SweepSettings(
         "observed" if options.observe else options.control or "clock",
         full=options.full,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from perseus_planner.base.errors import GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.protocol import ClosedOnExit, check_clock
 
@@ -22,19 +22,11 @@ class MemoryClock(ClosedOnExit):
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self.text, self.uuid = f"memory:{gpu.text}", f"{gpu.uuid}-memory"
+        self.supported_clocks_mhz, self.clock_mhz = gpu.memory_clocks_mhz, gpu.memory_mhz
 
     def __getattr__(self, name: str) -> Any:
         """Read from the GPU itself."""
         return getattr(self._gpu, name)
-
-    @property
-    def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Memory clocks that can be locked, highest first."""
-        return cast("tuple[int, ...]", self._gpu.memory_clocks_mhz)
-
-    def clock_mhz(self) -> int:
-        """Current memory clock, MHz."""
-        return cast("int", self._gpu.memory_mhz())
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
         """Lock the memory clock, which the GPU may take long to change."""
@@ -58,9 +50,12 @@ def open_memory_clock(which: str) -> Gpu:
         GpuNotSupported: If its back-end does not set memory clocks.
     """
     gpu = open_gpu(which)
-    if hasattr(gpu, "lock_memory") and not isinstance(gpu, MemoryClock):
-        return cast("Gpu", MemoryClock(gpu))
-    gpu.close()
-    raise GpuNotSupported(
-        f"memory:{which}: this back-end does not set memory clocks; use nvml: or cuda:"
-    )
+    try:
+        if hasattr(gpu, "lock_memory") and not isinstance(gpu, MemoryClock):
+            return cast("Gpu", MemoryClock(gpu))
+        raise GpuNotSupported(
+            f"memory:{which}: this back-end does not set memory clocks; use nvml: or cuda:"
+        )
+    except GpuError:
+        gpu.close()
+        raise

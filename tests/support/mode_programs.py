@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from recomputed import recomputed
 from runtime_training import (
     GPU,
     NAME,
@@ -27,7 +28,7 @@ from runtime_training import (
     planned,
     trained,
 )
-from strategies import recomputed, smooth_profile
+from strategies import smooth_profile
 from tiny_training import Layer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
