@@ -57,26 +57,22 @@ class ModeSwitch:
 
     def load(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
         """Take the modes of a plan; empty if all computations run in the training's own way."""
-        self._planned = dict(zip(computations, modes, strict=False))
+        self._planned = _modes_of(computations, modes)
         self._rest = modes[0] if len(set(modes)) == 1 else OWN
 
     def check(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
-        """Refuse a plan that changes a mode which the ranks of a stage enter together: plans do not
-        reach them at the same moment.
+        """Refuse a plan that changes modes, if the ranks of a stage enter some together: plans do
+        not reach them at the same moment.
 
         Raises:
-            PlanError: If it does; names the first computation.
+            PlanError: If it does.
         """
-        planned = dict(zip(computations, modes, strict=False))
-        for computation in (*self._planned, *planned):
-            before, mode = (each.get(computation, OWN) for each in (self._planned, planned))
-            together = [each for each in (mode, before) if isinstance(self._modes[each], GroupMode)]
-            if mode != before and together:
-                raise PlanError(
-                    f"{computation} runs in the mode {mode} in the plan, and in "
-                    f"{before} so far; all ranks of a stage enter {together[0]} together, so it "
-                    "stays for this training: plan with the same modes, or start again"
-                )
+        together = [name for name, mode in self._modes.items() if isinstance(mode, GroupMode)]
+        if together and _modes_of(computations, modes) != self._planned:
+            raise PlanError(
+                "the plan has other modes than that of the training so far, whose ranks of a stage "
+                f"enter {', '.join(together)} together; plan with the same modes, or start again"
+            )
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Enter the mode of a computation."""
@@ -100,6 +96,11 @@ class ModeSwitch:
             self._warn(f"the mode {mode} failed ({error!r}); training goes on in its own way")
             if mode != OWN:
                 self.enter(OWN)
+
+
+def _modes_of(computations: Sequence[Computation], modes: Sequence[str]) -> dict[Computation, str]:
+    of_each = zip(computations, modes, strict=False)
+    return {computation: mode for computation, mode in of_each if mode != OWN}
 
 
 def check_modes(

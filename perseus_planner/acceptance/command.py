@@ -70,14 +70,13 @@ def accept(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}; give another folder with --into") from error
-    if not rehearses and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "--acceptance is about one node; start it on each node by itself, with `torchrun "
-            "--standalone`"
-        )
     rank = Rank(gpu, read_only, folder.resolve())
-    if not rehearses and rank.size > _MOST_RANKS:
-        raise UsageError(f"--acceptance takes 1 to {_MOST_RANKS} ranks, not {rank.size}")
+    is_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if not (rehearses or (is_one_node and rank.size <= _MOST_RANKS)):
+        raise UsageError(
+            f"--acceptance is about one node of 1 to {_MOST_RANKS} GPUs; start it on each node by "
+            "itself, with `torchrun --standalone`"
+        )
     acceptance, results = Acceptance(rank), list[CheckResult]()
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):

@@ -12,6 +12,7 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,6 @@ class KareusPlan:
     energy_j: float
     #: the same less what these GPUs would draw if they waited all that time.
     effective_j: float
-    has_launches: bool  #: whether a file beside it says when collectives begin
-
-
-@dataclass(frozen=True)
-class Span:
-    """Iteration times for which one plan is the best one."""
-
-    mode: str
-    from_s: float  #: seconds
-    until_s: float | None  #: seconds; None for the slowest ones
-    file: str
 
 
 @dataclass(frozen=True)
@@ -55,15 +45,17 @@ class KareusConfiguration:
 
     name: str  #: its folders, such as "megatron_llama3.2_3b/cp1_tp8_mbs8_seq4096"
     plans: tuple[KareusPlan, ...]  #: fastest first
-    best: tuple[Span, ...]  #: fastest first
+    #: those that are best for some iteration times, each from its own to that of the next one.
+    best: tuple[KareusPlan, ...]
 
     @property
     def sheet(self) -> Sheet:
         """The plans as a table."""
         until = {
-            span.file: f"to {si(span.until_s, 's', 4)}" if span.until_s else "from there on"
-            for span in self.best
+            plan.file: f"to {si(following.time_s, 's', 4)}"
+            for plan, following in pairwise(self.best)
         }
+        until[self.best[-1].file] = "from there on"
         columns = lay_out(
             self.plans,
             Column("mode", "mode", "<"),
@@ -105,12 +97,7 @@ def _configuration(name: str, plans: list[KareusPlan]) -> KareusConfiguration:
     for plan in plans:  # until a longer time, a plan waits
         if not best or plan.effective_j < best[-1].effective_j:
             best.append(plan)
-    ends = [*(plan.time_s for plan in best[1:]), None]
-    spans = (
-        Span(plan.mode, plan.time_s, end_s, plan.file)
-        for plan, end_s in zip(best, ends, strict=True)
-    )
-    return KareusConfiguration(name, tuple(plans), tuple(spans))
+    return KareusConfiguration(name, tuple(plans), tuple(best))
 
 
 def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> KareusPlan:
@@ -128,12 +115,12 @@ def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> Kareu
     if not 0.0 < time_s < float("inf"):
         raise _refusal(file, "its total costs give no iteration time")
     launches = file.with_name(file.name.replace("freqs", "scheds", 1))
-    if has_launches := launches.exists():
+    if launches.exists():
         kinds = [[kind for kind, *_ in rank] for rank in _literal(launches)]
         if kinds != [[kind for kind, _ in rank] for rank in ranks]:
             raise _refusal(launches, f"it has other computations than {file.name}")
     relative = str(file.relative_to(folder))
-    return KareusPlan(mode, relative, time_s, energy_j, effective_j, has_launches)
+    return KareusPlan(mode, relative, time_s, energy_j, effective_j)
 
 
 def _literal(file: Path, text: str | None = None) -> list[list[tuple[Any, ...]]]:

@@ -13,9 +13,6 @@ from perseus_planner.profiles.modes import OWN
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-NewGroup = Callable[[Sequence[int], int], Any]
-"""Makes a process group of ranks whose collectives run on a number of CTAs."""
-
 
 @dataclass(frozen=True)
 class GroupMode:
@@ -30,21 +27,19 @@ class GroupMode:
         self.enter()
 
 
-def new_nccl_group(ranks: Sequence[int], ctas: int) -> ProcessGroup:
+def new_nccl_group(ranks: Sequence[int], ctas: int) -> Any:
     """Return an NCCL communicator of its own that uses so many CTAs."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = options.config.max_ctas = ctas
-    group = dist.new_group(
+    return dist.new_group(
         list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True
     )
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-    return group
 
 
 def ctas_modes(
-    group: ProcessGroup, *ctas: int, new_group: NewGroup = new_nccl_group
+    group: ProcessGroup, *ctas: int, new_group: Callable[[Sequence[int], int], Any] = new_nccl_group
 ) -> dict[str, GroupMode]:
     """Return modes in which the collectives of a tensor group run on other numbers of CTAs: "own",
     and "ctas-8" for each number. Call it on all ranks of the group, in the same order.

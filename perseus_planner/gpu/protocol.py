@@ -66,9 +66,9 @@ class GpuReader(Protocol):
         says what to do.
         """
 
-    def foreign_locks(self) -> tuple[str, ...]:
-        """Which clocks a program has locked, as far as can be told while nobody leases the GPU;
-        each text also says what to do.
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
+        """Which clocks a program has locked, as far as can be told; each text also says what to do.
+        Of a GPU that is leased only the memory clock can be told.
         """
 
     @property
@@ -174,7 +174,7 @@ class RealGpu(ClosedOnExit):
     origin = "measured"
     keeps_settings = True
 
-    def foreign_locks(self) -> tuple[str, ...]:
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Nothing: it cannot be told."""
         return ()
 

@@ -40,14 +40,13 @@ def test_the_best_plan_at_each_time_whatever_its_mode(tmp_path: Path) -> None:
     )
     (configuration,) = read_kareus(tmp_path, 100.0)
     assert configuration.name == "gpt/tp8"
-    assert [(plan.mode, plan.has_launches) for plan in configuration.plans] == [
-        ("perseus", False), ("nanobatch", False), ("nanobatch", True), ("perseus", False)
+    assert [plan.mode for plan in configuration.plans] == [
+        "perseus", "nanobatch", "nanobatch", "perseus"
     ]  # fmt: skip
-    spans = [(span.mode, span.from_s, span.until_s) for span in configuration.best]
-    assert spans == [
-        ("perseus", pytest.approx(4.0), pytest.approx(5.0)),
-        ("nanobatch", pytest.approx(5.0), pytest.approx(6.0)),
-        ("perseus", pytest.approx(6.0), None),
+    assert [(plan.mode, plan.time_s) for plan in configuration.best] == [
+        ("perseus", pytest.approx(4.0)),
+        ("nanobatch", pytest.approx(5.0)),
+        ("perseus", pytest.approx(6.0)),
     ]
     assert done(f"show {tmp_path} --blocking-power 100W") == f"{configuration.sheet.text()}\n"
     assert [line.split() for line in configuration.sheet.text().splitlines()[3:8]] == [
@@ -128,21 +127,19 @@ def test_of_kareus_own_plans_the_better_mode_is_chosen_at_every_time(published: 
         assert min(map(len, plans.values())) >= 10
         moments = sorted(plan.time_s for each in plans.values() for plan in each)
         for at_s in [*moments, 2 * moments[-1]]:
-            span = next(
-                span for span in configuration.best if at_s < (span.until_s or float("inf"))
-            )
+            *_, best = (plan for plan in configuration.best if plan.time_s <= at_s)
             least = {
                 mode: min((p.effective_j for p in each if p.time_s <= at_s), default=float("inf"))
                 for mode, each in plans.items()
             }
-            assert least[span.mode] == min(least.values())
+            assert least[best.mode] == min(least.values())
     slower = [each.name for each in configurations if fastest(each) == "perseus"]
     assert slower == [
         "megatron_llama3.2_3b/cp2_tp4_mbs8_seq4096",
         "megatron_qwen3_1.7b/cp2_tp4_mbs8_seq4096",  # which its scripts except
     ]
     excepted = next(each for each in configurations if each.name == slower[1])
-    assert {span.mode for span in excepted.best} == {"perseus"}
+    assert {plan.mode for plan in excepted.best} == {"perseus"}
 
 
 def fastest(configuration: KareusConfiguration) -> str:

@@ -257,18 +257,18 @@ class NvmlReader(RealGpu):
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
-    def foreign_locks(self) -> tuple[str, ...]:
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Which clocks are below their highest while the GPU works and nothing throttles it: NVML
         does not tell what is locked.
         """
-        return tuple(read_or_none(lambda: list(self._find_locks())) or ())
+        return tuple(read_or_none(lambda: list(self._find_locks(is_leased))) or ())
 
-    def _find_locks(self) -> Iterator[str]:
+    def _find_locks(self, is_leased: bool) -> Iterator[str]:
         if self._device.number(_REASONS) & (_IDLE_BIT | sum(_REASON_BITS)):
             return
         clock_mhz, highest_mhz = self.clock_mhz(), self.supported_clocks_mhz[0]
         at_most = "although it works and nothing throttles it: a program has locked it"
-        if clock_mhz < highest_mhz:
+        if clock_mhz < highest_mhz and not is_leased:
             yield (
                 f"the SM clock is {clock_mhz} MHz and not {highest_mhz} MHz, {at_most} (a launch "
                 "script with `nvidia-smi -lgc`, DCGM, Slurm's --gpu-freq); what the planner sets "

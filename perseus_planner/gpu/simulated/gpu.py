@@ -147,7 +147,9 @@ class SimulatedGpu(ClosedOnExit):
         """No warnings: nothing spoils a simulated profile."""
         return ()
 
-    foreign_locks = warnings
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
+        """None: no other program sets it."""
+        return ()
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
