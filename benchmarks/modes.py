@@ -9,15 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from data import Case, Size, profile_of
+from recomputed import KEEP, recomputed
 from results import Check, Section, Table
 
-from perseus_planner import Frontier, Profile, solve
+from perseus_planner import Frontier, solve
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN, in_mode, mode_of
 from perseus_planner.solver.modes import ModeProblem, baseline
 
 NUMBER = 34
-_KEEP = "keep"
 _INPUT = 1 / 20  #: of a microbatch's activations, which recompute keeps
 _LIMITS = (1.4, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, None)  #: microbatches of activations; None for any
 _MICROBATCHES = 24
@@ -87,7 +87,8 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for limit in limits:
         begin_s = time.perf_counter()
-        frontier = solve(_recomputed(profile_of(case), limit), "1f1b", microbatches=microbatches)
+        profile = recomputed(profile_of(case), limit, _INPUT)
+        frontier = solve(profile, "1f1b", microbatches=microbatches)
         plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
         seconds = time.perf_counter() - begin_s
         base = {mode_of(kind) for _, kind in baseline(frontier.dag).iteration.keys}.pop()
@@ -98,7 +99,7 @@ def _rows(
             "profile": case.name,
             "limit": "none" if limit is None else f"{limit:g}",
             "used": max(counted._taken(row, modes) for row in counted.memory_rows),
-            "kept": 100 * modes.count(_KEEP) / len(modes),
+            "kept": 100 * modes.count(KEEP) / len(modes),
             "base": "recompute" if base == OWN else "keep",
             "clocks": 100 * (1 - alone.energy_j / frontier.baseline_energy_j),
             "saved": 100 * plan.saving_j / plan.baseline_energy_j,
@@ -106,29 +107,6 @@ def _rows(
             "fastest": _fastest_s(frontier) / frontier.baseline_time_s,
             "seconds": seconds,
         }
-
-
-def _recomputed(plain: Profile, limit: float | None) -> Profile:
-    rows = dict(plain.measurements)
-    for (stage, kind), kept in plain.measurements.items():
-        rows[stage, in_mode(kind, _KEEP)] = kept
-        if kind == "B":
-            again = {row.clock_mhz: row for row in plain.measurements[stage, "F"]}
-            rows[stage, kind] = tuple(
-                replace(
-                    row,
-                    time_s=row.time_s + again[row.clock_mhz].time_s,
-                    energy_j=row.energy_j + again[row.clock_mhz].energy_j,
-                )
-                for row in kept
-                if row.clock_mhz in again
-            )
-    ways = {
-        OWN: Mode({"recompute": "full"}, _INPUT, 1 - _INPUT),
-        _KEEP: Mode({"recompute": "none"}, 1.0),
-    }
-    modes = Modes(ways, shared_by="microbatch", memory_bytes=limit)
-    return replace(plain, measurements=rows, modes=modes)
 
 
 def _with_limit(frontier: Frontier, limit: float) -> Frontier:

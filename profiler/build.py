@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.engines.microbatch import describe_error
-from perseus_planner.engines.torch_state import map_tensors, tensors
+from perseus_planner.engines.torch_state import map_tensors
 from perseus_planner.profiler.ranks.group import (
     RankGroup,
     RankPosition,
@@ -205,37 +205,6 @@ def profile_stages(
                 StageBuilder.load(build, folder, modes), position, device, split_backward
             )
             return measure_with_ranks(group, [stage], position.tensor_rank, request, device)
-
-
-def input_bytes(
-    build: str, stages: int, *, folder: Path | None = None, tensor_parallel: int = 1
-) -> list[int]:
-    """Return how many bytes the inputs of one microbatch take on a GPU of each stage. So much is
-    kept beside the training while an iteration is profiled.
-
-    Args:
-        build: As in `profile_stages`; each rank builds its own stage.
-        stages: As there.
-        folder: As there.
-        tensor_parallel: As there.
-
-    Raises:
-        UsageError: If `build` cannot be used, or the ranks do not fit the pipeline.
-        RankError: If another rank has ended.
-    """
-    require_torch()
-    builder = StageBuilder.load(build, folder)
-
-    def measured(position: RankPosition) -> tuple[int, int]:
-        _, inputs, _ = builder.build(position)
-        return position.stage, sum(tensor.nbytes for tensor in tensors(inputs))
-
-    with process_group() as rank:
-        if rank is None:
-            return [measured(RankPosition(stage, stages))[1] for stage in range(stages)]
-        with RankGroup() as group:
-            own = measured(position_of(*rank, stages, tensor_parallel))
-            return [size for _, size in sorted(dict(group.gather(own)).items())]
 
 
 def require_torch() -> None:

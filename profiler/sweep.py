@@ -72,8 +72,8 @@ class SweepSettings(Checked):
         super().__post_init__()
         if self.has_goal and (self.full or self.control == "observed"):
             raise UsageError(
-                "minutes and saving_within choose what is measured; leave out full, or "
-                "control='observed'"
+                "minutes and saving_within choose what is measured; leave out --full and --observe "
+                "(in Python full and control='observed')"
             )
 
     @property

@@ -216,12 +216,7 @@ class BackgroundWork:
             elif isinstance(message, Overload):
                 self._keep_changes(message.kept)
             elif isinstance(message, ClockOverridden):
-                text = (
-                    f"this GPU ran at {message.achieved_mhz} MHz where {message.set_mhz} MHz was "
-                    "set, so another program sets its clock (a script with `nvidia-smi -lgc`, "
-                    "DCGM, Slurm's --gpu-freq); stop that on this node, or plans save nothing"
-                )
-                self._warnings.warn("overridden", text)
+                self._warnings.warn(f"overridden/{message.clock}", message.text)
         return messages
 
     def _reattach(self) -> Sequence[ToRank]:

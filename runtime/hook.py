@@ -257,7 +257,6 @@ class Hook:
             self._load(program)
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
-            self._modes = program.modes
         self._position, self._deviation, self._noted = 0, None, []
         self._request_first()
         self._marks.begin_iteration(self._iteration)
@@ -274,8 +273,7 @@ class Hook:
         planned = self._order[position] if position < self._count else None
         is_planned = planned == (stage, kind, microbatch)
         if self._switch is not None:
-            mode = self._modes[position] if is_planned and self._modes else None
-            self._switch.begin(stage, kind, microbatch, mode)
+            self._switch.begin(stage, kind, microbatch)
         self._marks.begin()
         if not is_planned:
             if self._deviation is None and self._program is not None:
@@ -311,7 +309,7 @@ class Hook:
             return
         self._is_inside = False
         if self._switch is not None:
-            self._switch.enter(OWN)
+            self._switch.rest()
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
@@ -351,7 +349,8 @@ class Hook:
         self._shows_begins = program is not None and bool(program.awaits or program.table)
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
-        self._modes = program.modes if program is not None else ()
+        if self._switch is not None and program is not None:
+            self._switch.load(program.computations, program.modes)
         self._is_unclocked = program is None
         self._turns, self._first = int(self._count == 1), 0
         requests = () if program is None else program.requests
@@ -369,7 +368,6 @@ class Hook:
 
     def _deviate(self, what: str) -> None:
         self._deviation, self._is_unclocked = what, True
-        self._modes = ()
         self._noted = list(self._order[: self._position])
         self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from perseus_planner.base.errors import PlanError
+from perseus_planner.engines.ctas import GroupMode
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.gpu.protocol import check_clock
 from perseus_planner.profiles.modes import OWN
-
-if TYPE_CHECKING:
-    from perseus_planner.schedules import Computation
+from perseus_planner.schedules import Computation
 
 Modes = Mapping[str, Callable[[], None]]
 """Mode -> what has the next computations run in it; "own" is how training runs without a plan."""
 
 
-class ModeSwitch:
-    """Enters modes, and the training's own way wherever a plan is not followed.
+@contextmanager
+def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[Modes]:
+    """Lease the memory clock of a GPU inside the block, and yield modes that set it: "own", in
+    which it is unlocked, and one for each clock, such as "mem-1593".
 
-    What follows the forward of a microbatch runs in the forward's mode, also after a deviation: a
-    backward has to fit it.
+        with memory_modes("cuda:0", 1593) as modes, planner_runtime(engine, plan, modes=modes):
+
+    A change takes long and is made on the training thread. So give all computations of a rank one
+    mode, with `shared_by: stage` or `pipeline` in the profile: it is then entered once. The clock
+    is unlocked after the block, and by the guardian if the process dies.
+
+    Raises:
+        GpuInUse: If another living process has leased the memory clock.
+        GpuError: If the GPU cannot lock its memory at these clocks, or this process may not.
+    """
+    with open_gpu(f"memory:{gpu}") as memory, lease_gpus([memory], power_limit=False):
+        for clock_mhz in clocks_mhz:
+            check_clock(memory, clock_mhz)
+        of_clocks = {f"mem-{each}": partial(memory.set_clock_mhz, each) for each in clocks_mhz}
+        yield {OWN: memory.reset_clocks, **of_clocks}
+
+
+class ModeSwitch:
+    """Enters the mode that the plan has for each computation, in whatever order they run, and also
+    while clocks cannot be set: so all ranks of a stage do the same, and backwards fit forwards.
 
     Args:
         modes: The modes of the training.
@@ -29,17 +52,41 @@ class ModeSwitch:
     def __init__(self, modes: Modes, warn: Callable[[str], None]) -> None:
         self._modes, self._warn = modes, warn
         self._now, self._has_failed = OWN, False
-        self._of_forward: dict[tuple[int, int], str] = {}
+        self._planned: dict[Computation, str] = {}
+        self._rest = OWN  #: the mode between iterations
 
-    def begin(self, stage: int, kind: str, microbatch: int, planned: str | None) -> None:
-        """Enter the mode of a computation; None if it is not in the plan."""
-        if kind == "F":
-            self._of_forward[stage, microbatch] = planned or OWN
-        self.enter(planned or self._of_forward.get((stage, microbatch), OWN))
+    def load(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
+        """Take the modes of a plan; empty if all computations run in the training's own way."""
+        self._planned = _modes_of(computations, modes)
+        self._rest = modes[0] if len(set(modes)) == 1 else OWN
+
+    def check(self, computations: Sequence[Computation], modes: Sequence[str]) -> None:
+        """Refuse a plan that changes modes, if the ranks of a stage enter some together: plans do
+        not reach them at the same moment.
+
+        Raises:
+            PlanError: If it does.
+        """
+        together = [name for name, mode in self._modes.items() if isinstance(mode, GroupMode)]
+        if together and _modes_of(computations, modes) != self._planned:
+            raise PlanError(
+                "the plan has other modes than that of the training so far, whose ranks of a stage "
+                f"enter {', '.join(together)} together; plan with the same modes, or start again"
+            )
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        """Enter the mode of a computation."""
+        self.enter(self._planned.get(Computation(stage, kind, microbatch), OWN))
+
+    def rest(self) -> None:
+        """Enter the mode between iterations: that of all computations, or the training's own."""
+        self.enter(self._rest)
 
     def enter(self, mode: str) -> None:
         """Have the next computations run in a mode."""
-        if mode == self._now or self._has_failed:
+        if self._has_failed and not isinstance(self._modes[mode], GroupMode):
+            mode = OWN
+        if mode == self._now:
             return
         self._now = mode
         try:
@@ -48,7 +95,12 @@ class ModeSwitch:
             self._has_failed = True
             self._warn(f"the mode {mode} failed ({error!r}); training goes on in its own way")
             if mode != OWN:
-                self._modes[OWN]()
+                self.enter(OWN)
+
+
+def _modes_of(computations: Sequence[Computation], modes: Sequence[str]) -> dict[Computation, str]:
+    of_each = zip(computations, modes, strict=False)
+    return {computation: mode for computation, mode in of_each if mode != OWN}
 
 
 def check_modes(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.loops import Loop
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -137,8 +138,8 @@ def planner_runtime(
         modes: For a plan with modes: mode -> a function that has the next computations run in it,
             such as `Recompute(engine).off`; with "own" for the way in which training runs without a
             plan. It is called on the training thread before a computation whose mode differs from
-            that of the one before. After iterations, and where a plan is not followed, training
-            runs in its own way.
+            that of the one before. Between iterations training runs in its own way, unless all
+            computations of a rank run in one mode.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -242,10 +243,10 @@ class _Session:
         batches = context.batches
         show = None if batches is None else batches.show
         self._modes = options.modes
-        switch = None
+        self._switch: ModeSwitch | None = None
         if options.modes:
-            switch = ModeSwitch(options.modes, lambda text: warnings.warn("modes", text))
-        self.hook = Hook(marks, self._follower, context.program, show, switch)
+            self._switch = ModeSwitch(options.modes, lambda text: warnings.warn("modes", text))
+        self.hook = Hook(marks, self._follower, context.program, show, self._switch)
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -293,6 +294,8 @@ class _Session:
         """Reset this rank's GPU, before an exception of the training propagates; then finish the
         record, and on rank 0 wait up to `end_s` seconds for the others.
         """
+        if self._switch is not None:
+            self._switch.enter(OWN)
         if self._link is not None:
             self._link.stop()
         if self._connection is not None:
@@ -335,6 +338,8 @@ class _Session:
     def _plan_program(self, version: int, plans: Plans) -> Program:
         pipeline = self._context.own.pipeline
         program = program_of(self._context.engine, plans, version, pipeline, self._modes)
+        if self._switch is not None:
+            self._switch.check(program.computations, program.modes)
         if self._gpu is not None and program.plan is not None:
             check_gpu(program.plan, self._gpu, self._context.control)
         return program

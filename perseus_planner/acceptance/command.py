@@ -1,8 +1,9 @@
-"""What `planner doctor --acceptance` runs, prints and writes."""
+"""What `planner doctor --acceptance` and `--rehearse` run, print and write."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,12 +38,15 @@ class AcceptanceReport:
     checks: tuple[CheckResult, ...]  #: In order
 
 
-def accept(gpu: str = "cuda", *, read_only: bool, folder: Path, as_json: bool) -> None:
+def accept(
+    gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path, as_json: bool
+) -> None:
     """Accept this node, on all ranks together; rank 0 prints and writes the result, and all exit
     with 1 if a check fails.
 
     Args:
         gpu: Each rank's GPU, as in `gpu_text`.
+        rehearses: Whether to check only what a profile needs, on any number of nodes.
         read_only: Whether to set nothing.
         folder: Where to write.
         as_json: Whether to print JSON.
@@ -52,7 +56,7 @@ def accept(gpu: str = "cuda", *, read_only: bool, folder: Path, as_json: bool) -
         RankError: If another rank has ended.
     """
     from perseus_planner.acceptance.ranks import Rank
-    from perseus_planner.acceptance.steps import CHECKS, Acceptance
+    from perseus_planner.acceptance.steps import CHECKS, REHEARSED, Acceptance
     from perseus_planner.profiler.build import require_torch
 
     require_torch()
@@ -67,10 +71,15 @@ def accept(gpu: str = "cuda", *, read_only: bool, folder: Path, as_json: bool) -
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}; give another folder with --into") from error
     rank = Rank(gpu, read_only, folder.resolve())
-    if rank.size > _MOST_RANKS:
-        raise UsageError(f"--acceptance takes 1 to {_MOST_RANKS} ranks, not {rank.size}")
+    is_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if not (rehearses or (is_one_node and rank.size <= _MOST_RANKS)):
+        raise UsageError(
+            f"--acceptance is about one node of 1 to {_MOST_RANKS} GPUs; start it on each node by "
+            "itself, with `torchrun --standalone`"
+        )
     acceptance, results = Acceptance(rank), list[CheckResult]()
-    for number, check in enumerate(CHECKS, 1):
+    checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
+    for number, check in enumerate(checks, 1):
         results.append(run_check(check, acceptance))
         if rank.rank == 0 and not as_json:
             click.echo(_line(number, results[-1]))

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import PlannerError, RankError, UsageError
+from perseus_planner.base.errors import PlannerError, RankError
 from perseus_planner.base.loops import in_background
 from perseus_planner.engines.microbatch import describe_error
 
@@ -93,11 +93,6 @@ class Rank:
             self._store, self._address = store, ("127.0.0.1", store.port)
             self.rank, self.size = 0, 1
         else:
-            if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-                raise UsageError(
-                    "--acceptance is about one node; start it on each node by itself, with "
-                    "`torchrun --standalone`"
-                )
             try:
                 self._store, self.rank, self.size = next(rendezvous("env://"))
             except (RuntimeError, ValueError) as error:

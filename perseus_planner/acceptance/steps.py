@@ -63,7 +63,6 @@ ADDED = 0.02
 
 _CONNECTIONS = (1, 32)  #: values of CUDA_DEVICE_MAX_CONNECTIONS
 _BLOCKED_S = 0.2  #: how long two neighbours wait for each other
-_MESSAGE_S = 20.0
 _PROFILED = 3  #: iterations under torch's profiler
 _BY_PLAN = 20  #: iterations
 _SLOW_S = 600.0  #: the longest step
@@ -118,11 +117,6 @@ def alike(texts: Iterable[str]) -> str:
     counts = Counter(texts)
     one = counts.total() == 1
     return "; ".join(text if one else f"{n} x {text}" for text, n in counts.items())
-
-
-def _range(values: Iterable[float], unit: str, digits: int = 3) -> str:
-    texts = [si(value, unit, digits) for value in sorted(values)]
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 # The node
@@ -188,26 +182,25 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
     acceptance.runs = seen
     texts = []
     for rehearsal, after_mhz in found:
-        bf16 = [run for run in rehearsal.runs if run.precision == "bf16"]
         ran = ", ".join(
             f"{'unlocked' if run.locked_mhz is None else run.locked_mhz} -> {run.achieved_mhz:.0f} "
             "MHz"
-            for run in bf16
+            for run in rehearsal.runs
         )
-        if after_mhz is not None and _is_below(after_mhz, bf16[0]):
+        if after_mhz is not None and _is_below(after_mhz, rehearsal.runs[0]):
             raise GpuError(
                 f"rank {rehearsal.rank}: its GPU ran at {after_mhz:.0f} MHz after it was reset, "
-                f"and at {bf16[0].achieved_mhz:.0f} MHz before; run `planner reset --all`"
+                f"and at {rehearsal.runs[0].achieved_mhz:.0f} MHz before; run `planner reset --all`"
             )
         texts.append(ran if after_mhz is None else f"{ran}, reset -> {after_mhz:.0f} MHz")
-    steps_s = [rehearsal.counter_step_s or 0.0 for rehearsal in seen]
+    steps = sorted({si(rehearsal.counter_step_s or 0.0, "s", 2) for rehearsal in seen})
     not_checked = "" if locks else f"; locks: not checked, as {_READ_ONLY}"
     remarks = {text for rehearsal in seen for text in rehearsal.remarks} - {*acceptance.remarks}
     remarks = {text for text in remarks if not text.startswith("nothing is set")}
     not_checked += "".join(f"; {text}" for text in sorted(remarks))
     return Finding(
         f"under a matrix product on all GPUs at once: {alike(texts)}; the energy counter moves "
-        f"every {_range(steps_s, 's')}{not_checked}",
+        f"every {' or '.join(steps)}{not_checked}",
         {"ranks": [asdict(rehearsal) for rehearsal in seen]},
     )
 
@@ -244,12 +237,7 @@ def _check_latency(acceptance: Acceptance) -> Finding:
         latency.settle_p50_s or 0.0,
         len(gpus) if parallel is not None and parallel.queue else 1,
     )
-    text = f"a call takes {si(latency.call_p50_s, 's')} (p99 {si(latency.call_p99_s, 's')})"
-    if latency.settle_p50_s is not None:
-        text += f", its clock is reached {si(latency.settle_p50_s, 's')} later"
-    if parallel is not None:
-        how = "one after another" if parallel.queue else "without waiting for each other"
-        text += f"; {parallel.gpus} at once take {si(parallel.slowest_s, 's')}, {how}"
+    text = "; ".join([*latency.texts, *([parallel.text] if parallel is not None else [])])
     running = " while an all-reduce runs" if len(gpus) > 1 else ""
     values = {"call": asdict(latency), "at once": parallel and asdict(parallel)}
     return Finding(f"{text}{running}", values)
@@ -295,38 +283,35 @@ def _check_neighbours(acceptance: Acceptance) -> Finding:
     acceptance.need(acceptance.nodes, "node")
     if acceptance.rank.size == 1:
         raise NotCheckedError("one rank has no neighbours; start one for each GPU with torchrun")
-    rates: dict[int, list[float]] = {}
     for connections in _CONNECTIONS:
         try:
-            received = acceptance.rank.everywhere(
-                _exchange, environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
+            acceptance.rank.everywhere(
+                _wait_for_neighbours,
+                limit_s=_SLOW_S,
+                environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)},
             )
         except RankError as error:
             raise RankError(f"with CUDA_DEVICE_MAX_CONNECTIONS={connections}: {error}") from error
-        rates[connections] = [rate for of_rank in received for rate in of_rank]
-    texts = [
-        f"{_range(speeds, 'B/s')} with CUDA_DEVICE_MAX_CONNECTIONS={connections}"
-        for connections, speeds in rates.items()
-    ]
+    both = " and ".join(map(str, _CONNECTIONS))
     return Finding(
-        f"all neighbours exchange messages both ways, and wait for each other: {', '.join(texts)}",
-        {"bytes_per_s": {str(connections): speeds for connections, speeds in rates.items()}},
+        f"all neighbours wait for each other's messages, both ways, with "
+        f"CUDA_DEVICE_MAX_CONNECTIONS {both}"
     )
 
 
-def _exchange(rank: Rank) -> list[float]:
-    """Return the rates of the messages of this rank's neighbours, bytes per second."""
+def _wait_for_neighbours(rank: Rank) -> None:
+    """Wait for a message of the rank after this one, then of the one before."""
     from perseus_planner.profiler.ranks.group import RankGroup
-    from perseus_planner.profiler.ranks.neighbours import connect_neighbour, exchange
+    from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 
-    device = rank.device
-    with rank.process_group(), RankGroup() as group:
-        messages = exchange(group, rank.size, device, _MESSAGE_S)
-        if problems := {text for texts in group.gather(messages.problems) for text in texts}:
-            raise RankError("; ".join(sorted(problems)))
-        with connect_neighbour(group, [range(rank.size)], device) as neighbour:
-            neighbour.block(_BLOCKED_S)
-        return [message.size_bytes / message.time_s for message in messages.received]
+    order = range(rank.size)
+    with rank.process_group():
+        for ranks in (order, order[::-1]):
+            with (
+                RankGroup() as group,
+                connect_neighbour(group, [ranks], rank.device) as neighbour,
+            ):
+                neighbour.block(_BLOCKED_S)
 
 
 # Training
@@ -679,7 +664,7 @@ def _check_deaths(acceptance: Acceptance) -> Finding:
         raise GpuError(f"`planner reset` left {left[0]}; run it again, and see what it says")
     clocks_mhz = this.everywhere(_look_unlocked)
     for seen, clock_mhz in zip(acceptance.runs, clocks_mhz, strict=True):
-        if _is_below(clock_mhz, seen.runs[-2]):
+        if _is_below(clock_mhz, seen.runs[0]):
             raise GpuError(f"{seen.gpu} still runs at {clock_mhz:.0f} MHz; run `planner reset`")
     return Finding(
         f"the controller was killed: its guardian reset {len(uuids)} GPU{'s' * (len(uuids) > 1)} "
@@ -782,3 +767,5 @@ CHECKS: tuple[Check[Acceptance], ...] = (
     Check("plan", _check_plan),
     Check("deaths", _check_deaths),
 )
+REHEARSED = ("node", "clocks", "neighbours")
+"""What a rehearsal checks: what a profile needs, in about a minute, on any number of nodes."""

@@ -30,9 +30,9 @@ SHOWN: Mapping[str, str] = MappingProxyType(
     }
 )
 """Kind of file -> a function of its path that returns its summary, its text, and what draws it."""
-KAREUS = "perseus_planner.cluster.kareus:show_kareus"
+KAREUS = "perseus_planner.cluster.kareus:read_kareus"
 """A function of a folder of plans of Kareus and of the power of a waiting GPU, watts or None, that
-returns their summary and text.
+returns what it holds, each with a `sheet`.
 """
 REPORTED: Mapping[str, str] = MappingProxyType(
     {"inference": "perseus_planner.inference.views:report_plan"}

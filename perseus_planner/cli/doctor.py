@@ -19,8 +19,7 @@ from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Option, Stages, command, complete, gpu_names
-from perseus_planner.cli.rehearsal import rehearse_and_report
+from perseus_planner.cli.options import AsJson, Option, command, complete, gpu_names
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
@@ -48,23 +47,6 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class RehearsalOptions:
-    """How to rehearse a profile."""
-
-    rehearse: Annotated[
-        bool,
-        "Try all that a profile needs in about a minute, under torchrun on all ranks: clocks "
-        "under load, energy, memory, precision, and messages between neighbours. GPU is each "
-        "rank's, as in `planner profile`.",
-    ]
-    no_locks: Annotated[bool, "Rehearse without locking clocks."]
-    stages: Annotated[
-        Stages | None,
-        "Number of stages to rehearse with.  [default: one on each rank]",
-    ]
-
-
-@dataclass(frozen=True)
 class AcceptanceOptions:
     """How to accept a node."""
 
@@ -74,10 +56,15 @@ class AcceptanceOptions:
         "latency, neighbours, and a small GPT that is profiled and trained by a plan. Writes "
         "acceptance.json and acceptance.html.",
     ]
-    read_only: Annotated[bool, "Accept without setting anything."]
+    rehearse: Annotated[
+        bool,
+        "Try what a profile needs, likewise, on any number of nodes, in about a minute: clocks "
+        "under load, energy counters, and messages between neighbours.",
+    ]
+    read_only: Annotated[bool, "Accept or rehearse without setting anything."]
     into: Annotated[
         Path | None,
-        "Folder for what the acceptance writes.  [default: acceptance]",
+        "Folder for what these two write.  [default: acceptance]",
         Option(metavar="FOLDER"),
     ] = None
 
@@ -97,7 +84,6 @@ def doctor(
         "Set clocks for some seconds, to see whether that is permitted and how long it takes; "
         "then reset them.",
     ],
-    rehearsal: RehearsalOptions,
     acceptance: AcceptanceOptions,
     as_json: AsJson,
 ) -> None:
@@ -112,28 +98,27 @@ def doctor(
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
-    if acceptance.acceptance:
-        if measure_latency or rehearsal.rehearse or rehearsal.no_locks or len(gpus) > 1:
+    if acceptance.acceptance or acceptance.rehearse:
+        if measure_latency or len(gpus) > 1 or acceptance.acceptance == acceptance.rehearse:
             raise UsageError(
-                "--acceptance takes one GPU, and no other option than --read-only, --into and "
-                "--json; it tries all of them"
+                "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
+                "--into and --json; an acceptance tries all of them"
             )
         accept = registry.load(registry.ACCEPT)
         folder = acceptance.into or Path("acceptance")
-        accept(*gpus, read_only=acceptance.read_only, folder=folder, as_json=as_json)
+        accept(
+            *gpus,
+            rehearses=acceptance.rehearse,
+            read_only=acceptance.read_only,
+            folder=folder,
+            as_json=as_json,
+        )
         return
     if acceptance.read_only or acceptance.into is not None:
-        raise UsageError("--read-only and --into are about an acceptance; add --acceptance")
-    if rehearsal.rehearse:
-        if measure_latency or len(gpus) > 1:
-            raise UsageError(
-                "--rehearse takes one GPU, and no --measure-latency; run them one after the other"
-            )
-        locks, stages = not rehearsal.no_locks, rehearsal.stages
-        rehearse_and_report(*gpus, locks=locks, stages=stages, as_json=as_json)
-        return
-    if rehearsal.no_locks or rehearsal.stages is not None:
-        raise UsageError("--no-locks and --stages are about a rehearsal; add --rehearse")
+        raise UsageError(
+            "--read-only and --into are about an acceptance or a rehearsal; add --acceptance or "
+            "--rehearse"
+        )
     if gpus == ("cuda",):
         from perseus_planner.gpu.nvml.cuda import count_devices
 
@@ -272,7 +257,7 @@ def _clock_change(
 def _text(diagnosis: dict[str, Any]) -> str:
     parts = [_gpu_text(gpu) for gpu in diagnosis["gpus"]]
     if diagnosis["parallel"] is not None:
-        parts.append(_parallel_text(diagnosis["parallel"]))
+        parts.append(diagnosis["parallel"].text)
     if diagnosis["clock_change"]:
         change = ", ".join(
             f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items()
@@ -323,7 +308,10 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
             )
             for setting in seen.settings
         ),
-        *(("changing the clock", text) for text in _latency_texts(diagnosis.latency)),
+        *(
+            ("changing the clock", text)
+            for text in (diagnosis.latency.texts if diagnosis.latency is not None else ())
+        ),
         ("lease", seen.leased_by or "free"),
         *(("stale lease", text) for text in seen.stale_leases),
         *(("warning", text) for text in seen.warnings),
@@ -349,31 +337,3 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
         )
     if energy.problem is not None:
         yield "counter", energy.problem
-
-
-def _latency_texts(latency: Latency | None) -> Iterator[str]:
-    if latency is None:
-        return
-    p50, p99, longest = (
-        si(s, "s", 3) for s in (latency.call_p50_s, latency.call_p99_s, latency.call_max_s)
-    )
-    yield f"a call takes {p50} (median; p99 {p99}, longest {longest}; {latency.calls} calls)"
-    if latency.settle_p50_s is not None:
-        reached = f"{latency.settled} of {latency.waited} were reached"
-        yield (
-            f"the clock is reached {si(latency.settle_p50_s, 's', 3)} after the call (median; "
-            f"{reached})"
-        )
-    else:
-        yield (
-            f"the clock was not reached within {latency.timeout_s:g} s, as on an idle GPU: "
-            "measure while it works"
-        )
-
-
-def _parallel_text(parallel: ParallelLatency) -> str:
-    verdict = "they run one after another" if parallel.queue else "they do not wait for each other"
-    return (
-        f"Setting {parallel.gpus} GPUs at once: {si(parallel.slowest_s, 's', 3)} until the last "
-        f"call returns, {si(parallel.alone_s, 's', 3)} for a call that is alone: {verdict}"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -105,11 +104,6 @@ class RowOptions:
     resume: Annotated[
         bool, "Continue from the rows that an interrupted run has left beside the output."
     ]
-    rehearse: Annotated[
-        bool,
-        "Only build the stages, and say how much memory the inputs of a microbatch take, a copy of "
-        "which is kept beside the training; planner doctor --rehearse tries all else.",
-    ]
 
 
 @command(
@@ -148,9 +142,6 @@ def profile(
 
     settings = None if job is None else read_settings(job)
     folder = job.parent if job is not None and wanted.stage is None else None
-    if rows.rehearse:
-        _rehearse(_stages(wanted, settings), folder)
-        return
     target = output or _profile_of(job, settings)
     check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
     stages = _stages(wanted, settings)
@@ -174,19 +165,6 @@ def profile(
         from perseus_planner.profiler.training_check import UNLIKE_TRAINING
 
         raise ProfileError(f"{target}: {difference}, {UNLIKE_TRAINING}")
-
-
-def _rehearse(wanted: _Stages, folder: Path | None) -> None:
-    if wanted.stage is None:
-        raise UsageError("--rehearse needs a stage to build; add --stage MODULE:FUNCTION")
-    from perseus_planner.profiler.build import input_bytes
-
-    sizes = input_bytes(
-        wanted.stage, wanted.stages, folder=folder, tensor_parallel=wanted.tensor_parallel
-    )
-    if os.environ.get("RANK", "0") == "0":
-        for number, size in enumerate(sizes):
-            click.echo(f"Stage {number}: the inputs of a microbatch take {size:,} bytes")
 
 
 def _profile_of(job: Path | None, settings: Settings | None) -> Path:
@@ -225,13 +203,6 @@ def _sweep_settings(options: SweepOptions) -> SweepSettings:
 
     if options.observe and options.control is not None:
         raise UsageError("--observe does not set anything; leave out --control")
-    goals = {"--minutes": options.minutes, "--saving-within": options.saving_within}
-    goal = next((option for option, value in goals.items() if value is not None), None)
-    if goal is not None and (options.observe or options.full):
-        raise UsageError(
-            f"{goal} chooses what is measured, and {'--full' if options.full else '--observe'} "
-            "measures each row once; leave out one of them"
-        )
     return SweepSettings(
         "observed" if options.observe else options.control or "clock",
         full=options.full,

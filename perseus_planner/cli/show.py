@@ -108,7 +108,10 @@ def show(
     if plot is not None:
         from perseus_planner.views import figures
 
-        drawn = view.draw(figures) if figure is None else _draw(figure, (file, *beside))
+        if figure is None:
+            drawn = view.draw(figures)
+        else:
+            drawn = _draw(figure, (file, *beside), blocking_power_w)
         figures.save_figure(drawn, plot)
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
@@ -116,11 +119,11 @@ def show(
     console.report(view.summary, view.text, written, as_json=as_json)
 
 
-def _draw(name: str, files: tuple[Path, ...]) -> Figure:
+def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) -> Figure:
     from perseus_planner.views.report import FIGURES
     from perseus_planner.views.sources import read_sources
 
-    return FIGURES[name](read_sources(files))
+    return FIGURES[name](read_sources(files, blocking_power_w))
 
 
 def _view(path: Path, blocking_power_w: float | None) -> _View:
@@ -131,8 +134,9 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
     if kind == "kareus":
-        summary, text = registry.load(registry.KAREUS)(path, blocking_power_w)
-        return _View(summary, text, partial(_refuse_figure, path))
+        plans = registry.load(registry.KAREUS)(path, blocking_power_w)
+        text = "\n".join(each.sheet.text() for each in plans)
+        return _View({"kareus": plans}, text, partial(_refuse_figure, path))
     if blocking_power_w is not None:
         raise UsageError(
             f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
@@ -277,15 +281,16 @@ def report(
     size: SizeOptions,
     blocking_power_w: Annotated[
         BlockingPower | None,
-        "Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV.",
+        "Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV or plans of Kareus.",
     ],
     output: Annotated[Path, output_file("the page", ".html", ".htm")],
     as_json: AsJson,
 ) -> None:
     """Write a page that shows where the energy goes, what a plan changes, and what it saves.
 
-    SOURCE is a profile, a frontier, a job file, a plan or a run folder. Give one or more, with at
-    most one profile, frontier and job file; all must be for the same kind of pipeline. The report
+    SOURCE is a profile, a frontier, a job file, a plan, a run folder or a folder with plans of
+    Kareus. Give one or more, with at most one profile, frontier and job file; all must be for the
+    same kind of pipeline, but for plans of Kareus, which have sections of their own. The report
     is about the first plan. Add the frontier to compare with the iteration before and with other
     planners, and the profile to see standard errors. A plan of `planner inference plan` has a
     report of its own.

@@ -12,14 +12,14 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import read_text
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import Column, lay_out, table
+from perseus_planner.base.tables import Column, Sheet, lay_out
 
 _COST = re.compile(r"^# Iteration \d+ total cost( with P2P)?: (\S+)$", re.MULTILINE)
 _KINDS = ("forward", "backward")
@@ -30,31 +30,13 @@ _FOLDERS = ("frontier", "schedules")  #: that tell neither a mode nor a configur
 class KareusPlan:
     """One plan, as its file predicts it."""
 
+    mode: str  #: its folder, such as "nanobatch_perseus"
     file: str  #: its file, in the folder that was read
     time_s: float  #: iteration time, seconds
     #: energy over one GPU of each stage, joules, waiting included.
     energy_j: float
     #: the same less what these GPUs would draw if they waited all that time.
     effective_j: float
-    has_launches: bool  #: whether a file beside it says when collectives begin
-
-
-@dataclass(frozen=True)
-class KareusMode:
-    """The plans of one mode for a configuration."""
-
-    mode: str  #: its folder, such as "nanobatch_perseus"
-    plans: tuple[KareusPlan, ...]  #: fastest first
-
-
-@dataclass(frozen=True)
-class Span:
-    """Iteration times for which one plan is the best one."""
-
-    mode: str
-    from_s: float  #: seconds
-    until_s: float | None  #: seconds; None for the slowest ones
-    file: str
 
 
 @dataclass(frozen=True)
@@ -62,24 +44,29 @@ class KareusConfiguration:
     """A model and how it is trained, with its plans in all modes."""
 
     name: str  #: its folders, such as "megatron_llama3.2_3b/cp1_tp8_mbs8_seq4096"
-    modes: tuple[KareusMode, ...]
-    best: tuple[Span, ...]  #: fastest first
+    plans: tuple[KareusPlan, ...]  #: fastest first
+    #: those that are best for some iteration times, each from its own to that of the next one.
+    best: tuple[KareusPlan, ...]
 
-
-def show_kareus(
-    folder: Path, blocking_power_w: float | None
-) -> tuple[tuple[KareusConfiguration, ...], str]:
-    """Return what a folder of plans holds, and the text about it; see `read_kareus`."""
-    if blocking_power_w is None:
-        raise UsageError(
-            f"{folder}: holds plans of Kareus, whose times follow from the power of a waiting GPU; "
-            "give it with --blocking-power, such as 85W, which Kareus takes for an A100"
+    @property
+    def sheet(self) -> Sheet:
+        """The plans as a table."""
+        until = {
+            plan.file: f"to {si(following.time_s, 's', 4)}"
+            for plan, following in pairwise(self.best)
+        }
+        until[self.best[-1].file] = "from there on"
+        columns = lay_out(
+            self.plans,
+            Column("mode", "mode", "<"),
+            Column("time {}", "time_s", "s4"),
+            Column("energy {}", "energy_j", "J4"),
+            Column("best", lambda plan: until.get(plan.file, "")),
         )
-    configurations = read_kareus(folder, blocking_power_w)
-    return configurations, "\n".join(map(_text, configurations)) + _NOTE
+        return Sheet(f"Plans of Kareus for {self.name}", _SOURCE, columns, _NOTE)
 
 
-def read_kareus(folder: Path, blocking_power_w: float) -> tuple[KareusConfiguration, ...]:
+def read_kareus(folder: Path, blocking_power_w: float | None) -> tuple[KareusConfiguration, ...]:
     """Read all plans below a folder whose folders are the modes, such as Kareus' `tests`.
 
     Args:
@@ -89,45 +76,31 @@ def read_kareus(folder: Path, blocking_power_w: float) -> tuple[KareusConfigurat
     Raises:
         UsageError: If a file is not such a plan, or there is none.
     """
-    if blocking_power_w <= 0.0:
-        raise UsageError("--blocking-power: is 0, from which no time follows; give it in watts")
-    found: dict[str, dict[str, list[KareusPlan]]] = defaultdict(lambda: defaultdict(list))
+    if not blocking_power_w:
+        raise UsageError(
+            f"{folder}: holds plans of Kareus, whose times follow from the power of a waiting GPU; "
+            "give it with --blocking-power, such as 85W, which Kareus takes for an A100"
+        )
+    found: dict[str, list[KareusPlan]] = defaultdict(list)
     for file in sorted(folder.rglob("freqs_pipeline_*.py")):
         mode, *names = file.relative_to(folder).parent.parts or (folder.name,)
         name = "/".join(part for part in names if part not in _FOLDERS)
-        found[name][mode].append(_plan(file, folder, blocking_power_w))
+        found[name].append(_plan(file, folder, mode, blocking_power_w))
     if not found:
         raise UsageError(f"{folder}: holds no freqs_pipeline_*.py, the plans of Kareus")
-    return tuple(
-        _configuration(name, {mode: found[name][mode] for mode in sorted(found[name])})
-        for name in sorted(found)
-    )
+    return tuple(_configuration(name, found[name]) for name in sorted(found))
 
 
-def _configuration(name: str, modes: dict[str, list[KareusPlan]]) -> KareusConfiguration:
-    each = sorted(
-        ((mode, plan) for mode, plans in modes.items() for plan in plans),
-        key=lambda entry: (entry[1].time_s, entry[1].effective_j),
-    )
-    best: list[tuple[str, KareusPlan]] = []
-    for mode, plan in each:  # until a longer time, a plan waits
-        if not best or plan.effective_j < best[-1][1].effective_j:
-            best.append((mode, plan))
-    ends = [*(plan.time_s for _, plan in best[1:]), None]
-    return KareusConfiguration(
-        name,
-        tuple(
-            KareusMode(mode, tuple(sorted(plans, key=lambda plan: plan.time_s)))
-            for mode, plans in modes.items()
-        ),
-        tuple(
-            Span(mode, plan.time_s, end, plan.file)
-            for (mode, plan), end in zip(best, ends, strict=True)
-        ),
-    )
+def _configuration(name: str, plans: list[KareusPlan]) -> KareusConfiguration:
+    plans.sort(key=lambda plan: (plan.time_s, plan.effective_j))
+    best = list[KareusPlan]()
+    for plan in plans:  # until a longer time, a plan waits
+        if not best or plan.effective_j < best[-1].effective_j:
+            best.append(plan)
+    return KareusConfiguration(name, tuple(plans), tuple(best))
 
 
-def _plan(file: Path, folder: Path, blocking_power_w: float) -> KareusPlan:
+def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> KareusPlan:
     text = read_text(file, UsageError)
     ranks = _literal(file, text)
     clocks = [clock for rank in ranks for _, clock in rank]
@@ -142,12 +115,12 @@ def _plan(file: Path, folder: Path, blocking_power_w: float) -> KareusPlan:
     if not 0.0 < time_s < float("inf"):
         raise _refusal(file, "its total costs give no iteration time")
     launches = file.with_name(file.name.replace("freqs", "scheds", 1))
-    if has_launches := launches.exists():
+    if launches.exists():
         kinds = [[kind for kind, *_ in rank] for rank in _literal(launches)]
         if kinds != [[kind for kind, _ in rank] for rank in ranks]:
             raise _refusal(launches, f"it has other computations than {file.name}")
     relative = str(file.relative_to(folder))
-    return KareusPlan(relative, time_s, energy_j, effective_j, has_launches)
+    return KareusPlan(mode, relative, time_s, energy_j, effective_j)
 
 
 def _literal(file: Path, text: str | None = None) -> list[list[tuple[Any, ...]]]:
@@ -177,30 +150,8 @@ def _refusal(file: Path, problem: str) -> UsageError:
     )
 
 
-def _text(configuration: KareusConfiguration) -> str:
-    columns = lay_out(
-        configuration.modes,
-        Column("mode", "mode", "<"),
-        Column("plans", lambda each: len(each.plans)),
-        Column("fastest {}", lambda each: each.plans[0].time_s, "s"),
-        Column("its {}", lambda each: each.plans[0].energy_j, "J"),
-        Column("least {}", lambda each: min(plan.energy_j for plan in each.plans), "J"),
-    )
-    spans: list[tuple[str, float, float | None]] = []
-    for span in configuration.best:
-        if spans and spans[-1][0] == span.mode:
-            spans[-1] = (span.mode, spans[-1][1], span.until_s)
-        else:
-            spans.append((span.mode, span.from_s, span.until_s))
-    texts = [
-        f"{mode} from {si(begin_s, 's', 4)}" + (f" to {si(end_s, 's', 4)}" if end_s else " on")
-        for mode, begin_s, end_s in spans
-    ]
-    best = fill(f"Best: {', '.join(texts)}.", 100)
-    return f"{configuration.name}\n{table(columns)}\n{best}\n"
-
-
+_SOURCE = "Predicted by Kareus, for one GPU of each stage; not measured, and not replayed here."
 _NOTE = (
-    "\nPredicted by Kareus in the comments of its plans, for one GPU of each stage; not measured, "
-    "and not\nreplayed here. Times follow from the blocking power.\n"
+    "Times follow from the blocking power. A plan is the best one from its time to the time named: "
+    "no other\ntakes less energy, waiting included."
 )

@@ -43,6 +43,9 @@ class DryRunGpu(ClosedOnExit):
     def reset_clocks(self) -> None:
         """Do nothing."""
 
+    def lock_memory(self, clock_mhz: int | None) -> None:
+        """Do nothing."""
+
     def set_power_limit_w(self, limit_w: float) -> None:
         """Check a power limit."""
         check_power_limit(self._gpu, limit_w)

@@ -179,7 +179,7 @@ def _hint(text: str) -> str:
 
 def privilege(text: str) -> str:
     """Return what is known about permission before anything is set."""
-    back_end = text.partition(":")[0]
+    back_end = text.removeprefix("memory:").partition(":")[0]
     if back_end in ("zeusd", "command"):
         return f"{back_end} sets it, so this process needs no privilege"
     if back_end not in ("nvml", "amd"):
@@ -231,6 +231,23 @@ class Latency:
     waited: int  #: Number of clocks that were waited for
     timeout_s: float  #: Longest wait for one clock
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        """How long a call takes, and when its clock is reached, in words."""
+        p50, p99, longest = (
+            si(s, "s", 3) for s in (self.call_p50_s, self.call_p99_s, self.call_max_s)
+        )
+        call = f"a call takes {p50} (median; p99 {p99}, longest {longest}; {self.calls} calls)"
+        if self.settle_p50_s is None:
+            return call, (
+                f"the clock was not reached within {self.timeout_s:g} s, as on an idle GPU: "
+                "measure while it works"
+            )
+        return call, (
+            f"the clock is reached {si(self.settle_p50_s, 's', 3)} after the call (median; "
+            f"{self.settled} of {self.waited} were reached)"
+        )
+
 
 @dataclass(frozen=True)
 class ParallelLatency:
@@ -241,6 +258,15 @@ class ParallelLatency:
     slowest_s: float  #: Median duration of the longest of simultaneous calls
     #: Whether the calls run one after another, as if the driver has one lock for the node.
     queue: bool
+
+    @property
+    def text(self) -> str:
+        """The same in words."""
+        verdict = "they run one after another" if self.queue else "they do not wait for each other"
+        return (
+            f"Setting {self.gpus} GPUs at once: {si(self.slowest_s, 's', 3)} until the last call "
+            f"returns, {si(self.alone_s, 's', 3)} for a call that is alone: {verdict}"
+        )
 
 
 def measure_latency(gpu: Gpu) -> Latency:

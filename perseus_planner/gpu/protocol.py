@@ -66,9 +66,9 @@ class GpuReader(Protocol):
         says what to do.
         """
 
-    def foreign_locks(self) -> tuple[str, ...]:
-        """Which clocks a program has locked, as far as can be told while nobody leases the GPU;
-        each text also says what to do.
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
+        """Which clocks a program has locked, as far as can be told; each text also says what to do.
+        Of a GPU that is leased only the memory clock can be told.
         """
 
     @property
@@ -174,7 +174,7 @@ class RealGpu(ClosedOnExit):
     origin = "measured"
     keeps_settings = True
 
-    def foreign_locks(self) -> tuple[str, ...]:
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Nothing: it cannot be told."""
         return ()
 
@@ -200,7 +200,7 @@ def check_clock(gpu: GpuReader, clock_mhz: int) -> None:
     if clock_mhz not in clocks:
         nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
         raise GpuError(
-            f"{gpu.text}: cannot lock its SM clock at {clock_mhz} MHz; the nearest supported "
+            f"{gpu.text}: cannot lock its clock at {clock_mhz} MHz; the nearest supported "
             f"clock is {nearest} MHz, and all are from {clocks[-1]} to {clocks[0]} MHz"
         )
 

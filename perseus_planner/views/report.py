@@ -62,7 +62,8 @@ class EnergyReport:
 
     planner: str  #: version of the planner that made it
     files: tuple[str, ...]  #: names of the files that it was made from
-    context: Context  #: the profile and the iteration
+    #: the profile and the iteration; None if there are only plans of Kareus.
+    context: Context | None
     rates: EnergyRates  #: what a kilowatt-hour costs
     size: IterationSize  #: the size of an iteration
     savings: tuple[Saving, ...]  #: what each run and plan saves
@@ -74,6 +75,7 @@ class EnergyReport:
     ranks: tuple[RanksOfPlan, ...]  #: clock changes, clocks and load of each rank by each plan
     runs: dict[str, RunSummary]  #: name -> the run beside its plans
     curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
+    kareus: tuple[Any, ...]  #: plans of Kareus for each configuration
 
 
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
@@ -99,6 +101,7 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
         ),
         runs=sources.summaries,
         curves=() if sources.profile is None else curves_of(sources.profile),
+        kareus=sources.kareus,
     )
 
 
@@ -171,10 +174,11 @@ def report_text(report: EnergyReport) -> str:
     verdicts = "".join(
         f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
     )
+    kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
     if not report.savings:
-        return (
-            f"{verdicts}There is no saving to show: no plan was given, and no run whose energy is "
-            "known.\n"
+        return verdicts + (
+            kareus
+            or "There is no saving to show: no plan was given, and no run whose energy is known.\n"
         )
     rates = report.rates
     sentences = "".join(f"{sentence}\n" for sentence in report.where.sentences)
@@ -187,7 +191,7 @@ def report_text(report: EnergyReport) -> str:
         f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
         "and CO2e are at the meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
-        f"kWh, PUE {rates.pue:g}.\n{accounts}"
+        f"kWh, PUE {rates.pue:g}.\n{accounts}\n{kareus}"
     )
 
 
@@ -204,7 +208,7 @@ _SAVINGS = (
 
 def _draw_iterations(sources: Sources, by: str) -> Figure:
     charts, left_out = chart_iterations(sources)
-    if not charts:
+    if not charts or sources.context is None:
         raise UsageError(
             "; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one"
         )
@@ -240,7 +244,7 @@ def page(report: EnergyReport) -> str:
         _inline(page_file("timeline.js")),
         _inline(page_file("report.js")),
     ]
-    unit = unit_of(report.context.control)
+    unit = _unit(report)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -269,6 +273,10 @@ def page(report: EnergyReport) -> str:
         ),
         data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
     )
+
+
+def _unit(report: EnergyReport) -> str:
+    return unit_of("clock" if report.context is None else report.context.control)
 
 
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
@@ -430,7 +438,7 @@ def _digest(text: str) -> str:
 def _data(report: EnergyReport) -> dict[str, Any]:
     """Return the data that the scripts draw."""
     return {
-        "unit": unit_of(report.context.control),
+        "unit": _unit(report),
         "where": [asdict(iteration) for iteration in report.where.iterations],
         "phases": PHASES,
         "frontier": asdict(report.frontier),

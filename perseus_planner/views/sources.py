@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base import registry
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.job import Job
@@ -44,12 +45,14 @@ class Sources:
     plans: Mapping[str, Plan] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)  #: name -> run
     job: Job | None = None  #: the job file
+    #: plans of Kareus, as `base.registry.KAREUS` returns them.
+    kareus: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()  #: names of the files, in the order in which they were given
 
     def __post_init__(self) -> None:
         if self.profile is None and self.frontier is not None:
             object.__setattr__(self, "profile", self.frontier.profile)
-        if self.profile is None and not self.plans and not self.runs:
+        if self.profile is None and not (self.plans or self.runs or self.kareus):
             raise UsageError(
                 "a report needs a profile, a frontier, a plan or the folder of a run; name at "
                 "least one"
@@ -107,11 +110,11 @@ class Sources:
         return next(chain(self.plans.values(), of_runs), None)
 
     @property
-    def context(self) -> Context:
-        """The profile and the iteration of the files."""
-        if self.profile is None and self.any_plan is not None:
-            return context_of_plan(self.any_plan)
-        return context_of_profile(self.profile, self.iteration)  # type: ignore[arg-type]
+    def context(self) -> Context | None:
+        """The profile and the iteration of the files; None if there are only plans of Kareus."""
+        if self.profile is not None:
+            return context_of_profile(self.profile, self.iteration)
+        return None if self.any_plan is None else context_of_plan(self.any_plan)
 
     @property
     def iteration(self) -> Iteration | None:
@@ -150,8 +153,9 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
     """Read the files and folders of a report.
 
     Args:
-        paths: profiles, frontiers, plans, job files, and folders of runs.
-        blocking_power_w: power of a waiting GPU, watts, for a profile that is a CSV.
+        paths: profiles, frontiers, plans, job files, folders of runs and of plans of Kareus.
+        blocking_power_w: power of a waiting GPU, watts, for a profile that is a CSV and for plans
+            of Kareus.
 
     Raises:
         PlannerError: If a file cannot be read, there are two of a kind of which only one can be
@@ -162,13 +166,14 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         "frontier": Frontier.load,
         "profile": partial(Profile.load, blocking_power_w=blocking_power_w),
         "job": Job.load,
+        "kareus": lambda path: registry.load(registry.KAREUS)(path, blocking_power_w),
     }
     names, sources = list[str](), defaultdict[Any, dict[str, Any]](dict)
     for path in paths:
         names.append(name := _short_name(path, names))
         reader = readers.get(kind_of(path), Plan.load)  # which refuses other files with the reason
         sources[reader][name] = reader(path)
-    runs, frontiers, profiles, jobs = (sources[reader] for reader in readers.values())
+    runs, frontiers, profiles, jobs, kareus = (sources[reader] for reader in readers.values())
     plans = sources[Plan.load]
     job, profile = _only(jobs, "job file"), _only(profiles, "profile")
     if profile is None and job is not None and not (frontiers or plans or runs):
@@ -176,7 +181,9 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
             kinds = len(job.profiles)
             raise UsageError(f"the job file has {kinds} kinds of pipelines; {_ONE_KIND}")
         profile = job.profiles[0]
-    return Sources(profile, _only(frontiers, "frontier"), plans, runs, job, tuple(names))
+    configurations = tuple(chain.from_iterable(kareus.values()))
+    frontier = _only(frontiers, "frontier")
+    return Sources(profile, frontier, plans, runs, job, configurations, tuple(names))
 
 
 def _only(sources: Mapping[str, Any], what: str) -> Any:

@@ -135,10 +135,10 @@ class Overload(Message, frozen=True):
 
 
 class ClockOverridden(Message, frozen=True):
-    """The rank's GPU ran faster than the clock that was set; another program sets it, too."""
+    """Another program sets a clock of the rank's GPU, too."""
 
-    set_mhz: int
-    achieved_mhz: int
+    clock: str  #: Which one, "SM" or "memory"
+    text: str  #: How that shows, and what to do
 
 
 class ControlResumed(Message, frozen=True):

@@ -16,6 +16,7 @@ from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
+from perseus_planner.gpu.lease.records import read_records
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
@@ -111,6 +112,7 @@ class Rank:
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
         self._overridden = 0  #: how often in a row the GPU then ran faster
+        self._has_told_memory = False  #: that somebody has locked the memory clock
         self._initial_limit_w: float | None = None
         self._default_limit_w: float | None = None  #: 0 if the GPU cannot tell
         self._is_attached = False
@@ -249,7 +251,23 @@ class Rank:
         is_above = achieved_mhz > _ABOVE * set_mhz
         self._overridden = self._overridden + 1 if is_above else 0
         if self._overridden == _OVERRIDDEN:
-            self.send(ClockOverridden(set_mhz, achieved_mhz))
+            text = (
+                f"this GPU ran at {achieved_mhz} MHz where {set_mhz} MHz was set, so another "
+                "program sets its clock (a script with `nvidia-smi -lgc`, DCGM, Slurm's "
+                "--gpu-freq); stop that on this node, or plans save nothing"
+            )
+            self.send(ClockOverridden("SM", text))
+
+    def _watch_memory(self, gpu: Gpu) -> None:
+        """Tell the rank once if another program has locked the memory clock of its GPU, and not a
+        mode of the training.
+        """
+        locks = () if self._has_told_memory else gpu.foreign_locks(is_leased=True)
+        if locks:
+            self._has_told_memory = True
+            modes = f"{gpu.uuid}-memory"  # under which they lease it
+            if not any(record.uuid == modes and record.is_living for record in read_records()[0]):
+                self.send(ClockOverridden("memory", f"{gpu.text}: {locks[0]}"))
 
     def sample(self, seen_ns: int, overtaken: int) -> None:
         """Read the GPU, and send the sample to the rank."""
@@ -270,6 +288,8 @@ class Rank:
             site_limit_w=self._site_limit_w(self.gpu),
         )
         self.send(sample)
+        with suppress(GpuError):
+            self._watch_memory(self.gpu)
 
     def reset(self) -> str | None:
         """Reset the GPU; return the problem if that fails."""

@@ -48,12 +48,12 @@ REFUSED = {
     "MODULE:FUNCTION",
     f"{PROFILE} --observe --control clock": "--observe does not set anything; leave out --control",
     f"{PROFILE} --full --minutes 5": (
-        "--minutes chooses what is measured, and --full measures each row once; leave out one of "
-        "them"
+        "minutes and saving_within choose what is measured; leave out --full and --observe (in "
+        "Python full and control='observed')"
     ),
     f"{PROFILE} --observe --saving-within 1%": (
-        "--saving-within chooses what is measured, and --observe measures each row once; leave out "
-        "one of them"
+        "minutes and saving_within choose what is measured; leave out --full and --observe (in "
+        "Python full and control='observed')"
     ),
     f"{PROFILE} --saving-within 0": (
         "--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"

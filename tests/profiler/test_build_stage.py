@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import done
 from launching import EXAMPLES, ranks
 
 from perseus_planner.base.errors import UsageError
@@ -61,15 +60,6 @@ def own(folder: Path) -> Iterator[Path]:
     for name in set(sys.modules) - modules:
         if name.startswith(("own", "broken", "gpt", "stages")):
             del sys.modules[name]
-
-
-def test_a_rehearsal_builds_the_stages_and_says_how_large_the_inputs_of_a_microbatch_are(own: Path):
-    said = done("profile --stage own:build_stage --stages 2 --rehearse")
-    assert said == (
-        "Stage 0: the inputs of a microbatch take 64 bytes\n"
-        "Stage 1: the inputs of a microbatch take 64 bytes\n"
-    )
-    assert not list(own.glob("*.csv"))
 
 
 def refusal(text: str, position: RankPosition | None = None) -> str:

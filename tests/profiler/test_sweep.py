@@ -481,7 +481,7 @@ def test_stages_that_do_not_fit_together_are_refused(stages: list[StageRows], re
         ({"minutes": 0.0}, "minutes: 0.0 is not a number of minutes above 0, such as 30"),
         ({"saving_within": -0.1}, "saving_within: -0.1 is not a share: give a number of 0 or more"),
         ({"minutes": 5.0, "full": True}, "minutes and saving_within choose what is measured; "),
-        ({"saving_within": 0.01, "control": "observed"}, "leave out full, or control='observed'"),
+        ({"saving_within": 0.01, "control": "observed"}, "leave out --full and --observe"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting: dict[str, object], refusal: str):

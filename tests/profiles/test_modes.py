@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from strategies import recomputed, smooth_profile
+from recomputed import recomputed
+from strategies import smooth_profile
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import ProfileError

@@ -21,7 +21,7 @@ from controller_ranks import (
     served,
     set_clock,
 )
-from fake_nvml import StandIn
+from fake_nvml import UUIDS, StandIn
 from gpu_owners import files
 
 from perseus_planner.base.errors import (
@@ -45,6 +45,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.marks import NO_REQUEST, clock_request
+from perseus_planner.runtime.modes import memory_modes
 
 SIMULATED = "simulated:a100-sxm"
 
@@ -110,7 +111,33 @@ def test_a_gpu_whose_clock_another_program_sets_is_told(
         for place, clock in enumerate((900, 1005, 900)):
             set_clock(connection, clock, place)
         connection.request[0] = clock_request(3, 1005)
-        assert awaited(connection, ClockOverridden) == ClockOverridden(900, 1980)
+        found = awaited(connection, ClockOverridden)
+        assert (found.clock, found.text.partition(", so")[0]) == (
+            "SM",
+            "this GPU ran at 1980 MHz where 900 MHz was set",
+        )
+
+
+def test_a_memory_clock_that_another_program_has_locked_is_told(nvml: StandIn, state: Path):
+    nvml.set("memory_mhz", 1593)
+    with served("nvml:0") as connection:
+        found = awaited(connection, ClockOverridden)
+        assert found.clock == "memory"
+        assert found.text.startswith(f"nvml:{UUIDS[0]}: the memory clock is 1593 MHz and not 2619")
+    with memory_modes("nvml:1", 1593) as modes, served("nvml:1") as connection:
+        modes["mem-1593"]()
+        came: list[object] = []
+
+        def has_begun(iterations: int) -> bool:
+            came.extend(connection.messages())
+            return sum(isinstance(each, GpuSample) for each in came) > iterations
+
+        for iteration in range(3):
+            for place in (1, 0):
+                connection.request[0] = clock_request(place, 900)
+                let_look(connection)
+            eventually(lambda: has_begun(iteration))  # noqa: B023 - called before the next
+        assert not [each for each in came if isinstance(each, ClockOverridden)]
 
 
 def test_the_rate_is_of_all_gpus_together(nvml: StandIn, state: Path):

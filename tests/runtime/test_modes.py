@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launching import Results, results_of
+from strategies import smooth_profile
 
+from perseus_planner import solve
+from perseus_planner.base.errors import PlanError
+from perseus_planner.engines.ctas import GroupMode, new_nccl_group
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import Marks
 from perseus_planner.runtime.modes import ModeSwitch
+from perseus_planner.schedules import Computation
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,6 +46,11 @@ def test_torch_recomputes_what_the_plan_says_and_losses_stay_the_same(tmp_path: 
     assert [rank["entered"] for rank in everyone] == [["own"], ["own"]]
     (text,) = [text for rank in everyone for text in rank["failed"]["warnings"]]
     assert "mode keep failed (ArithmeticError('no')); training goes on in its own way" in text
+    # The memory clock stays between iterations, and is reset after the training.
+    assert [rank["memory_mhz"] for rank in everyone] == [[1593, 1593, 2619]] * 2
+    # Both ranks reduce with the same communicators, of which one has no program in an iteration.
+    used = ["own", "ctas-4", "own", "ctas-8"] * 3
+    assert [rank["communicators"] for rank in everyone] == [used, used]
 
 
 @pytest.mark.soak  # each engine is a launch of its own
@@ -51,13 +68,108 @@ def test_megatron_recomputes_what_the_plan_says_and_losses_stay_the_same(tmp_pat
     check_modes(everyone, sees_modes=False)
 
 
-def test_a_backward_runs_in_the_mode_of_its_forward_also_after_a_deviation() -> None:
-    entered: list[str] = []
-    switch = ModeSwitch(
-        {name: lambda name=name: entered.append(name) for name in ("own", "keep")}, print
-    )
-    switch.begin(0, "F", 0, "keep")
-    switch.begin(0, "F", 1, None)  # the plan is not followed from here
-    switch.begin(0, "B", 0, None)
-    switch.begin(0, "B", 1, None)
-    assert entered == ["keep", "own", "keep", "own"]
+def program_of(modes: tuple[str, ...]) -> Program:
+    plan = solve(smooth_profile(2), "1f1b", microbatches=2).baseline_plan
+    return replace(Program.of_plan(1, plan, 0), modes=modes)
+
+
+class Source:
+    """A source of programs that a test changes."""
+
+    def __init__(self, program: Program | None) -> None:
+        self.program = program
+
+    def program_for(self, _: int) -> Program | None:
+        return self.program
+
+    def on_end(self, *_: object) -> None:
+        pass
+
+
+class Entering:
+    """A hook whose modes are written down as they are entered."""
+
+    def __init__(self, first: Program, **modes: Callable[[], None]) -> None:
+        self.entered: list[str] = []
+        names = ("own", "low")
+        written = {name: partial(self.entered.append, name) for name in names}
+        self.source, self.warnings = Source(first), list[str]()
+        self.switch = ModeSwitch({**written, **modes}, self.warnings.append)
+        marks = Marks(memoryview(bytearray(8)).cast("Q"))
+        self.hook = Hook(marks, self.source, first, None, self.switch)
+
+    def iterate(self, *ran: Computation) -> list[str]:
+        self.entered.clear()
+        self.hook.begin_iteration()
+        for computation in ran:
+            self.hook.begin(*computation)
+            self.hook.end()
+        self.hook.end_iteration()
+        return list(self.entered)
+
+
+def test_one_mode_for_all_computations_is_entered_once_and_several_end_with_the_iteration() -> None:
+    one, several = program_of(("low",) * 4), program_of(("own", "low", "own", "low"))
+    order = one.computations
+    world = Entering(one)
+    assert [world.iterate(*order), world.iterate(*order)] == [["low"], []]
+    world.source.program = several
+    assert world.iterate(*order) == ["own", "low", "own", "low", "own"]
+    assert world.iterate(*order) == ["low", "own"] * 2
+    world.source.program = program_of(())
+    assert world.iterate(*order) == []
+
+
+def test_the_mode_is_that_of_the_computation_whatever_else_a_rank_meets() -> None:
+    program = program_of(("own", "low", "own", "low"))
+    first, second, third, last = program.computations
+    world = Entering(program)
+    modes = ["low", "own", "low", "own"]
+    assert world.iterate(second, first, last) == modes  # it deviates
+    world.source.program = None  # it cannot set clocks
+    assert world.iterate(first, second, third, last) == modes
+    assert world.iterate(last, Computation(7, "F", 7)) == modes[:2]
+
+
+def test_after_a_failure_the_own_way_is_entered_but_modes_of_groups_go_on() -> None:
+    def fail() -> None:
+        raise ArithmeticError("no")
+
+    program = program_of(("own", "low", "high", "low"))
+    world = Entering(program, low=fail)
+    world.switch._modes["high"] = GroupMode(partial(world.entered.append, "high"))  # type: ignore[index]
+    assert world.iterate(*program.computations) == ["own", "high", "own"]
+    assert world.iterate(*program.computations) == ["high", "own"]
+    assert len(world.warnings) == 1
+
+
+def test_a_plan_that_changes_a_mode_of_groups_is_refused() -> None:
+    low, own, other = (program_of(modes) for modes in (("low",) * 4, (), ("own", "low") * 2))
+    world = Entering(low, low=GroupMode(lambda: None))
+    world.switch.check(low.computations, low.modes)
+    for changed in (own, other):
+        with pytest.raises(PlanError, match="enter low together; plan with the same modes, or"):
+            world.switch.check(changed.computations, changed.modes)
+    world = Entering(own, low=GroupMode(lambda: None))
+    with pytest.raises(PlanError, match="other modes than that of the training so far"):
+        world.switch.check(low.computations, low.modes)
+    Entering(own).switch.check(low.computations, low.modes)
+
+
+def test_communicators_of_ctas_have_the_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    made: dict[str, Any] = {}
+
+    def new_group(ranks: list[int], **given: Any) -> None:
+        made.update(given, ranks=ranks)
+
+    options = SimpleNamespace(config=SimpleNamespace())
+    nccl = SimpleNamespace(Options=lambda: options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    new_nccl_group((4, 5), 8)
+    assert (made["ranks"], made["backend"], made["use_local_synchronization"]) == (
+        [4, 5], "nccl", True,
+    )  # fmt: skip
+    assert vars(made["pg_options"].config) == {"min_ctas": 8, "max_ctas": 8}

@@ -14,7 +14,8 @@ from random import Random
 import numpy as np
 import pytest
 from oracles import all_choices, relaxed_j, waiting_w
-from strategies import any_schedule, furnished, pipeline, recomputed, smooth_profile
+from recomputed import recomputed
+from strategies import any_schedule, furnished, pipeline, smooth_profile
 
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256

@@ -26,7 +26,7 @@ struct state {
     uint32_t unused;
     uint64_t sets; /* how often a setting was made since the file is there */
     struct gpu_state {
-        uint32_t locked_min_mhz, locked_max_mhz; /* 0: not locked */
+        uint32_t locked_min_mhz, locked_max_mhz, memory_mhz, unused; /* 0: not locked */
         uint32_t limit_mw, limit_known;
         int64_t energy_at_ns; /* up to when energy_uj has been counted; 0: not begun */
         double energy_uj;
@@ -353,8 +353,9 @@ int nvmlDeviceGetSupportedGraphicsClocks(Device device, unsigned memory_mhz, uns
 
 int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
     ENTER_DEVICE(device);
-    *mhz = type == 2 ? number(gpu, "memory_mhz") : clock_mhz(gpu);
-    LEAVE(type <= 1 || value(gpu, "memory_mhz") ? SUCCESS : NOT_SUPPORTED);
+    unsigned memory_mhz = state->gpu[gpu].memory_mhz ? state->gpu[gpu].memory_mhz : number(gpu, "memory_mhz");
+    *mhz = type == 2 ? memory_mhz : clock_mhz(gpu);
+    LEAVE(type <= 1 || memory_mhz ? SUCCESS : NOT_SUPPORTED);
 }
 
 int nvmlDeviceGetClock(Device device, unsigned type, unsigned id, unsigned *mhz) {
@@ -505,7 +506,8 @@ static int set(const char *function, Device device, uint32_t low, uint32_t high)
         unsigned limits[3] = {0};
         numbers(gpu, "limit_mw", limits, 3);
         energy_mj(gpu); /* until now, at the old power */
-        if (strstr(function, "LockedClocks")) {
+        if (strstr(function, "MemoryLockedClocks")) mine->memory_mhz = high;
+        else if (strstr(function, "LockedClocks")) {
             if (low > high) answer = INVALID_ARGUMENT;
             else mine->locked_min_mhz = low, mine->locked_max_mhz = high;
         } else if (low < limits[0] || low > limits[1]) answer = INVALID_ARGUMENT;
@@ -527,5 +529,9 @@ static int set(const char *function, Device device, uint32_t low, uint32_t high)
 int nvmlDeviceSetGpuLockedClocks(Device device, unsigned low, unsigned high) { return set(__func__, device, low, high); }
 
 int nvmlDeviceResetGpuLockedClocks(Device device) { return set(__func__, device, 0, 0); }
+
+int nvmlDeviceSetMemoryLockedClocks(Device device, unsigned low, unsigned high) { return set(__func__, device, low, high); }
+
+int nvmlDeviceResetMemoryLockedClocks(Device device) { return set(__func__, device, 0, 0); }
 
 int nvmlDeviceSetPowerManagementLimit(Device device, unsigned mw) { return set(__func__, device, mw, mw); }

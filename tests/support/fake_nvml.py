@@ -73,6 +73,8 @@ class _Gpu(ctypes.Structure):
     _fields_ = (
         ("locked_min_mhz", ctypes.c_uint32),
         ("locked_max_mhz", ctypes.c_uint32),
+        ("memory_mhz", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("limit_mw", ctypes.c_uint32),
         ("limit_known", ctypes.c_uint32),
         ("energy_at_ns", ctypes.c_int64),
@@ -225,6 +227,10 @@ class StandIn:
         """Return the smallest and the largest clock of the lock; None if no clock is locked."""
         kept = self._kept().gpu[gpu]
         return (kept.locked_min_mhz, kept.locked_max_mhz) if kept.locked_max_mhz else None
+
+    def memory_mhz(self, gpu: int) -> int | None:
+        """Return the memory clock that is locked, or None."""
+        return self._kept().gpu[gpu].memory_mhz or None
 
     def limit_w(self, gpu: int) -> float | None:
         """Return the power limit that was set; None if none was."""

@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from recomputed import recomputed
 from runtime_training import (
+    GPU,
     NAME,
     DeepSpeed,
     Torch,
@@ -24,15 +28,22 @@ from runtime_training import (
     planned,
     trained,
 )
-from strategies import recomputed, smooth_profile
+from strategies import smooth_profile
 from tiny_training import Layer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from perseus_planner import solve
 from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.engines.ctas import ctas_modes
+from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.runtime import Recompute
+from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.marks import Marks
+from perseus_planner.runtime.modes import ModeSwitch, memory_modes
 from perseus_planner.schedules import Computation
 
 MICROBATCHES, ITERATIONS = 4, 3
@@ -52,6 +63,8 @@ def torch_engine(state: str) -> None:
         create = partial(Torch, layer=lambda: checkpoint_wrapper(Layer()), has_shapes=True)
         result.update(_trained_in_modes(create))
         result.update(_failed())
+        result["memory_mhz"] = _at_a_memory_clock()
+        result["communicators"] = _on_other_ctas()
 
 
 def deepspeed_engine(state: str) -> None:
@@ -113,15 +126,15 @@ def _trained_in_modes(create: Callable[..., Any]) -> dict[str, Any]:
     for module in _modules(pipeline):
         if type(module).__name__ in ("Layer", "TransformerLayer"):
             module.register_forward_pre_hook(count)
+    rank = plan.schedule.ranks[dist.get_rank()]
+    kept = [str(each) for each in rank if plan.modes.get(str(each)) == "keep"]
     with planned(pipeline, plan, modes=switch) as runtime:
         watch.planned = lambda: runtime.plan
         for _ in range(ITERATIONS):
             modes.append({})
             results += pipeline.step()
-            assert recompute.is_on
+            assert recompute.is_on == (len(kept) < len(rank))  # one mode for all of them stays
         results += pipeline.state()
-    rank = plan.schedule.ranks[dist.get_rank()]
-    kept = [str(each) for each in rank if plan.modes.get(str(each)) == "keep"]
     return {
         "equal": equal(expected, results),
         "ran": [[name for name, is_on in each.items() if not is_on] for each in modes],
@@ -151,6 +164,79 @@ def _refusals(engine: Any) -> None:
             pass
     refused = pytest.raises(UsageError, match="are for one way of running")
     with refused, planned(Torch("1f1b", MICROBATCHES), None, modes={"own": lambda: None}):
+        pass
+
+
+def _at_a_memory_clock() -> list[int]:
+    """Return the memory clock after each of two iterations of a plan that sets it, and after the
+    training.
+    """
+    plain, mode = smooth_profile(2, 90), "mem-1593"
+    rows = dict(plain.measurements)
+    for (stage, kind), points in plain.measurements.items():
+        cheaper = [replace(point, energy_j=0.9 * point.energy_j) for point in points]
+        rows[stage, in_mode(kind, mode)] = tuple(cheaper)
+    modes = Modes({mode: Mode({"memory clock": "1593 MHz"})}, shared_by="pipeline")
+    profile = replace(plain, measurements=rows, modes=modes, gpu=NAME, origin="simulated")
+    frontier = solve(profile, "1f1b", microbatches=MICROBATCHES)
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
+    assert list(plan.modes.values()) == [mode] * len(plan.clocks)
+    pipeline, seen_mhz = Torch("1f1b", MICROBATCHES), list[int]()
+    gpu = gpu_text(GPU, torch.device("cpu"))
+    with open_gpu(gpu) as seen:
+        with memory_modes(gpu, 1593) as known, planned(pipeline, plan, modes=known):
+            for _ in range(2):
+                pipeline.step()
+                seen_mhz.append(seen.memory_mhz())  # type: ignore[attr-defined]
+        return [*seen_mhz, seen.memory_mhz()]  # type: ignore[attr-defined]
+
+
+def _on_other_ctas() -> list[str]:
+    """Return the communicator of each computation of three iterations, in each of which a group
+    reduces. In the second one rank 1 cannot set clocks, and so has no program.
+    """
+    cpu, ranks = torch.device("cpu"), [0, 1]
+    group, made = dist.new_group(ranks), {}
+
+    def new_group(members: Any, ctas: int) -> Any:
+        assert members == ranks
+        return made.setdefault(f"ctas-{ctas}", dist.new_group(members))
+
+    made["own"] = group
+    modes = ctas_modes(group, 4, 8, new_group=new_group)
+    backends = {name: each._get_backend(cpu) for name, each in made.items()}
+    with pytest.raises(UsageError, match="more than three numbers"):
+        ctas_modes(group, 1, 2, 3, 4)
+    plan = solve(smooth_profile(2), "1f1b", microbatches=2).baseline_plan
+    program = replace(Program.of_plan(1, plan, 0), modes=("own", "ctas-4", "own", "ctas-8"))
+    source, used = Source(program), list[str]()
+    marks = Marks(memoryview(bytearray(8)).cast("Q"))
+    hook = Hook(marks, source, program, None, ModeSwitch(modes, print))
+    for iteration in range(3):
+        source.program = None if iteration == dist.get_rank() == 1 else program
+        hook.begin_iteration()
+        for computation in program.computations:
+            hook.begin(*computation)
+            value = torch.ones(3)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [2.0] * 3
+            now = group._get_backend(cpu)
+            used += [name for name, backend in backends.items() if backend is now]
+            hook.end()
+        hook.end_iteration()
+    return used
+
+
+class Source:
+    """A source of programs that changes."""
+
+    def __init__(self, program: Program | None) -> None:
+        self.program = program
+
+    def program_for(self, _: int) -> Program | None:
+        return self.program
+
+    def on_end(self, *_: object) -> None:
         pass
 
 

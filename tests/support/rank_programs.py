@@ -16,7 +16,6 @@ from runpy import run_path
 from threading import Event
 from typing import Any
 
-import pytest
 import tiny_training
 import torch
 import torch.distributed as dist
@@ -30,9 +29,6 @@ from perseus_planner.cli import main
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.recording import LossOfSteps, Recording
 from perseus_planner.engines.torch_state import tensors
-from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler import rehearsal
 from perseus_planner.profiler.build import profile_stages
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup, process_group
@@ -329,17 +325,3 @@ def _report(body: Callable[[], None]) -> None:
     except PlannerError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-
-
-def rehearse(broken: str, *arguments: str) -> None:
-    """Run `planner doctor --rehearse`; on rank 1, what `broken` names does not work."""
-    patch = pytest.MonkeyPatch()
-    if os.environ["RANK"] == "1":
-        if broken == "locks":
-            patch.setattr(SimulatedGpu, "set_clock_mhz", lambda *_: None)
-        elif broken == "messages":
-            patch.setattr(dist, "send", lambda *_: Event().wait())
-        elif broken:
-            patch.setattr(rehearsal, "open_gpu", lambda text: open_gpu(f"{text}?fault={broken}"))
-    patch.setattr(rehearsal, "MESSAGE_LIMIT_S", 5.0)
-    main(["doctor", "--rehearse", "simulated:a100-sxm", *arguments])

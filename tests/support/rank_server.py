@@ -99,5 +99,6 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    support = Path(__file__).parent
+    sys.path[:0] = [str(support), str(support.parents[1] / "benchmarks")]
     _serve()

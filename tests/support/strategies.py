@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from perseus_planner import schedules
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
@@ -90,28 +89,6 @@ def smooth_profile(stages: int, step_mhz: int = 15) -> Profile:
                 for clock, time_s, power_w in zip(clocks, times_s, powers_w, strict=True)
             )
     return Profile(points, 83.64, gpu="smooth", origin="measured")
-
-
-def recomputed(plain: Profile, memory_bytes: float | None, **rest: object) -> Profile:
-    """Recompute as the own way, and activations kept in the mode keep; a microbatch of them takes a
-    byte.
-    """
-    rows = dict(plain.measurements)
-    for (stage, kind), kept in plain.measurements.items():
-        rows[stage, in_mode(kind, "keep")] = kept
-        if kind == "B":
-            again = {row.clock_mhz: row for row in plain.measurements[stage, "F"]}
-            rows[stage, kind] = tuple(
-                replace(
-                    row,
-                    time_s=row.time_s + again[row.clock_mhz].time_s,
-                    energy_j=row.energy_j + again[row.clock_mhz].energy_j,
-                )
-                for row in kept
-            )
-    ways = {"own": Mode({"recompute": "full"}, 0.1, 0.9), "keep": Mode(kept_bytes=1.0)}
-    modes = Modes(ways, shared_by="microbatch", memory_bytes=memory_bytes)
-    return replace(plain, measurements=rows, modes=modes, **rest)  # type: ignore[arg-type]
 
 
 def _seconds(rng: Random, most: int = 60) -> float:

@@ -38,7 +38,7 @@ from perseus_planner.base.files import replacing
 from perseus_planner.base.processes import ProcessDescription, state_folder
 from perseus_planner.base.wires import Record, decode, encode
 
-LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated")
+LEASED_BACK_ENDS = ("nvml", "zeusd", "command", "amd", "emulated", "memory")
 """Back-ends that may open a record's GPU. Emulated GPUs are separate for each user, in a private
 folder.
 """

@@ -257,42 +257,43 @@ class NvmlReader(RealGpu):
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
-    def foreign_locks(self) -> tuple[str, ...]:
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Which clocks are below their highest while the GPU works and nothing throttles it: NVML
         does not tell what is locked.
         """
-        return tuple(read_or_none(lambda: list(self._find_locks())) or ())
+        return tuple(read_or_none(lambda: list(self._find_locks(is_leased))) or ())
 
-    def _find_locks(self) -> Iterator[str]:
+    def _find_locks(self, is_leased: bool) -> Iterator[str]:
         if self._device.number(_REASONS) & (_IDLE_BIT | sum(_REASON_BITS)):
             return
         clock_mhz, highest_mhz = self.clock_mhz(), self.supported_clocks_mhz[0]
         at_most = "although it works and nothing throttles it: a program has locked it"
-        if clock_mhz < highest_mhz:
+        if clock_mhz < highest_mhz and not is_leased:
             yield (
                 f"the SM clock is {clock_mhz} MHz and not {highest_mhz} MHz, {at_most} (a launch "
                 "script with `nvidia-smi -lgc`, DCGM, Slurm's --gpu-freq); what the planner sets "
                 "replaces this lock, and is replaced if that program sets it again; remove the "
                 "lock (`nvidia-smi -rgc`)"
             )
-        memory_mhz = read_or_none(lambda: self._device.number(_MEMORY_MHZ))
-        highest_mhz = self._memory_clocks_mhz[0]
+        memory_mhz = read_or_none(self.memory_mhz)
+        highest_mhz = self.memory_clocks_mhz[0]
         if memory_mhz is not None and memory_mhz < highest_mhz:
             yield (
                 f"the memory clock is {memory_mhz} MHz and not {highest_mhz} MHz, {at_most} "
-                "(`nvidia-smi -lmc`), which the planner leaves as it is; train under the same, or "
-                "remove the lock (`nvidia-smi -rmc`)"
+                "(`nvidia-smi -lmc`, or a mode of a training), which the planner leaves as it is; "
+                "train under the same, or remove the lock (`nvidia-smi -rmc`)"
             )
 
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks available at the highest memory clock, highest first."""
         function, what = "nvmlDeviceGetSupportedGraphicsClocks", _LIST_CLOCKS
-        memory_mhz = self._memory_clocks_mhz[0]
+        memory_mhz = self.memory_clocks_mhz[0]
         return self._device.clocks(function, memory_mhz, what=what, advice=_WITHOUT_CLOCKS)
 
     @cached_property
-    def _memory_clocks_mhz(self) -> tuple[int, ...]:
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Memory clocks that can be locked, highest first."""
         function, what = "nvmlDeviceGetSupportedMemoryClocks", _LIST_CLOCKS
         return self._device.clocks(function, what=what, advice=_WITHOUT_CLOCKS)
 
@@ -360,6 +361,10 @@ class NvmlReader(RealGpu):
     def clock_mhz(self) -> int:
         """Current SM clock, MHz."""
         return self._device.number(_CLOCK_MHZ)
+
+    def memory_mhz(self) -> int:
+        """Current memory clock, MHz."""
+        return self._device.number(_MEMORY_MHZ)
 
     def temperature_c(self) -> float:
         """Core temperature, degrees Celsius."""
@@ -429,6 +434,14 @@ class NvmlGpu(NvmlReader):
         self._device.call(
             "nvmlDeviceResetGpuLockedClocks", what="reset its SM clock", advice=_WITHOUT_CLOCKS
         )
+
+    def lock_memory(self, clock_mhz: int | None) -> None:
+        """Lock the memory clock, or unlock it, whichever process locked it."""
+        if clock_mhz is None:
+            self._device.call("nvmlDeviceResetMemoryLockedClocks", what="reset its memory clock")
+            return
+        function, what = "nvmlDeviceSetMemoryLockedClocks", f"lock its memory at {clock_mhz} MHz"
+        self._device.call(function, clock_mhz, clock_mhz, what=what)
 
     def _limit_power(self, limit_w: float) -> None:
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.

@@ -58,6 +58,7 @@ class Chip:
         #: Power limit that is set; None for the default, that of each load.
         self.limit_w: float | None = None
         self.locked_mhz: int | None = None  #: clock that is locked
+        self.memory_mhz = model.memory_clocks_mhz[0]  #: clock of the memory
         #: Until when the clock lags behind the last setting, and what was locked before.
         self.before: tuple[float, int | None] = (0.0, None)
         self.clock_mhz = float(model.clocks_mhz[-1])  #: clock of what was done last

@@ -142,11 +142,11 @@ class EmulatedGpu(SimulatedGpu):
         """Launch `work`, and drop what is left of earlier work."""
         now_s = time.monotonic()
         self._count_call()
-        load = self._load(work)
-        if load.memory_s <= 0 and load.megacycles <= 0:
-            raise GpuError(f"{self.name} got work without FLOPs or bytes; give it some")
 
         def begin(chip: _RunningChip) -> None:
+            load = self._load(work, chip)
+            if load.memory_s <= 0 and load.megacycles <= 0:
+                raise GpuError(f"{self.name} got work without FLOPs or bytes; give it some")
             chip.work = (astuple(load), 1.0, *self._noise(chip, work, 1))
 
         self._change(begin, now_s)

@@ -120,7 +120,7 @@ class SimulatedGpu(ClosedOnExit):
         """
         self._count_call()
         noise = self._noise(self._chip, work, repetitions)
-        self._chip.execute(self._load(work), repetitions, *noise)
+        self._chip.execute(self._load(work, self._chip), repetitions, *noise)
 
     def block(self, duration_s: float) -> None:
         """Wait for a neighbour's message for `duration_s` seconds of virtual time."""
@@ -147,7 +147,9 @@ class SimulatedGpu(ClosedOnExit):
         """No warnings: nothing spoils a simulated profile."""
         return ()
 
-    foreign_locks = warnings
+    def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
+        """None: no other program sets it."""
+        return ()
 
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
@@ -171,6 +173,23 @@ class SimulatedGpu(ClosedOnExit):
         """Unlock the SM clock, so that the GPU runs at its highest clock again."""
         self._count_call("clocks")
         self._set(lambda chip: chip.lock(None))
+
+    @property
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Memory clocks that can be locked, highest first."""
+        return self.model.memory_clocks_mhz
+
+    def memory_mhz(self) -> int:
+        """Memory clock, MHz."""
+        return self._read().memory_mhz
+
+    def lock_memory(self, clock_mhz: int | None) -> None:
+        """Lock the memory clock, or unlock it; it is in force for the work that begins then."""
+
+        def lock(chip: Chip) -> None:
+            chip.memory_mhz = clock_mhz or self.memory_clocks_mhz[0]
+
+        self._set(lock)
 
     @property
     def power_limits_w(self) -> tuple[float, float]:
@@ -271,8 +290,8 @@ class SimulatedGpu(ClosedOnExit):
     def _change(self, change: Callable[[Chip], None]) -> None:
         change(self._state)
 
-    def _load(self, work: OpCost | Load) -> Load:
-        return self.model.load(work) if isinstance(work, OpCost) else work
+    def _load(self, work: OpCost | Load, chip: Chip) -> Load:
+        return self.model.load(work, chip.memory_mhz) if isinstance(work, OpCost) else work
 
     def _with_options(self, text: str, mark: str, default: SimulationOptions) -> str:
         options = format_options(self.seed, self.options, default)

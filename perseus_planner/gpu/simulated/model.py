@@ -129,6 +129,8 @@ class GpuModel:
     slowdown_c: float  #: Core temperature at which the clock is lowered to stop further warming
     sensor_s: float  #: Time over which the power sensor averages; 0 for instant power
     held_share: float = 1.0  #: Share of a power limit up to which the GPU lets its power rise
+    #: Memory clocks that can be locked, highest first: assumed, the same for all.
+    memory_clocks_mhz: tuple[int, ...] = (2619, 1593)
 
     def slowed(self, times: float) -> GpuModel:
         """Return a GPU that computes `times` as slowly at the same power."""
@@ -136,10 +138,14 @@ class GpuModel:
             self, flops_per_cycle=self.flops_per_cycle / times, bytes_per_s=self.bytes_per_s / times
         )
 
-    def load(self, work: OpCost) -> Load:
-        """Return `work` on this GPU at `REFERENCE_C`, under the default power limit."""
+    def load(self, work: OpCost, memory_mhz: int | None = None) -> Load:
+        """Return `work` on this GPU at `REFERENCE_C`, under the default power limit, at the highest
+        memory clock or another one: that lengthens the time that waits for memory. What else it
+        saves is not known, and left out.
+        """
+        top_mhz = self.memory_clocks_mhz[0]
         return self._load(
-            work.bytes / self.bytes_per_s,
+            work.bytes / self.bytes_per_s * top_mhz / (memory_mhz or top_mhz),
             work.flops / self.flops_per_cycle / 1e6,
             self.arithmetic_w_per_mhz,
             self.memory_w_per_mhz,
