@@ -53,9 +53,9 @@ class RehearsalOptions:
 
     rehearse: Annotated[
         bool,
-        "Try all that a profile needs in about a minute, under torchrun on all ranks: clocks "
-        "under load, energy, memory, precision, and messages between neighbours. GPU is each "
-        "rank's, as in `planner profile`.",
+        "Try everything that a profile needs, in about a minute, under torchrun on all ranks: "
+        "clocks under load, energy, memory, precision, and messages between neighbours. GPU is "
+        "that of each rank, as in `planner profile`.",
     ]
     no_locks: Annotated[bool, "Rehearse without locking clocks."]
     stages: Annotated[
@@ -70,11 +70,11 @@ class AcceptanceOptions:
 
     acceptance: Annotated[
         bool,
-        "Try all of the planner on this node, under torchrun on one rank for each GPU: locks, "
-        "latency, neighbours, and a small GPT that is profiled and trained by a plan. Writes "
-        "acceptance.json and acceptance.html.",
+        "Try every part of the planner on this node, under torchrun with one rank for each "
+        "GPU: locks, latency, neighbours, and a small GPT that is profiled and trained with a "
+        "plan. Writes acceptance.json and acceptance.html.",
     ]
-    read_only: Annotated[bool, "Accept without setting anything."]
+    read_only: Annotated[bool, "Run the acceptance without setting anything."]
     into: Annotated[
         Path | None,
         "Folder for what the acceptance writes.  [default: acceptance]",
@@ -94,8 +94,8 @@ def doctor(
     *,
     measure_latency: Annotated[
         bool,
-        "Set clocks for some seconds, to see whether that is permitted and how long it takes; "
-        "then reset them.",
+        "Set clocks for some seconds, to see whether this is permitted and how long a call "
+        "takes; then reset them.",
     ],
     rehearsal: RehearsalOptions,
     acceptance: AcceptanceOptions,
@@ -105,9 +105,9 @@ def doctor(
 
     `cuda` names all GPUs that CUDA shows to this process.
 
-    Changes nothing without --measure-latency, --rehearse or --acceptance, which reset what they
-    set. Ends with what works here; the exit status is 1 if GPUs can neither be measured nor set, or
-    if a rehearsal or an acceptance fails.
+    The command changes nothing without --measure-latency, --rehearse or --acceptance, which reset
+    what they set. The output ends with what works here. The exit status is 1 if GPUs can neither be
+    measured nor set, or if a rehearsal or an acceptance fails.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records

@@ -67,6 +67,7 @@ def command(
         settings["epilog"] = examples(*lines)
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
 
@@ -82,6 +83,7 @@ def command(
             params=list(_parameters(function, hints)),
             callback=call,
             help=function.__doc__,
+            short_help=summary,  # whole, also in lists of commands
             **settings,
         )
 

@@ -53,7 +53,7 @@ def status(
     watch: Annotated[bool, "Print again whenever something has changed, until interrupted."],
     totals: Annotated[
         bool,
-        "Show what every job ran, used and saved, also of jobs that have ended, and leave.",
+        "Show what every job ran, used and saved, including jobs that have ended, and exit.",
     ],
     service: Service,
     as_json: AsJson,
@@ -104,21 +104,24 @@ class NewReport:
         Slowdown | None, "Time over normal time, 1 or more; 1 means that it has recovered."
     ]
     score: Annotated[
-        float | None, "Or its performance over normal performance.", Option(metavar="SHARE")
+        float | None,
+        "Performance over normal performance, instead of --slowdown.",
+        Option(metavar="SHARE"),
     ]
-    in_s: Annotated[Lag | None, "It begins after this time.  [default: now]"]
-    ttl_s: Annotated[Lag | None, "How long it lasts.  [default: until it is cleared]"]
+    in_s: Annotated[Lag | None, "Time until the report begins.  [default: now]"]
+    ttl_s: Annotated[Lag | None, "How long the report holds.  [default: until it is cleared]"]
     cause: Annotated[Literal["compute", "communication", "data", "unknown"], "What is slow."] = (
         "unknown"
     )
     source: Annotated[
         str | None,
-        "Who reports: a later report of a source replaces its earlier one.  [default: user@host]",
+        "Who reports; a later report of a source replaces its earlier report.  [default: "
+        "user@host]",
         Option(metavar="NAME"),
     ]
     key: Annotated[
         str | None,
-        "Identifies the report, so that it counts once however often it is sent.",
+        "Identifies the report, which counts once however often it is sent.",
         Option(metavar="KEY"),
     ]
 
@@ -165,7 +168,7 @@ def straggler(
     *,
     job: Annotated[str, "Name of the training job.", Option("--job", "-j", metavar="JOB")],
     report: NewReport,
-    clear: Annotated[str | None, "Withdraw the report with that key.", Option(metavar="KEY")],
+    clear: Annotated[str | None, "Withdraw the report with this key.", Option(metavar="KEY")],
     service: Service,
     as_json: AsJson,
 ) -> None:
@@ -197,7 +200,7 @@ class BudgetSchedule:
         float | None, "What an hour may cost: money, or kg of CO2.", Option(metavar="NUMBER")
     ]
     watch: Annotated[
-        bool, "Go on, and take the file of --schedule up again whenever it is replaced."
+        bool, "Keep running, and read the file of --schedule again whenever it is replaced."
     ]
 
 
@@ -218,7 +221,7 @@ def budget(
     ],
     power: Annotated[
         str | None,
-        "Upper bound on the average power of all its GPUs; none removes it.",
+        "Upper bound on the average power of all GPUs; none removes it.",
         Option(metavar="POWER"),
     ],
     deadline: Annotated[
@@ -235,10 +238,10 @@ def budget(
 ) -> None:
     """Set the power or the iteration time of a job, or the power of all jobs together.
 
-    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is
-    refused, naming the least that can. The service keeps a schedule and follows it without you; a
-    budget of it that cannot be met when its time has come becomes the least that can. Any other
-    budget of the same job, or of all jobs, ends it.
+    Jobs move along their frontiers to meet a budget with the least slowdown. A budget that cannot
+    be met is refused, and the error names the least that can. The service keeps a schedule and
+    follows it without you; if a budget of the schedule cannot be met when its time has come, it
+    becomes the least that can. Any other budget of the same job, or of all jobs, ends the schedule.
     """
     if (path := schedule.schedule) is not None:
         if neither or power is not None or deadline is not None:

@@ -88,8 +88,8 @@ def show(
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or
-    `planner inference plan` wrote, a run folder, also of a run that still goes on, or a folder with
+    FILE is a profile (.yaml or .csv), a file that `planner solve`, `planner plan` or
+    `planner inference plan` wrote, a run folder (even while the run goes on), or a folder with
     plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
     The trace of a run has all iterations whose computations were kept.
     """
@@ -253,7 +253,7 @@ class SizeOptions:
     ]
     iterations: Annotated[
         Number | None,
-        "Number of iterations of the planned run, to show what it saves in all.",
+        "Number of iterations of the planned run, to show the total saving.",
     ]
 
 
@@ -291,7 +291,7 @@ def report(
     report of its own.
 
     The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give
-    the numbers of the place where your GPUs are.
+    the numbers of your site.
     """
     from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of
