@@ -19,7 +19,15 @@ from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Option, Stages, command, complete, gpu_names
+from perseus_planner.cli.options import (
+    AsJson,
+    Option,
+    Stages,
+    check_folder,
+    command,
+    complete,
+    gpu_names,
+)
 from perseus_planner.cli.rehearsal import rehearse_and_report
 
 if TYPE_CHECKING:
@@ -120,6 +128,7 @@ def doctor(
             )
         accept = registry.load(registry.ACCEPT)
         folder = acceptance.into or Path("acceptance")
+        check_folder(folder, "--into")
         accept(*gpus, read_only=acceptance.read_only, folder=folder, as_json=as_json)
         return
     if acceptance.read_only or acceptance.into is not None:

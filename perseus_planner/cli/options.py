@@ -191,6 +191,11 @@ _KINDS = {
     "job": "a job file",
     "inference": "a plan of inference pools",
     "lengths": "a table of microbatches",
+    "stragglers": "a table of straggler events",
+    "budget": "a schedule of power budgets",
+    "serving": "an inference profile",
+    "rates": "a table of request rates",
+    "trace": "a trace of requests",
     "transformer": "a model",
     "system": "a system file",
     "page": "a page for a browser",
@@ -213,7 +218,8 @@ class SourceFile(Text):
             path = Path(text)
             kind = kind_of(path) if path.exists() else None
             if kind in _KINDS and kind not in (kinds or registry.SHOWN.keys() | set(wanted)):
-                names = " or ".join(_KINDS[each] for each in wanted)
+                names = ", ".join(_KINDS[each] for each in wanted[:-1])
+                names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
             return path
 
@@ -255,6 +261,19 @@ def check_writable(path: Path, place: str) -> None:
         what = "this file" if path.exists() else f"the folder {path.parent}"
         raise UsageError(
             f"{place} {path}: {what} cannot be written to; change its permissions, or name another"
+        )
+
+
+def check_folder(path: Path, place: str) -> None:
+    """Check that `path` can be made, or written to if it is there; `place` names its option.
+
+    Raises:
+        UsageError: If the folder that it would be in cannot be written to.
+    """
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not os.access(there, os.W_OK):
+        raise UsageError(
+            f"{place} {path}: {there} cannot be written to; change its permissions, or name another"
         )
 
 

@@ -412,7 +412,7 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
 
 @command(hidden=True)
 def run_job(
-    job: Path,
+    job: Annotated[Path, SourceFile("job")],
     *,
     slowdown: Annotated[str, "As for `planner plan`.", Option(metavar="RATIO")] = "1.00",
     max_changes: Annotated[str | None, "As for `planner plan`.", Option(metavar="N")],

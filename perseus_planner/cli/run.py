@@ -16,7 +16,17 @@ from click.core import ParameterSource
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, SourceFile, command
+from perseus_planner.cli.options import (
+    Gpu,
+    Natural,
+    Option,
+    Share,
+    Slowdown,
+    SourceFile,
+    check_folder,
+    command,
+    option_name,
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,10 @@ class RuntimeOptions:
     ]
     job: Annotated[str | None, "Name of this training in a service.", Option(metavar="NAME")]
     service: Annotated[str | None, "Follow this service.", Option(metavar="URL")]
-    frontier: Annotated[Path | None, "With a plan: frontier from which the service plans."]
+    frontier: Annotated[
+        Annotated[Path, SourceFile("frontier")] | None,
+        "With a plan: frontier from which the service plans.",
+    ]
 
     def check_service(self, *, is_named: bool) -> None:
         """Check that the service can be told what trains.
@@ -116,6 +129,9 @@ def run(
     from perseus_planner.runtime.batches.work import check_options
     from perseus_planner.runtime.unmodified.options import write_options
 
+    for name in ("record", "state"):
+        if (path := getattr(options, name)) is not None:
+            check_folder(path, option_name(name))
     if options.plan is not None:
         Plan.load(options.plan)
     if options.slowdown is not None:

@@ -116,7 +116,12 @@ def serve(
                 return
         with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
             text = _listening(listener.url, len(listener.tokens), storage.location)
-            serve_at(service, listener, ready=lambda: click.echo(text))
+
+            def ready() -> None:
+                with suppress(OSError):  # a service does not end for a full disk behind stdout
+                    click.echo(text)
+
+            serve_at(service, listener, ready=ready)
 
 
 class LogLine(logging.Formatter):

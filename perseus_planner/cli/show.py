@@ -263,7 +263,13 @@ class SizeOptions:
     "report.html",
 )
 def report(
-    source: Annotated[tuple[Annotated[Path, SourceFile()], ...], Option(required=True)],
+    source: Annotated[
+        tuple[
+            Annotated[Path, SourceFile("profile", "frontier", "plan", "job", "run", "inference")],
+            ...,
+        ],
+        Option(required=True),
+    ],
     *,
     price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
     pue: Annotated[

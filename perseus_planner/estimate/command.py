@@ -20,6 +20,7 @@ from perseus_planner.cli.options import (
     OutputFile,
     Power,
     Quantity,
+    SourceFile,
     Time,
     chip_names,
     command,
@@ -55,7 +56,11 @@ class _System:
     """The kind of GPU."""
 
     gpu: Annotated[_Gpu | None, "Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]"]
-    system_file: Annotated[Path | None, "System file of `planner calibrate`.", Option("--system")]
+    system_file: Annotated[
+        Annotated[Path, SourceFile("system")] | None,
+        "System file of `planner calibrate`.",
+        Option("--system"),
+    ]
 
     def system(self) -> System:
         """Return the GPUs and their links."""
@@ -155,7 +160,9 @@ def estimate(
         Power | None, "Power limit of each GPU, e.g. 500W.  [default: the GPU's]"
     ],
     calibrate: Annotated[
-        Path | None, "Measured profile of the same model.", Option(metavar="PROFILE")
+        Annotated[Path, SourceFile("profile")] | None,
+        "Measured profile of the same model.",
+        Option(metavar="PROFILE"),
     ],
     split_backward: Annotated[
         bool, "Also estimate the gradients of inputs and of weights separately."

@@ -252,6 +252,7 @@ def page(report: EnergyReport) -> str:
         "load": lambda plan: load_columns(plan.ranks, plan.time_s, unit, digits=3),
         "si": _si,
         "number": number,
+        "counted": counted,
         "input": _input,
         "share": _share,
         "signed": _signed,
