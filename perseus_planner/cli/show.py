@@ -208,8 +208,12 @@ def _plan_view(file: Path) -> _View:
 def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
     from perseus_planner.views.gantt import chart_run_beside_plan
-    from perseus_planner.views.run import summarize_run
-    from perseus_planner.views.run_text import run_text, summarize_unplanned, unplanned_text
+    from perseus_planner.views.run import (
+        run_text,
+        summarize_run,
+        summarize_unplanned,
+        unplanned_text,
+    )
     from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)

@@ -309,7 +309,7 @@ def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
     from jinja2 import Environment, StrictUndefined
 
-    from perseus_planner.views.sheets import page_of_sheets
+    from perseus_planner.views.report import page_of_sheets
 
     rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
     template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
