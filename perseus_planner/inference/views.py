@@ -307,17 +307,14 @@ def pools_text(report: PoolsReport) -> str:
 
 def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
-    from jinja2 import Environment, StrictUndefined
-
-    from perseus_planner.views.report import page_of_sheets
+    from perseus_planner.views.report import page_environment, page_of_sheets
 
     rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
     template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    figure = environment.from_string(template).render(
-        rows=rows, most_j=max(row["energy_j"] for row in rows)
+    figure = (
+        page_environment()
+        .from_string(template)
+        .render(rows=rows, most_j=max(row["energy_j"] for row in rows))
     )
     return page_of_sheets(
         f"Pools for inference: {report.file}",

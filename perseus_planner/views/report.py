@@ -238,7 +238,7 @@ def page(report: EnergyReport) -> str:
     styles = [Markup(page_file(f"{name}.css")) for name in ("theme", "report")]
     scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "timeline", "report")]
     unit = unit_of(report.context.control)
-    environment = _environment()
+    environment = page_environment()
     environment.filters |= {
         "table": lambda columns: Markup(html_table(columns)),
         "tables_of_run": tables_of_run,
@@ -267,7 +267,8 @@ def page(report: EnergyReport) -> str:
     )
 
 
-def _environment() -> Environment:
+def page_environment() -> Environment:
+    """Return what renders pages: it escapes all texts."""
     return Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -318,7 +319,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
     if report.size.tokens:
-        names |= {"joules_per_token": "J per token", "tokens_per_joule": "tokens per J"}
+        names["joules_per_token"] = "J per token"
     if report.size.samples:
         names["samples_per_s_per_w"] = "samples/s/W"
     return lay_out(
@@ -458,7 +459,7 @@ def page_of_sheets(
     """
     styles = [page_file("theme.css"), page_file("report.css"), *([style] if style else [])]
     return (
-        _environment()
+        page_environment()
         .from_string(page_file("sheets.html.j2"))
         .render(
             title=title,
