@@ -137,7 +137,7 @@ def _rehearse_together(
     if group.size % stages:
         raise UsageError(
             f"{group.size} ranks cannot hold {stages} stages evenly; give --stages a divisor of "
-            "that"
+            "this number"
         )
     group.gather(None)
     own = rehearse_gpu(group.rank, gpu, device, locks)

@@ -263,6 +263,6 @@ def test_options_that_do_not_fit_are_refused(command: str, message: str):
 def test_stages_that_do_not_fit_the_ranks_are_refused(tmp_path: Path):
     everyone = ranks("rehearse", 3, tmp_path, "", "--stages", "2")
     assert [each.code for each in everyone] == [2, 2, 2]
-    assert "3 ranks cannot hold 2 stages evenly; give --stages a divisor of that" in "".join(
+    assert "3 ranks cannot hold 2 stages evenly; give --stages a divisor of this number" in "".join(
         each.stderr for each in everyone
     )

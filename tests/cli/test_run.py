@@ -200,7 +200,7 @@ def test_the_exit_code_is_that_of_the_command():
         ),
         (
             "--work lengths:work --plan plan.yaml true",
-            "work: clocks follow each batch, and not plan 'plan.yaml'; leave out one of both",
+            "work: clocks follow each batch, and not plan 'plan.yaml'; leave out one of them",
         ),
         (
             "--work lengths:work --state profile.yaml true",

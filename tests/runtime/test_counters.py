@@ -183,7 +183,9 @@ def test_all_ranks_together_are_the_sum_of_their_accounts_and_how_they_are_now()
     assert (found.gpu_power_limit_w, limited.gpu_power_limit_w) == (None, 400.0)
     other_gpu = added_up("run", [at(9, gpu="H100", planned_gpu="A100")] * 2, before)
     assert found.unlike_plan is None
-    assert "it is of a A100, and a rank trains on a H100" in (other_gpu.unlike_plan or "")
+    assert "it was made for the GPU A100, and a rank trains on H100" in (
+        other_gpu.unlike_plan or ""
+    )
 
 
 def test_each_rank_says_what_share_of_the_recent_time_it_waited():

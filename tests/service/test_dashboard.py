@@ -390,7 +390,7 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(
 
 
 def test_no_saving_is_shown_of_a_job_whose_plans_are_of_another_machine(browser: Any, url: str):
-    sent = {**COUNTED, "unlike_plan": "This plan is of another machine"}
+    sent = {**COUNTED, "unlike_plan": "This plan is for another machine"}
     httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     for address, cards in (("#/", "#all-cards"), ("#/jobs/gpt", "#cards")):
         with opened(browser, f"{url}/{address}") as page:
