@@ -183,8 +183,8 @@ def lengths_text(summary: dict[str, Any]) -> str:
         summary["policies"],
         Column("policy", "policy", "<"),
         Column("iteration {}", "iteration_s", "s"),
-        Column("later %", lambda row: _rounded(row["later_share"]), "%"),
-        Column("worst %", lambda row: _rounded(row["worst_share"]), "%"),
+        Column("later %", "later_share", "%"),
+        Column("worst %", "worst_share", "%"),
         Column("energy {}", "energy_j", "J"),
         Column("saved %", "saved_share", "%"),
     )
@@ -204,11 +204,6 @@ def lengths_text(summary: dict[str, Any]) -> str:
         columns,
         "\n".join(notes),
     ).text()
-
-
-def _rounded(part: float) -> float:
-    """Return a part to be shown, never as -0.00 %."""
-    return round(part, 4) + 0.0
 
 
 def _spread_notes(spread: dict[str, Any]) -> list[str]:
@@ -272,7 +267,7 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]
         Column("static plan: later %", "static_later_share", "%"),
         Column("one clock: saved %", "one_clock_saved_share", "%"),
         Column("plan of the batch: saved %", "batch_saved_share", "%"),
-        Column("later %", lambda row: _rounded(row["batch_later_share"]), "%"),
+        Column("later %", "batch_later_share", "%"),
         Column("other order: less time %", "reordered_share", "%"),
     )
     spread = summary["lengths"]
