@@ -571,3 +571,20 @@ def test_a_part_of_the_curves_is_enlarged_by_dragging_and_left_by_the_list(brows
         assert barriers(page) == []
         page.select_option("#history-range", "0")
         assert rows.count() == 100
+
+
+def test_a_job_that_is_silent_or_over_its_budget_is_said_to_be_so(browser: Any, url: str):
+    (known,) = (
+        each
+        for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"]
+        if each["job"]["name"] == "calm"
+    )
+    jobs = [
+        {**known, "job": {**known["job"], "name": "silent"}, "silent_since_s": 1.7e9},
+        {**known, "job": {**known["job"], "name": "over"}, "over_budget_since_s": 1.7e9},
+    ]
+    with opened(browser, f"{url}/#/") as page:
+        page.route("**/v1/jobs", lambda route: route.fulfill(json={"jobs": jobs}))
+        page.reload()
+        has(page, "#all-jobs tr:has-text('silent')", "not heard of since ")
+        has(page, "#all-jobs tr:has-text('over')", "over its power budget since ")
