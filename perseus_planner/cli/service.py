@@ -230,9 +230,6 @@ def budget(
         Option(metavar="TIME"),
     ],
     schedule: BudgetSchedule,
-    neither: Annotated[
-        bool, "Remove the power budget and, for one job, the deadline.", Option("--none")
-    ],
     service: Service,
     as_json: AsJson,
 ) -> None:
@@ -244,10 +241,8 @@ def budget(
     becomes the least that can. Any other budget of the same job, or of all jobs, ends the schedule.
     """
     if (path := schedule.schedule) is not None:
-        if neither or power is not None or deadline is not None:
-            raise UsageError(
-                "--schedule: says the power by itself; leave out --power, --deadline and --none"
-            )
+        if power is not None or deadline is not None:
+            raise UsageError("--schedule: has the power; leave out --power and --deadline")
         with _open_client(service) as client:
             send = partial(_send, client, path, schedule.target, job, as_json=as_json)
             send()
@@ -259,17 +254,17 @@ def budget(
             f"{'--watch' if schedule.watch else '--target'}: is for a schedule; name its file with "
             "--schedule"
         )
-    if neither == (power is not None or deadline is not None):
-        raise UsageError("give --power, --deadline or both of them, or --none")
+    if power is None and deadline is None:
+        raise UsageError("give --power, --deadline or both of them; none removes what is set")
     if deadline is not None and job is None:
         raise UsageError("--deadline: is for one job; name it with --job")
     deadline_s = None if deadline in (None, "none") else DURATION.read(str(deadline), "--deadline")
     power_w = None if power in (None, "none") else POWER_BUDGET.read(str(power), "--power")
     with _open_client(service) as client:
         answers = []
-        if deadline is not None or (neither and job is not None):
+        if deadline is not None:
             answers.append(client.set_deadline(str(job), deadline_s))
-        if power is not None or neither:
+        if power is not None:
             answers += client.set_power(power_w, job)
         _print_answers(answers, as_json=as_json)
 
