@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import LONG_MS, barriers, chromium, opened
+from browsing import IMPACTS, LONG_MS, barriers, chromium, opened
 from services import at_once, frontier_file, job, service_at, serving, small_frontier
 from waiting import LONG_S
 
@@ -241,7 +241,7 @@ def test_without_a_token_the_page_tells_nothing_and_asks_for_one(browser: Any, g
         sign_in(page, "wrong-0123456789abcdef")
         has(page, "#token-error", "does not know that token")
         assert "calm" not in page.content()
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
         sign_in(page, SECRETS["operate"])
         has(page, "#job-title", "gpt")
         assert page.is_visible("#settings")
@@ -321,7 +321,7 @@ def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(
             has(page, "#standing", "Cannot be reached; trying again")
             has(page, "#away-age", " old.")
             assert page.inner_text("#job-title") == "gpt"  # what was known is still shown
-            assert barriers(page) == []
+            assert barriers(page, IMPACTS) == []
             page.click("#report-form button")
             has(page, "#report-form .response", "The service cannot be reached")
         with service_process(folder, port):
@@ -385,7 +385,7 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(
                 page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text()
                 == "sends no telemetry"
             )
-            assert barriers(page) == []
+            assert barriers(page, IMPACTS) == []
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -462,7 +462,7 @@ def test_nothing_keeps_people_from_using_it(browser: Any, url: str, look: dict[s
     post(url, SLOW)
     with looking(browser, url, **look) as page:
         has(page, "#reports li", "Pipeline 1")
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
         wide, width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= width
 
@@ -568,7 +568,7 @@ def test_a_part_of_the_curves_is_enlarged_by_dragging_and_left_by_the_list(brows
         assert page.locator("#history-range").input_value() == "chosen"
         assert 10 < rows.count() < 40  # of all curves, not only of that which was dragged over
         assert page.locator("#history .event").count() == 0
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
         page.select_option("#history-range", "0")
         assert rows.count() == 100
 

@@ -148,7 +148,7 @@ const charts = (() => {
     const cell = (value) => typeof value === "number" || value === null ? html("td", { class: "number" }, number(value)) : html("td", {}, value);
     const numeric = heads.map((_, column) => rows.length > 0 && rows.every((row) => typeof row[column] !== "string"));
     return html("details", {}, html("summary", {}, name),
-      html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
+      html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${name}: ${heads.filter(Boolean).join(", ")}` },
         html("table", {},
           html("thead", {}, html("tr", {}, ...heads.map((head, column) => html("th", { scope: "col", class: numeric[column] ? "number" : null }, head)))),
           html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map(cell)))))));
