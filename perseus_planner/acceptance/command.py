@@ -134,7 +134,7 @@ def _verdict(report: AcceptanceReport) -> str:
 
 def page(report: AcceptanceReport) -> str:
     """Return the result as one HTML page."""
-    from perseus_planner.views.sheets import page_of_sheets
+    from perseus_planner.views.report import page_of_sheets
 
     checks = lay_out(
         report.checks,

@@ -30,10 +30,17 @@ _MAX_DEPTH = 20
 _TOO_DEEP = f"is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line"
 _FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
 _HEAD_BYTES = 4096
-#: a header with microbatches, behind blank lines and comments
-_LENGTHS = re.compile(
-    rb"(\xef\xbb\xbf)?([ \t\r]*(#.*)?\n)*(?![ \t\r]*#).*\b(microbatch|lengths?\b|tokens\b|step\b)"
-)
+#: the header of a table, behind blank lines and comments
+_HEADER = re.compile(rb"(?:\xef\xbb\xbf)?(?:[ \t\r]*(?:#.*)?\n)*(?![ \t\r]*#)(.*)")
+#: what is in the header of a table -> its kind
+_TABLES = {
+    r"\bslowdown\b": "stragglers",
+    r"^start\b.*\b(power|price|carbon)\b": "budget",
+    r"\btensor_degree\b": "serving",
+    r"\brequests_per_s\b": "rates",
+    r"\b(input_tokens|ContextTokens)\b": "trace",
+    r"\b(microbatch|lengths?\b|tokens\b|step\b)": "lengths",
+}
 
 
 @dataclass(frozen=True)
@@ -256,9 +263,9 @@ def kind_of(path: Path) -> str | None:
 
     Returns:
         "run" for a folder, or "kareus" if plans of Kareus are below it; "frontier" for an archive;
-        "lengths" for a CSV whose header has steps, microbatches or lengths, "profile" for any
-        other; "page" for HTML; for a YAML file the last part of its `format`, such as "profile",
-        "plan" or "job", or None if it has none.
+        "lengths" for a CSV whose header has steps, microbatches or lengths, other kinds of tables
+        by their headers, "profile" for any other; "page" for HTML; for a YAML file the last part
+        of its `format`, such as "profile", "plan" or "job", or None if it has none.
 
     Raises:
         UsageError: If the file cannot be read.
@@ -272,7 +279,9 @@ def kind_of(path: Path) -> str | None:
     if head.lower().startswith(b"<!doctype html"):
         return "page"
     if path.suffix.lower() == ".csv":
-        return "lengths" if _LENGTHS.match(head) else "profile"
+        header = _HEADER.match(head)
+        text = "" if header is None else header[1].decode(errors="replace")
+        return next((kind for mark, kind in _TABLES.items() if re.search(mark, text)), "profile")
     if format_match := _FORMAT.search(
         head
     ):  # the planner writes it first; a plan can be large, so it is not parsed for this

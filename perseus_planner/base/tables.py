@@ -224,8 +224,9 @@ def _cells(heading: str, form: str, values: Sequence[Any], digits: int) -> list[
     if form == "#":
         return column(heading, numbers(values, digits))
     if form == "%":
-        values = [None if value is None else 100 * value for value in values]
-        form = ".2f" if digits > 3 else ".1f"
+        places = 2 if digits > 3 else 1  # and never -0.00
+        values = [None if value is None else round(100 * value, places) + 0.0 for value in values]
+        form = f".{places}f"
     return column(heading, ["-" if value is None else format(value, form) for value in values])
 
 

@@ -25,7 +25,7 @@ class KernelOptions:
         Option(metavar="MODEL"),
     ]
     gpu: Annotated[
-        Gpu | None, "With --kernels: kind of GPU, e.g. a100-sxm; clocks and power are its."
+        Gpu | None, "With --kernels: kind of GPU, e.g. a100-sxm, for its clocks and power."
     ]
     microbatch: Annotated[Counts, "With --kernels: microbatches.", Option(default="1,2,4")]
     tensor_parallel: Annotated[
@@ -67,11 +67,11 @@ def calibrate(
     """Correct predicted iteration times by measured ones.
 
     PROFILE_OR_JOB is the profile.yaml, or the job file, that the plans were made from. With
-    --output, FILE gets its text with overhead_s set to the measured time minus the replayed time,
-    the mean over the plans. With three plans or more, a job file also gets a correction, if that
-    predicts the time of a plan from the others clearly better: a latency of transfers between
-    stages, and factors of the times of computations. Nothing else changes. Frontiers and plans that
-    you make from FILE later include this.
+    --output, FILE gets the same text, with overhead_s set to the measured time minus the replayed
+    time (the mean over the plans). With three plans or more, a job file also gets a correction, if
+    one predicts the time of each plan from the others clearly better: a latency of transfers
+    between stages, and factors for the times of computations. Nothing else changes. Frontiers and
+    plans that you make from FILE later include the overhead and the correction.
 
     PLAN_OR_RUN is a plan, or the folder that a training run wrote. For a run, the measured time is
     the mean over the iterations that ran as its newest plan says, except the first of them. A run
@@ -79,7 +79,7 @@ def calibrate(
 
     With --kernels, on one GPU or, started by torchrun, on the GPUs of one node: measure a layer of
     MODEL forward and backward, its head, all-reduces and memory, and write a system file for
-    `planner explore`. It takes about a minute.
+    `planner explore`. This takes about a minute.
     """
     if kernels.kernels is not None:
         if profile_or_job is not None or measured:

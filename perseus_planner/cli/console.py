@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,8 @@ class Commands(click.Group):
         except OSError as error:
             if not _is_of_output(error):
                 raise
-            click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            with suppress(OSError):  # stderr may be full, too
+                click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
             sys.exit(2)
 
     def invoke(self, context: click.Context) -> Any:

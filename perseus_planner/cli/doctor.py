@@ -1,5 +1,5 @@
 """`planner doctor`: what can be read and set on the GPUs of this node, and what to do about what
-is missing.
+is missing; and `planner doctor --rehearse`: what a profile needs, tried on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Option, command, complete, gpu_names
+from perseus_planner.cli.options import AsJson, Option, check_folder, command, complete, gpu_names
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
@@ -52,9 +52,9 @@ class AcceptanceOptions:
 
     acceptance: Annotated[
         bool,
-        "Try all of the planner on this node, under torchrun on one rank for each GPU: locks, "
-        "latency, neighbours, and a small GPT that is profiled and trained by a plan. Writes "
-        "acceptance.json and acceptance.html.",
+        "Try every part of the planner on this node, under torchrun with one rank for each "
+        "GPU: locks, latency, neighbours, and a small GPT that is profiled and trained with a "
+        "plan. Writes acceptance.json and acceptance.html.",
     ]
     rehearse: Annotated[
         bool,
@@ -81,8 +81,8 @@ def doctor(
     *,
     measure_latency: Annotated[
         bool,
-        "Set clocks for some seconds, to see whether that is permitted and how long it takes; "
-        "then reset them.",
+        "Set clocks for some seconds, to see whether this is permitted and how long a call "
+        "takes; then reset them.",
     ],
     acceptance: AcceptanceOptions,
     as_json: AsJson,
@@ -91,9 +91,9 @@ def doctor(
 
     `cuda` names all GPUs that CUDA shows to this process.
 
-    Changes nothing without --measure-latency, --rehearse or --acceptance, which reset what they
-    set. Ends with what works here; the exit status is 1 if GPUs can neither be measured nor set, or
-    if a rehearsal or an acceptance fails.
+    The command changes nothing without --measure-latency, --rehearse or --acceptance, which reset
+    what they set. The output ends with what works here. The exit status is 1 if GPUs can neither be
+    measured nor set, or if a rehearsal or an acceptance fails.
     """
     from perseus_planner.gpu import open_gpu
     from perseus_planner.gpu.lease.records import read_records
@@ -106,6 +106,7 @@ def doctor(
             )
         accept = registry.load(registry.ACCEPT)
         folder = acceptance.into or Path("acceptance")
+        check_folder(folder, "--into")
         accept(
             *gpus,
             rehearses=acceptance.rehearse,

@@ -54,7 +54,7 @@ def measure(
     ],
     as_json: AsJson,
 ) -> None:
-    """Run COMMAND, and print the time and the energy that GPUs use meanwhile on stderr.
+    """Run COMMAND, and print on stderr its time and the energy that GPUs use meanwhile.
 
     Nothing is set. The exit status is that of the command. With --json, the command's output goes
     to stderr, so that stdout has one JSON object.
@@ -242,17 +242,17 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
 def warm_up(*, as_json: AsJson) -> None:
     """Compile what solving, planning and training need, once.
 
-    The first command that needs it compiles for about 20 s, and keeps the result beside the package
-    or in the home folder. In an image, run this when it is built: its containers then find all
-    compiled, also where they run as another user or cannot write. They must have the same kind of
-    CPU, and the same NUMBA_CACHE_DIR if you set one.
+    Otherwise, the first command that needs compiled code compiles for about 20 s, and keeps the
+    result beside the package or in the home folder. In an image, run this command during the build:
+    containers then find everything compiled, even if they run as another user or cannot write. They
+    must have the same kind of CPU, and the same NUMBA_CACHE_DIR if you set one.
     """
     from perseus_planner.solver.kernels import when_compiling
 
     compiled: list[int] = []
     with console.progress("Warming up"), when_compiling(lambda: compiled.append(1)):
         _use_all_kernels()
-    text = f"Compiled {len(compiled)} functions." if compiled else "All is compiled already."
+    text = f"Compiled {len(compiled)} functions." if compiled else "Everything is compiled already."
     console.report({"compiled": len(compiled)}, text, [], as_json=as_json)
 
 

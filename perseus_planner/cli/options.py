@@ -67,6 +67,7 @@ def command(
         settings["epilog"] = examples(*lines)
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
 
@@ -82,6 +83,7 @@ def command(
             params=list(_parameters(function, hints)),
             callback=call,
             help=function.__doc__,
+            short_help=summary,  # whole, also in lists of commands
             **settings,
         )
 
@@ -189,6 +191,11 @@ _KINDS = {
     "job": "a job file",
     "inference": "a plan of inference pools",
     "lengths": "a table of microbatches",
+    "stragglers": "a table of straggler events",
+    "budget": "a schedule of power budgets",
+    "serving": "an inference profile",
+    "rates": "a table of request rates",
+    "trace": "a trace of requests",
     "transformer": "a model",
     "system": "a system file",
     "page": "a page for a browser",
@@ -211,7 +218,8 @@ class SourceFile(Text):
             path = Path(text)
             kind = kind_of(path) if path.exists() else None
             if kind in _KINDS and kind not in (kinds or registry.SHOWN.keys() | set(wanted)):
-                names = " or ".join(_KINDS[each] for each in wanted)
+                names = ", ".join(_KINDS[each] for each in wanted[:-1])
+                names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
             return path
 
@@ -253,6 +261,19 @@ def check_writable(path: Path, place: str) -> None:
         what = "this file" if path.exists() else f"the folder {path.parent}"
         raise UsageError(
             f"{place} {path}: {what} cannot be written to; change its permissions, or name another"
+        )
+
+
+def check_folder(path: Path, place: str) -> None:
+    """Check that `path` can be made, or written to if it is there; `place` names its option.
+
+    Raises:
+        UsageError: If the folder that it would be in cannot be written to.
+    """
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not os.access(there, os.W_OK):
+        raise UsageError(
+            f"{place} {path}: {there} cannot be written to; change its permissions, or name another"
         )
 
 

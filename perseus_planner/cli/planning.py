@@ -252,9 +252,7 @@ class PlanLimits:
         "The probability of being on time, or within --power-budget, though the profile is "
         f"uncertain, e.g. 99%.  [default: {ON_TIME:.0%}]",
     ]
-    as_measured: Annotated[
-        bool, "Take each measured row for the truth, without a margin for what is uncertain."
-    ]
+    as_measured: Annotated[bool, "Believe each measured row, without a margin for uncertainty."]
     tolerance: Annotated[
         Tolerance | None,
         "How much slower than all clocks at maximum still counts as no slower.  [default: 0.1%]",
@@ -283,7 +281,7 @@ def plan(
         Counts, "The number of pipelines of each FRONTIER, e.g. 3,1.  [default: 1 each]"
     ] = (),
     bound: Annotated[
-        bool, "Also tell how far the plan is above a closer bound, which takes a second or two."
+        bool, "Also say how far the plan is above a closer bound, which takes a second or two."
     ],
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
     as_json: AsJson,
@@ -414,7 +412,7 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
 
 @command(hidden=True)
 def run_job(
-    job: Path,
+    job: Annotated[Path, SourceFile("job")],
     *,
     slowdown: Annotated[str, "As for `planner plan`.", Option(metavar="RATIO")] = "1.00",
     max_changes: Annotated[str | None, "As for `planner plan`.", Option(metavar="N")],

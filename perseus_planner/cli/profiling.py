@@ -66,19 +66,19 @@ class SweepOptions:
     full: Annotated[bool, "Measure every clock, instead of only those that plans need."]
     saving_within: Annotated[
         float | None,
-        "Measure clocks, and measure them again, until the share of energy that plans save is "
-        "known within this, such as 0.3%: half of its 90 % interval.",
+        "Measure clocks again and again, until the share of energy that plans save is known "
+        "within this, e.g. 0.3%: half of its 90 % interval.",
         Option(type=Quantity(SHARE_WITHIN, "share")),
     ]
     minutes: Annotated[
         float | None,
-        "Stop measuring after so many minutes, all stages of a GPU together.  [default: no limit; "
-        "without --saving-within at most 12 clocks]",
+        "Stop measuring after this many minutes, all stages of a GPU together.  [default: no "
+        "limit; without --saving-within at most 12 clocks]",
         Option(type=Quantity(MINUTES_LIMIT, "m")),
     ]
     allow_hot: Annotated[
         bool,
-        "Keep rows for which the GPU was too hot, also when they were measured again.",
+        "Keep rows for which the GPU was too hot even when they were measured again.",
     ]
 
 
@@ -91,9 +91,9 @@ class RowOptions:
     ]
     modes: Annotated[
         str | None,
-        "Measure every mode of the stages: a function that is given a built module and returns its "
-        "modes, name -> function that enters it, with own for how training runs without a plan; "
-        "such as perseus_planner.engines.recompute:recompute_modes.",
+        "Measure every mode of the stages. The function takes a built module and returns its "
+        "modes, as name -> function that enters the mode, with own for how training runs "
+        "without a plan; e.g. perseus_planner.engines.recompute:recompute_modes.",
         Option(metavar="MODULE:FUNCTION"),
     ]
     blocking_power_w: Annotated[
@@ -130,10 +130,10 @@ def profile(
     """Measure the time and energy of every stage's computations over the clocks, and the power of a
     waiting GPU.
 
-    JOB is a job file; its keys stage, gpu, stages, tensor_parallel and profile stand for the
-    options of these names. Under torchrun, all stages are measured at once, one on each rank (or
-    group of ranks, if tensor-parallel). Without it, they are measured one after another on one GPU.
-    The clocks are always reset, even after Ctrl-C or SIGKILL; use --resume to continue.
+    JOB is a job file; its keys stage, gpu, stages, tensor_parallel and profile replace missing
+    options. Under torchrun, all stages are measured at once, one on each rank (or group of ranks,
+    if tensor-parallel). Without torchrun, they are measured one after another on one GPU. The
+    clocks are always reset, even after Ctrl-C or SIGKILL; use --resume to continue.
 
     Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
     """

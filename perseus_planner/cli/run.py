@@ -16,7 +16,17 @@ from click.core import ParameterSource
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
-from perseus_planner.cli.options import Gpu, Natural, Option, Share, Slowdown, SourceFile, command
+from perseus_planner.cli.options import (
+    Gpu,
+    Natural,
+    Option,
+    Share,
+    Slowdown,
+    SourceFile,
+    check_folder,
+    command,
+    option_name,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class RuntimeOptions:
 
     plan: Annotated[
         Annotated[Path, SourceFile("plan")] | None,
-        "Plan to train by; without one, training plans itself.",
+        "Plan to train with; without one, training plans itself.",
     ]
     slowdown: Annotated[
         Slowdown | None,
@@ -34,8 +44,8 @@ class RuntimeOptions:
     ]
     max_slowdown: Annotated[
         Share | None,
-        "Without a plan: how much longer iterations may be on average while it learns.  [default: "
-        "0.005]",
+        "Without a plan: how much longer iterations may be on average while training learns.  "
+        "[default: 0.005]",
     ]
     max_changes: Annotated[
         Natural | None,
@@ -49,7 +59,7 @@ class RuntimeOptions:
     ]
     state: Annotated[
         Path | None,
-        "Without a plan: profile of what was learnt, from which the next start goes on.  "
+        "Without a plan: profile of what was learnt, from which the next start continues.  "
         "[default: autopilot.yaml]",
     ]
     work: Annotated[
@@ -62,12 +72,15 @@ class RuntimeOptions:
     dry_run: Annotated[bool, "Do everything except setting clocks."]
     record: Annotated[
         Path | None,
-        "Record the run there, for `planner show` and `planner calibrate`.",
+        "Folder in which to record the run, for `planner show` and `planner calibrate`.",
         Option(metavar="FOLDER"),
     ]
     job: Annotated[str | None, "Name of this training in a service.", Option(metavar="NAME")]
     service: Annotated[str | None, "Follow this service.", Option(metavar="URL")]
-    frontier: Annotated[Path | None, "With a plan: frontier from which the service plans."]
+    frontier: Annotated[
+        Annotated[Path, SourceFile("frontier")] | None,
+        "With a plan: frontier from which the service plans.",
+    ]
 
     def check_service(self, *, is_named: bool) -> None:
         """Check that the service can be told what trains.
@@ -104,18 +117,21 @@ def run(
 ) -> None:
     """Run COMMAND, and save energy in each of its Python processes that trains.
 
-    Training plans itself, or follows a plan. The script stays as it is: the runtime attaches when a
-    DeepSpeed PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first
+    Training plans itself, or follows a plan. The script stays unchanged: the planner attaches when
+    a DeepSpeed PipelineEngine, a schedule of torch.distributed.pipelining or Megatron-core first
     trains, and leaves when the process exits. If it cannot attach, rank 0 logs why, and training
-    goes on without it. The exit code is that of COMMAND.
+    goes on without the planner. The exit code is that of COMMAND.
 
-    Each option can be given as an environment variable too, such as PLANNER_PLAN for --plan.
+    Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.work import check_options
     from perseus_planner.runtime.unmodified.options import write_options
 
+    for name in ("record", "state"):
+        if (path := getattr(options, name)) is not None:
+            check_folder(path, option_name(name))
     if options.plan is not None:
         Plan.load(options.plan)
     if options.slowdown is not None:

@@ -59,8 +59,8 @@ def serve(
     ] = 1,
     lease: Annotated[
         Time,
-        "After a job was not heard of for so long, it has no share of the power budget of all jobs "
-        "and no metrics, until it is heard of.",
+        "A job that is silent for this long has no share of the power budget of all jobs and "
+        "no metrics, until it is heard of again.",
     ] = 180.0,
     tokens: Annotated[
         Path | None,
@@ -68,11 +68,10 @@ def serve(
         "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
     ],
     tls_cert: Annotated[Path | None, "Certificate or chain, PEM, to serve HTTPS."],
-    tls_key: Annotated[Path | None, "Its private key, PEM, without a password."],
+    tls_key: Annotated[Path | None, "Private key of the certificate, PEM, without a password."],
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        "What is logged to stderr, a line each: with info what happens to jobs, with debug also "
-        "each request.",
+        "What to log to stderr: with info what happens to jobs, with debug also each request.",
     ] = "info",
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
@@ -117,7 +116,12 @@ def serve(
                 return
         with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
             text = _listening(listener.url, len(listener.tokens), storage.location)
-            serve_at(service, listener, ready=lambda: click.echo(text))
+
+            def ready() -> None:
+                with suppress(OSError):  # a service does not end for a full disk behind stdout
+                    click.echo(text)
+
+            serve_at(service, listener, ready=ready)
 
 
 class LogLine(logging.Formatter):

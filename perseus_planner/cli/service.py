@@ -53,7 +53,7 @@ def status(
     watch: Annotated[bool, "Print again whenever something has changed, until interrupted."],
     totals: Annotated[
         bool,
-        "Show what every job ran, used and saved, also of jobs that have ended, and leave.",
+        "Show what every job ran, used and saved, including jobs that have ended, and exit.",
     ],
     service: Service,
     as_json: AsJson,
@@ -104,21 +104,24 @@ class NewReport:
         Slowdown | None, "Time over normal time, 1 or more; 1 means that it has recovered."
     ]
     score: Annotated[
-        float | None, "Or its performance over normal performance.", Option(metavar="SHARE")
+        float | None,
+        "Performance over normal performance, instead of --slowdown.",
+        Option(metavar="SHARE"),
     ]
-    in_s: Annotated[Lag | None, "It begins after this time.  [default: now]"]
-    ttl_s: Annotated[Lag | None, "How long it lasts.  [default: until it is cleared]"]
+    in_s: Annotated[Lag | None, "Time until the report begins.  [default: now]"]
+    ttl_s: Annotated[Lag | None, "How long the report holds.  [default: until it is cleared]"]
     cause: Annotated[Literal["compute", "communication", "data", "unknown"], "What is slow."] = (
         "unknown"
     )
     source: Annotated[
         str | None,
-        "Who reports: a later report of a source replaces its earlier one.  [default: user@host]",
+        "Who reports; a later report of a source replaces its earlier report.  [default: "
+        "user@host]",
         Option(metavar="NAME"),
     ]
     key: Annotated[
         str | None,
-        "Identifies the report, so that it counts once however often it is sent.",
+        "Identifies the report, which counts once however often it is sent.",
         Option(metavar="KEY"),
     ]
 
@@ -165,7 +168,7 @@ def straggler(
     *,
     job: Annotated[str, "Name of the training job.", Option("--job", "-j", metavar="JOB")],
     report: NewReport,
-    clear: Annotated[str | None, "Withdraw the report with that key.", Option(metavar="KEY")],
+    clear: Annotated[str | None, "Withdraw the report with this key.", Option(metavar="KEY")],
     service: Service,
     as_json: AsJson,
 ) -> None:
@@ -197,7 +200,7 @@ class BudgetSchedule:
         float | None, "What an hour may cost: money, or kg of CO2.", Option(metavar="NUMBER")
     ]
     watch: Annotated[
-        bool, "Go on, and take the file of --schedule up again whenever it is replaced."
+        bool, "Keep running, and read the file of --schedule again whenever it is replaced."
     ]
 
 
@@ -218,7 +221,7 @@ def budget(
     ],
     power: Annotated[
         str | None,
-        "Upper bound on the average power of all its GPUs; none removes it.",
+        "Upper bound on the average power of all GPUs; none removes it.",
         Option(metavar="POWER"),
     ],
     deadline: Annotated[
@@ -227,24 +230,19 @@ def budget(
         Option(metavar="TIME"),
     ],
     schedule: BudgetSchedule,
-    neither: Annotated[
-        bool, "Remove the power budget and, for one job, the deadline.", Option("--none")
-    ],
     service: Service,
     as_json: AsJson,
 ) -> None:
     """Set the power or the iteration time of a job, or the power of all jobs together.
 
-    Jobs move along their frontiers to meet it with the least slowdown. What cannot be met is
-    refused, naming the least that can. The service keeps a schedule and follows it without you; a
-    budget of it that cannot be met when its time has come becomes the least that can. Any other
-    budget of the same job, or of all jobs, ends it.
+    Jobs move along their frontiers to meet a budget with the least slowdown. A budget that cannot
+    be met is refused, and the error names the least that can. The service keeps a schedule and
+    follows it without you; if a budget of the schedule cannot be met when its time has come, it
+    becomes the least that can. Any other budget of the same job, or of all jobs, ends the schedule.
     """
     if (path := schedule.schedule) is not None:
-        if neither or power is not None or deadline is not None:
-            raise UsageError(
-                "--schedule: says the power by itself; leave out --power, --deadline and --none"
-            )
+        if power is not None or deadline is not None:
+            raise UsageError("--schedule: has the power; leave out --power and --deadline")
         with _open_client(service) as client:
             send = partial(_send, client, path, schedule.target, job, as_json=as_json)
             send()
@@ -256,17 +254,17 @@ def budget(
             f"{'--watch' if schedule.watch else '--target'}: is for a schedule; name its file with "
             "--schedule"
         )
-    if neither == (power is not None or deadline is not None):
-        raise UsageError("give --power, --deadline or both of them, or --none")
+    if power is None and deadline is None:
+        raise UsageError("give --power, --deadline or both of them; none removes what is set")
     if deadline is not None and job is None:
         raise UsageError("--deadline: is for one job; name it with --job")
     deadline_s = None if deadline in (None, "none") else DURATION.read(str(deadline), "--deadline")
     power_w = None if power in (None, "none") else POWER_BUDGET.read(str(power), "--power")
     with _open_client(service) as client:
         answers = []
-        if deadline is not None or (neither and job is not None):
+        if deadline is not None:
             answers.append(client.set_deadline(str(job), deadline_s))
-        if power is not None or neither:
+        if power is not None:
             answers += client.set_power(power_w, job)
         _print_answers(answers, as_json=as_json)
 

@@ -88,8 +88,8 @@ def show(
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
-    FILE is a profile, .yaml or .csv, a file that `planner solve`, `planner plan` or
-    `planner inference plan` wrote, a run folder, also of a run that still goes on, or a folder with
+    FILE is a profile (.yaml or .csv), a file that `planner solve`, `planner plan` or
+    `planner inference plan` wrote, a run folder (even while the run goes on), or a folder with
     plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
     The trace of a run has all iterations whose computations were kept.
     """
@@ -212,8 +212,12 @@ def _plan_view(file: Path) -> _View:
 def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
     from perseus_planner.views.gantt import chart_run_beside_plan
-    from perseus_planner.views.run import summarize_run
-    from perseus_planner.views.run_text import run_text, summarize_unplanned, unplanned_text
+    from perseus_planner.views.run import (
+        run_text,
+        summarize_run,
+        summarize_unplanned,
+        unplanned_text,
+    )
     from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)
@@ -257,7 +261,7 @@ class SizeOptions:
     ]
     iterations: Annotated[
         Number | None,
-        "Number of iterations of the planned run, to show what it saves in all.",
+        "Number of iterations of the planned run, to show the total saving.",
     ]
 
 
@@ -267,7 +271,13 @@ class SizeOptions:
     "report.html",
 )
 def report(
-    source: Annotated[tuple[Annotated[Path, SourceFile()], ...], Option(required=True)],
+    source: Annotated[
+        tuple[
+            Annotated[Path, SourceFile("profile", "frontier", "plan", "job", "run", "inference")],
+            ...,
+        ],
+        Option(required=True),
+    ],
     *,
     price: Annotated[float, "Price of a kWh, US dollars.", Option(metavar="USD")] = 0.12,
     pue: Annotated[
@@ -296,7 +306,7 @@ def report(
     report of its own.
 
     The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give
-    the numbers of the place where your GPUs are.
+    the numbers of your site.
     """
     from perseus_planner.base import registry
     from perseus_planner.base.documents import kind_of

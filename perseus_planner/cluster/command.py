@@ -93,13 +93,13 @@ def simulate(
     ],
     as_json: AsJson,
 ) -> None:
-    """Replay a job on a cluster, with stragglers or unlike microbatches, under several policies.
+    """Replay a job on a cluster under several policies, with stragglers or different microbatches.
 
     FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration
     together. The policy max, all clocks at maximum, is always included as the baseline of the
-    others. With --lengths a computation takes as long as measured for a microbatch of mean work,
-    and for others in proportion. Its policies are max, planner-fixed, on-time, own-time, one-clock
-    and batch.
+    others. With --lengths, a computation takes the measured time for a microbatch of mean work, and
+    a proportional time for others. The policies are then max, planner-fixed, on-time, own-time,
+    one-clock and batch.
     """
     if lengths is not None:
         given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
@@ -84,7 +84,8 @@ def cluster_text(summary: dict[str, Any]) -> str:
         Column("saved %", "saved_share", "%"),
     )
     pipelines = (
-        f"{summary['pipelines']} pipelines x {context.ranks} ranks x {context.gpus_per_stage} GPUs"
+        f"{counted(summary['pipelines'], 'pipeline')} x {counted(context.ranks, 'rank')} x "
+        f"{counted(context.gpus_per_stage, 'GPU')}"
     )
     notes = [
         f"x baseline: mean iteration over {si(summary['baseline_time_s'], 's', 6)}, {ALL_MAXIMUM} "
@@ -94,9 +95,11 @@ def cluster_text(summary: dict[str, Any]) -> str:
         *(f"Left out: {reason}." for reason in summary["left_out"]),
     ]
     return Sheet(
-        f"Cluster of {summary['gpus']} GPUs: {pipelines}, each pipeline {pipeline_text(context)}",
-        f"{origin_text(context.origin)}, in simulated time: {summary['iterations']} iterations, "
-        f"{summary['stragglers']} stragglers; policies learn of them "
+        f"Cluster of {counted(summary['gpus'], 'GPU')}: {pipelines}, each pipeline "
+        f"{pipeline_text(context)}",
+        f"{origin_text(context.origin)}, in simulated time: "
+        f"{counted(summary['iterations'], 'iteration')}, "
+        f"{counted(summary['stragglers'], 'straggler')}; policies learn of them "
         f"{summary['reaction_delay_s']:g} s late.",
         columns,
         "\n".join(notes),
@@ -180,8 +183,8 @@ def lengths_text(summary: dict[str, Any]) -> str:
         summary["policies"],
         Column("policy", "policy", "<"),
         Column("iteration {}", "iteration_s", "s"),
-        Column("later %", lambda row: _rounded(row["later_share"]), "%"),
-        Column("worst %", lambda row: _rounded(row["worst_share"]), "%"),
+        Column("later %", "later_share", "%"),
+        Column("worst %", "worst_share", "%"),
         Column("energy {}", "energy_j", "J"),
         Column("saved %", "saved_share", "%"),
     )
@@ -193,17 +196,14 @@ def lengths_text(summary: dict[str, Any]) -> str:
     ]
     spread = summary["lengths"]
     return Sheet(
-        f"{spread['pipelines']} pipelines of unlike microbatches, each {pipeline_text(context)}",
-        f"{origin_text(context.origin)}, in simulated time: {spread['iterations']} iterations; the "
-        "work of each batch is known before it runs.",
+        f"{counted(spread['pipelines'], 'pipeline')} of different microbatches, each "
+        f"{pipeline_text(context)}",
+        f"{origin_text(context.origin)}, in simulated time: "
+        f"{counted(spread['iterations'], 'iteration')}; the work of each batch is known before it "
+        "runs.",
         columns,
         "\n".join(notes),
     ).text()
-
-
-def _rounded(part: float) -> float:
-    """Return a part to be shown, never as -0.00 %."""
-    return round(part, 4) + 0.0
 
 
 def _spread_notes(spread: dict[str, Any]) -> list[str]:
@@ -267,7 +267,7 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]
         Column("static plan: later %", "static_later_share", "%"),
         Column("one clock: saved %", "one_clock_saved_share", "%"),
         Column("plan of the batch: saved %", "batch_saved_share", "%"),
-        Column("later %", lambda row: _rounded(row["batch_later_share"]), "%"),
+        Column("later %", "batch_later_share", "%"),
         Column("other order: less time %", "reordered_share", "%"),
     )
     spread = summary["lengths"]
@@ -280,11 +280,12 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]
         "For your own pipeline: planner simulate frontier.npz --lengths FILE",
     ]
     title = (
-        f"Lengths of {spread['iterations']} iterations x {spread['pipelines']} pipelines x "
-        f"{spread['microbatches']} microbatches"
+        f"Lengths of {counted(spread['iterations'], 'iteration')} x "
+        f"{counted(spread['pipelines'], 'pipeline')} x "
+        f"{counted(spread['microbatches'], 'microbatch')}"
     )
     source = (
         f"What plans of the batch would bring on {_SHOWN_GPU} (simulated: no GPU was touched), "
-        f"1F1B, replayed: {len(replayed.work)} iterations"
+        f"1F1B, replayed: {counted(len(replayed.work), 'iteration')}"
     )
     return summary, Sheet(title, source, columns, "\n".join(notes)).text(), refuse

@@ -20,6 +20,7 @@ from perseus_planner.cli.options import (
     OutputFile,
     Power,
     Quantity,
+    SourceFile,
     Time,
     chip_names,
     command,
@@ -55,7 +56,11 @@ class _System:
     """The kind of GPU."""
 
     gpu: Annotated[_Gpu | None, "Kind of GPU, e.g. a100-sxm or h100-sxm.  [default: the system's]"]
-    system_file: Annotated[Path | None, "System file of `planner calibrate`.", Option("--system")]
+    system_file: Annotated[
+        Annotated[Path, SourceFile("system")] | None,
+        "System file of `planner calibrate`.",
+        Option("--system"),
+    ]
 
     def system(self) -> System:
         """Return the GPUs and their links."""
@@ -155,13 +160,15 @@ def estimate(
         Power | None, "Power limit of each GPU, e.g. 500W.  [default: the GPU's]"
     ],
     calibrate: Annotated[
-        Path | None, "Measured profile of the same model.", Option(metavar="PROFILE")
+        Annotated[Path, SourceFile("profile")] | None,
+        "Measured profile of the same model.",
+        Option(metavar="PROFILE"),
     ],
     split_backward: Annotated[
         bool, "Also estimate the gradients of inputs and of weights separately."
     ],
     output: Annotated[
-        Path, output_file("the profile, with its table beside it, .csv;", ".yaml", ".yml")
+        Path, output_file("the profile, with its table beside it as .csv,", ".yaml", ".yml")
     ],
     as_json: AsJson,
 ) -> None:
@@ -254,11 +261,11 @@ class _Gpus:
 class _Goal:
     """What is best."""
 
-    deadline_s: Annotated[Time | None, "Least energy with iterations of that time."]
+    deadline_s: Annotated[Time | None, "The least energy with iterations of at most this time."]
     power_budget_w: Annotated[
-        Power | None, "The fastest within that mean power of all GPUs, e.g. 30kW."
+        Power | None, "The fastest within this mean power of all GPUs, e.g. 30kW."
     ]
-    least_energy: Annotated[bool, "Least energy for a token, however slow."]
+    least_energy: Annotated[bool, "The least energy for a token, however slow."]
 
     def objective(self) -> Objective:
         """Return it as an objective."""
@@ -281,12 +288,17 @@ class _Run:
         "Tokens of the whole run, e.g. 26B, for hours, kWh, cost and CO2e.",
     ]
     pue: Annotated[
-        float, click.FloatRange(1.0), "Of the data center; assumed.", Option(default=1.2)
+        float,
+        click.FloatRange(1.0),
+        "Power usage effectiveness of the data center; assumed.",
+        Option(default=1.2),
     ]
     price: Annotated[
-        float, click.FloatRange(0.0), "Of a kWh, in any currency.", Option(default=0.12)
+        float, click.FloatRange(0.0), "Price of a kWh, in any currency.", Option(default=0.12)
     ]
-    carbon: Annotated[float, click.FloatRange(0.0), "g CO2e of a kWh.", Option(default=400.0)]
+    carbon: Annotated[
+        float, click.FloatRange(0.0), "Emissions of a kWh, g CO2e.", Option(default=400.0)
+    ]
 
     def prices(self) -> Prices:
         """Return what energy costs."""
@@ -310,11 +322,14 @@ def explore(
     run: _Run,
     plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     job: Annotated[
-        int, click.IntRange(1, 3), "Which of the first three to write.", Option(default=1)
+        int,
+        click.IntRange(1, 3),
+        "Which of the first three configurations to write.",
+        Option(default=1),
     ],
     output: Annotated[
         Annotated[Path, OutputFile(".yaml", ".yml")] | None,
-        "Write its job.yaml.",
+        "File to write: the job file of one of the first three configurations.",
         Option("--output", "-o"),
     ],
     as_json: AsJson,

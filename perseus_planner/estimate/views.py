@@ -12,7 +12,7 @@ import yaml
 
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
 from perseus_planner.estimate.explore import Prices, forecast
 from perseus_planner.estimate.operations import stage_totals
@@ -85,8 +85,8 @@ def estimate_text(summary: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"Estimate of {summary['model']} ({size}) on {summary['stages']} stages of {gpus} "
-            f"GPU{'s' * (gpus > 1)}, {summary['gpu']}.",
+            f"Estimate of {summary['model']} ({size}) on {counted(summary['stages'], 'stage')} of "
+            f"{counted(gpus, 'GPU')}, {summary['gpu']}.",
             "SIMULATED: from operations in closed form and a model of the system; no GPU was used.",
             f"Per GPU and microbatch, at {summary['top_clock_mhz']} MHz:",
             "",
@@ -195,7 +195,7 @@ def exploration_text(view: dict[str, Any]) -> str:
     lines = [
         f"{view['configurations']} configurations of {view['model']} on {view['gpu']} fit in "
         f"memory; {view['solved']} exact frontiers were computed.",
-        f"{view['origin'].upper()}: no estimate ranks configurations surely. Measure these:",
+        f"{view['origin'].upper()}: estimates do not rank with certainty. Measure these:",
         "",
         table(
             [
@@ -205,7 +205,7 @@ def exploration_text(view: dict[str, Any]) -> str:
         ),
         "",
         *(
-            f"Where the energy of {number} goes at full clocks: "
+            f"Where the energy of number {number} goes at full clocks: "
             + ", ".join(f"{what} {100 * share:.0f} %" for what, share in row["energy"].items())
             + "."
             for number, row in enumerate(view["first"], 1)

@@ -122,11 +122,11 @@ class _Service:
     ttft_s: Annotated[
         tuple[float, ...],
         Listed(units.DURATION, "time"),
-        "Most time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
+        "Longest time to the first token, one for each input class, e.g. 250ms,400ms,2s.  "
         "[default: DynamoLLM's]",
         Option(default=()),
     ]
-    tbt_s: Annotated[Time, "Most time between tokens.", Option(default="100ms")]
+    tbt_s: Annotated[Time, "Longest time between tokens.", Option(default="100ms")]
     input_bounds: Annotated[
         _Bounds,
         "Most input tokens of the classes short and medium.",
@@ -189,7 +189,7 @@ def profile(
     *,
     gpus: Annotated[
         tuple[str, ...],
-        "GPU that it runs on; repeat it for several.",
+        "GPU on which the server runs; can be repeated.",
         Option("--gpu", metavar="GPU", required=True),
     ],
     shapes: Annotated[
@@ -225,7 +225,7 @@ def profile(
     text: Annotated[bool, "Send prompts as text, not as numbers of tokens."],
     key: _Key,
     limit_s: Annotated[
-        Time, "Most time between two events of an answer.", Option("--timeout", default="10min")
+        Time, "Longest time between two events of an answer.", Option("--timeout", default="10min")
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
     as_json: AsJson,
@@ -445,8 +445,8 @@ class _Kept:
         "GPU that the server runs on; repeat it for several.",
         Option("--gpu", metavar="GPU", required=True),
     ]
-    ttft_s: Annotated[Time, "Most time to the first token.", Option(required=True)]
-    tbt_s: Annotated[Time, "Most time between tokens.", Option(required=True)]
+    ttft_s: Annotated[Time, "Longest time to the first token.", Option(required=True)]
+    tbt_s: Annotated[Time, "Longest time between tokens.", Option(required=True)]
     late: Annotated[
         Tolerance, "Share of requests and tokens that may be later.", Option(default="1%")
     ]
@@ -504,10 +504,10 @@ def _until_ended() -> Iterator[Callable[[], bool]]:
 
 @command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
 def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
-    """Keep the clocks of a server that runs: the lowest energy within objectives of latency.
+    """Set the clocks of a running server for the least energy within latency objectives.
 
-    SERVER is the address of a server of vLLM or SGLang, whose metrics are read. It goes on until it
-    is interrupted or gets SIGTERM.
+    SERVER is the address of a server of vLLM or SGLang, whose metrics are read. The command runs
+    until it is interrupted or gets SIGTERM.
     """
     from perseus_planner.inference.metrics import MetricsReader
 
@@ -532,15 +532,15 @@ def run(
     *,
     kept: _Kept,
     url: Annotated[
-        str, "Where the server is.", Option(metavar="URL", default="http://127.0.0.1:8000")
+        str, "Address of the server.", Option(metavar="URL", default="http://127.0.0.1:8000")
     ],
-    start_s: Annotated[Time, "Most time until it answers.", Option(default="30min")],
+    start_s: Annotated[Time, "Longest time until the server answers.", Option(default="30min")],
     as_json: AsJson,
 ) -> None:
-    """Run a server, and keep its clocks: the lowest energy within objectives of latency.
+    """Run a server, and set its clocks for the least energy within latency objectives.
 
-    COMMAND starts a server of vLLM or SGLang, whose metrics are read. This ends with the command,
-    with its exit status.
+    COMMAND starts a server of vLLM or SGLang, whose metrics are read. The planner ends with the
+    command, and with its exit status.
     """
     from perseus_planner.inference.metrics import MetricsReader
 

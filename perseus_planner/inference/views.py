@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
 from perseus_planner.profiles.csv_file import unit_of
@@ -109,7 +109,12 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     source = "Replayed from the inference profile."
     return [
         *pools,
-        Sheet(f"Pools for inference on {view['gpus']} GPUs", source, columns, "\n".join(notes)),
+        Sheet(
+            f"Pools for inference on {counted(view['gpus'], 'GPU')}",
+            source,
+            columns,
+            "\n".join(notes),
+        ),
     ]
 
 
@@ -132,7 +137,9 @@ def plan_figure(view: dict[str, Any]) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("energy (kWh)")
-    axes.set_title(f"Pools for inference on {view['gpus']} GPUs (replayed)", fontsize="medium")
+    axes.set_title(
+        f"Pools for inference on {counted(view['gpus'], 'GPU')} (replayed)", fontsize="medium"
+    )
     return figure
 
 
@@ -142,7 +149,7 @@ def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     changes = f", {si(epoch['change_j'], 'J')} of changes" if epoch["change_j"] else ""
     return Sheet(
         f"From {epoch['start_s'] / 60:.0f} min, for {epoch['length_s'] / 60:.0f} min: "
-        f"{gpus} GPUs, {si(epoch['power_w'], 'W')}{changes}",
+        f"{counted(gpus, 'GPU')}, {si(epoch['power_w'], 'W')}{changes}",
         "",
         lay_out(
             pools,
@@ -217,13 +224,14 @@ def simulation_text(view: dict[str, Any]) -> str:
         *(f"Left out: {reason}." for reason in view["left_out"]),
         *(
             f"{row['description']}: the GPUs did not carry the predicted load in "
-            f"{row['short_periods']} periods."
+            f"{counted(row['short_periods'], 'period')}."
             for row in rows
             if row["short_periods"]
         ),
     ]
     return Sheet(
-        f"{view['requests']} requests in {view['length_s'] / 60:.0f} min on {view['gpus']} GPUs",
+        f"{counted(view['requests'], 'request')} in {view['length_s'] / 60:.0f} min on "
+        f"{counted(view['gpus'], 'GPU')}",
         f"Replayed from the inference profile. Each period is predicted {predicted}.",
         columns,
         "\n".join(notes),
@@ -299,17 +307,14 @@ def pools_text(report: PoolsReport) -> str:
 
 def pools_page(report: PoolsReport) -> str:
     """Return the page of a report. Names are escaped, whatever they contain."""
-    from jinja2 import Environment, StrictUndefined
-
-    from perseus_planner.views.sheets import page_of_sheets
+    from perseus_planner.views.report import page_environment, page_of_sheets
 
     rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
     template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    figure = environment.from_string(template).render(
-        rows=rows, most_j=max(row["energy_j"] for row in rows)
+    figure = (
+        page_environment()
+        .from_string(template)
+        .render(rows=rows, most_j=max(row["energy_j"] for row in rows))
     )
     return page_of_sheets(
         f"Pools for inference: {report.file}",

@@ -141,8 +141,8 @@ def of_another_machine(
     for gpu in gpus:
         if planned_gpu and gpu and not _is_same(planned_gpu, gpu):
             return (
-                f"This plan is of another machine: it is of a {planned_gpu}, and a rank trains on "
-                f"a {gpu}, {remedy}"
+                f"This plan is for another machine: it was made for the GPU {planned_gpu}, and a "
+                f"rank trains on {gpu}, {remedy}"
             )
     factors = [
         account.busy_s / account.planned_busy_s
@@ -159,8 +159,8 @@ def of_another_machine(
         return None
     factor = f"{round(min(factors), 2):g}"
     return (
-        f"This plan is of another machine: all ranks compute {factor} times as long as by the "
-        f"plan, {remedy}"
+        f"This plan is for another machine: all ranks compute {factor} times as long as "
+        f"planned, {remedy}"
     )
 
 

@@ -94,6 +94,7 @@ MOST_SLOWDOWN = 1e6
 EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
 LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
 _MOST_ALERTS = 10_000
+MOST_RANKS = 1_024  #: of which each one's waiting is sent
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
 
@@ -113,6 +114,7 @@ Text = Annotated[str, Field(max_length=2000)]
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
 Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
+_Share = Annotated[float, Strict(), Field(ge=0.0, le=1.0)]
 Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
 Past = Annotated[float, Strict(), Field(ge=0.0, le=1e11)]
 """A moment that has been, or one of a schedule: seconds since the epoch."""
@@ -495,6 +497,9 @@ class Counters(_Running):
     verdict: Text | None = None
     #: That its plans are of another machine, in a sentence; null if they are not.
     unlike_plan: Text | None = None
+    #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
+    #: is not known, and for more than 1,024 ranks.
+    waiting: Annotated[tuple[_Share, ...], Field(max_length=MOST_RANKS)] = ()
 
     def __post_init__(self) -> None:
         for name in SUMS:
@@ -790,6 +795,9 @@ class History:
 
     points: tuple[Point, ...]
     events: tuple[Event, ...]
+    #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
+    #: is not known.
+    waiting: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

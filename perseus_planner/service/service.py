@@ -244,7 +244,9 @@ class Service:
         """Return what has happened to a job, and how its figures went."""
         state = self._state(job)
         tally = self._telemetry.of(state.job)
-        return History(() if tally is None else tally.points, state.events)
+        if tally is None:
+            return History((), state.events)
+        return History(tally.points, state.events, tally.latest.waiting)
 
     def now_s(self) -> float:
         """Return the time by the service's clock, seconds since the epoch."""

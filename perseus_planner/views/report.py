@@ -1,7 +1,7 @@
 """A report as plain values, the text that `planner report` prints of it, its page, and the figures
-of `planner show --figure`.
+of `planner show --figure`; and a page of tables for other rooms.
 
-The page is one HTML file. Everything is inside, so that it opens anywhere, and offline.
+A page is one HTML file. Everything is inside, so that it opens anywhere, and offline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_
 from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
-from perseus_planner.views.run_text import account_text, tables_of_run
+from perseus_planner.views.run import account_text, tables_of_run
 from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
 from perseus_planner.views.web import page_file
 from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
@@ -39,6 +39,7 @@ from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_go
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from perseus_planner.base.tables import Sheet
     from perseus_planner.plans.plan import Plan
     from perseus_planner.views.run import RunSummary
     from perseus_planner.views.sources import Sources
@@ -238,16 +239,10 @@ def page(report: EnergyReport) -> str:
     A content security policy in the page allows only its own scripts and styles, by their digests,
     and loads nothing.
     """
-    styles = [_inline(page_file("theme.css")), _inline(page_file("report.css"))]
-    scripts = [
-        _inline(page_file("charts.js")),
-        _inline(page_file("timeline.js")),
-        _inline(page_file("report.js")),
-    ]
+    styles = [Markup(page_file(f"{name}.css")) for name in ("theme", "report")]
+    scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "timeline", "report")]
     unit = _unit(report)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = page_environment()
     environment.filters |= {
         "table": lambda columns: Markup(html_table(columns)),
         "tables_of_run": tables_of_run,
@@ -256,6 +251,7 @@ def page(report: EnergyReport) -> str:
         "load": lambda plan: load_columns(plan.ranks, plan.time_s, unit, digits=3),
         "si": _si,
         "number": number,
+        "counted": counted,
         "input": _input,
         "share": _share,
         "signed": _signed,
@@ -277,6 +273,13 @@ def page(report: EnergyReport) -> str:
 
 def _unit(report: EnergyReport) -> str:
     return unit_of("clock" if report.context is None else report.context.control)
+
+
+def page_environment() -> Environment:
+    """Return what renders pages: it escapes all texts."""
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
 
 
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
@@ -324,7 +327,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
     if report.size.tokens:
-        names |= {"joules_per_token": "J per token", "tokens_per_joule": "tokens per J"}
+        names["joules_per_token"] = "J per token"
     if report.size.samples:
         names["samples_per_s_per_w"] = "samples/s/W"
     return lay_out(
@@ -412,11 +415,6 @@ def _stages(numbers: Sequence[int]) -> str:
     return f"stages {', '.join(map(str, numbers))}"
 
 
-def _inline(text: str) -> Markup:
-    """Mark a script or style of this package as safe."""
-    return Markup(text)
-
-
 def content_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
     """Return a content security policy that allows these scripts and styles, by their digests,
     and nothing else.
@@ -446,3 +444,38 @@ def _data(report: EnergyReport) -> dict[str, Any]:
         "ranks": [asdict(rank) for rank in report.ranks],
         "curves": [asdict(curve) for curve in report.curves],
     }
+
+
+def page_of_sheets(
+    title: str,
+    heading: str,
+    first: tuple[str, str, str],
+    sheets: Sequence[Sheet],
+    *,
+    figure: str = "",
+    style: str = "",
+) -> str:
+    """Return a page. Texts are escaped, whatever they contain.
+
+    Args:
+        title: Its title.
+        heading: Its heading.
+        first: Its first section: the heading, the sentence under it, and a note.
+        sheets: Its tables.
+        figure: HTML of a figure between sentence and note.
+        style: CSS of the figure.
+    """
+    styles = [page_file("theme.css"), page_file("report.css"), *([style] if style else [])]
+    return (
+        page_environment()
+        .from_string(page_file("sheets.html.j2"))
+        .render(
+            title=title,
+            heading=heading,
+            first=first,
+            sheets=[(sheet.title, Markup(sheet.html())) for sheet in sheets],
+            figure=Markup(figure),
+            styles=[Markup(text) for text in styles],
+            policy=Markup(content_policy([], styles)),
+        )
+    )

@@ -97,7 +97,6 @@ class EnergyEfficiency:
     """
 
     joules_per_token: float | None
-    tokens_per_joule: float | None
     samples_per_s_per_w: float | None
 
 
@@ -203,9 +202,7 @@ def _saving(
 
 
 def _efficiency(size: IterationSize, energy_j: float) -> EnergyEfficiency:
-    is_positive = energy_j > 0
     return EnergyEfficiency(
-        energy_j / size.tokens if size.tokens is not None else None,
-        size.tokens / energy_j if size.tokens is not None and is_positive else None,
-        size.samples / energy_j if size.samples is not None and is_positive else None,
+        None if size.tokens is None else energy_j / size.tokens,
+        None if size.samples is None or energy_j <= 0 else size.samples / energy_j,
     )

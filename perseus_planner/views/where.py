@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.views.context import origin_label, share
 
@@ -282,7 +282,9 @@ def _saving_sentences(
     lower = sum(
         clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
     )
-    because = f", as {lower} of {len(after.clocks)} ranks run at lower clocks" if lower else ""
+    because = (
+        f", as {lower} of {counted(len(after.clocks), 'rank')} run at lower clocks" if lower else ""
+    )
     yield (
         f"In {'each' if saving.pipelines > 1 else 'its'} pipeline computing takes "
         f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "

@@ -20,7 +20,7 @@ from perseus_planner.runs.account import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
 from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
-from perseus_planner.service.models import Counters, ReportRequest, Scope
+from perseus_planner.service.models import MOST_RANKS, Counters, ReportRequest, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -240,4 +240,10 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
         ),
         verdict=None if verdict is None else str(verdict),
         unlike_plan=of_another_machine(recent, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
+        waiting=tuple(map(_waiting, recent.values())) if len(ranks) <= MOST_RANKS else (),
     )
+
+
+def _waiting(recent: Account) -> float:
+    """Return the share of its windows in which a rank ran no computation."""
+    return round(max(0.0, 1.0 - recent.busy_s / recent.gpu_s), 3) if recent.gpu_s else 0.0

@@ -157,7 +157,7 @@ class Batches:
         profile = self._profile
         if profile.gpu is not None and profile.gpu != name:
             raise ProfileError(
-                f"the profile is of the GPU {profile.gpu!r}, and this rank has {name!r}; profile "
+                f"the profile is for the GPU {profile.gpu!r}, and this rank has {name!r}; profile "
                 "that kind of GPU"
             )
         if profile.control != control:

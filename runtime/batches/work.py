@@ -105,7 +105,7 @@ def check_options(*, plan: object, service: object, learn: bool, state: object) 
         if value is not None:
             raise UsageError(
                 f"work: clocks follow each batch, and not {name} {str(value)!r}; leave out one of "
-                "both"
+                "them"
             )
     if learn or state is None:
         raise UsageError(

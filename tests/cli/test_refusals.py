@@ -19,6 +19,11 @@ from perseus_planner.profiles.measurement import Measurement
 PROFILE = "profile --gpu simulated:a100-sxm --stages 2 -o new.yaml"
 SOLVE = "solve profile.yaml --schedule 1f1b --microbatches 3 -o new.npz"
 PLAN = "plan frontier.npz -o new.yaml"
+TO_REPORT = (
+    "name a profile, a frontier, a plan, a job file, the folder of a run or a plan of inference "
+    "pools"
+)
+NAME_ONE = "name a profile, a frontier, a plan, a job file or the folder of a run"
 TARGETS = "--deadline, --slowdown, --straggler-time, --least-energy, --power-budget"
 
 # A later option of the same name wins over the one in PROFILE, SOLVE or PLAN.
@@ -129,6 +134,22 @@ REFUSED = {
     ),
     "plan profile.yaml --least-energy -o new.yaml": ("profile.yaml: is a profile; name a frontier"),
     "solve frontier.npz -o new.npz": "frontier.npz: is a frontier; name a profile or a job file",
+    "run --record /proc/self/run -- true": "--record /proc/self/run: /proc/self cannot be written "
+    "to; change its permissions, or name another",
+    "run --state /proc/self/a.yaml -- true": "--state /proc/self/a.yaml: /proc/self cannot be "
+    "written to; change its permissions, or name another",
+    "doctor --acceptance --into /proc/self/a": "--into /proc/self/a: /proc/self cannot be written "
+    "to; change its permissions, or name another",
+    "report lengths.csv -o new.html": f"lengths.csv: is a table of microbatches; {TO_REPORT}",
+    "show events.csv": f"events.csv: is a table of straggler events; {NAME_ONE}",
+    "show budget.csv": f"budget.csv: is a schedule of power budgets; {NAME_ONE}",
+    "report serving.csv -o new.html": f"serving.csv: is an inference profile; {TO_REPORT}",
+    "report rates.csv -o new.html": f"rates.csv: is a table of request rates; {TO_REPORT}",
+    "solve trace.csv -o new.npz": "trace.csv: is a trace of requests; name a profile or a job file",
+    "profile.yaml": "profile.yaml: is a profile; name a job file",
+    "run --frontier profile.yaml -- true": "profile.yaml: is a profile; name a frontier",
+    "explore gpt3-1.3b --gpus 8 --system profile.yaml": "profile.yaml: is a profile; name a system "
+    "file",
     "calibrate frontier.npz profile.yaml": "frontier.npz: is a frontier; name a profile or a job "
     "file",
     "solve profile.yaml --schedule 1f1b --microbatches 4 -o /proc/self/new.npz": (
@@ -147,6 +168,15 @@ REFUSED = {
     "show frontier.npz --plot absent/figure.png": (
         "--plot absent/figure.png: there is no folder absent; make it, or name another"
     ),
+}
+
+TABLES = {
+    "events.csv": "start,end,slowdown,pipeline,stage",
+    "budget.csv": "start,carbon",
+    "serving.csv": "input,output,tensor_degree,clock_mhz,tokens_per_s,energy_j,idle_w",
+    "lengths.csv": "step,pipeline,microbatch,length",
+    "rates.csv": "input,output,requests_per_s,tokens_per_s",
+    "trace.csv": "TIMESTAMP,ContextTokens,GeneratedTokens",
 }
 
 # What click itself refuses; above these lines it says how to get help.
@@ -170,6 +200,8 @@ def work(folder: Path) -> Path:
     job = "format: perseus-planner/job\nversion: 1\nstages: 2\nprofile: "
     (folder / "several.yaml").write_text(f"{job}[a.yaml, b.yaml]\n")
     (folder / "nowhere.yaml").write_text(f"{job}absent/p.yaml\n")
+    for name, header in TABLES.items():
+        (folder / name).write_text(f"# a comment\n\n{header}\n")
     (folder / "folder").mkdir()
     return folder
 

@@ -24,6 +24,7 @@ STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 2))
     frontier.plan_for(frontier.baseline_time_s).save(tmp_path / "plan.yaml")
+    frontier.save(tmp_path / "frontier.npz")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     for name in [each for each in os.environ if each.startswith("PLANNER_")]:
@@ -134,7 +135,7 @@ def test_the_service_of_other_commands_is_not_that_of_the_job(
     monkeypatch.setenv("PLANNER_SERVICE", "http://localhost:8400")
     run_to_the_end("run --plan plan.yaml true")
     assert "service" not in read_options({**os.environ, **became.pop()[1]})
-    run_to_the_end("run --plan plan.yaml --job a --frontier plan.yaml true")
+    run_to_the_end("run --plan plan.yaml --job a --frontier frontier.npz true")
     assert read_options({**os.environ, **became.pop()[1]})["service"] == "http://localhost:8400"
 
 
@@ -199,7 +200,7 @@ def test_the_exit_code_is_that_of_the_command():
         ),
         (
             "--work lengths:work --plan plan.yaml true",
-            "work: clocks follow each batch, and not plan 'plan.yaml'; leave out one of both",
+            "work: clocks follow each batch, and not plan 'plan.yaml'; leave out one of them",
         ),
         (
             "--work lengths:work --state profile.yaml true",

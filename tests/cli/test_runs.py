@@ -26,8 +26,7 @@ from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.views.figures import draw_gantt
 from perseus_planner.views.gantt import chart_run_beside_plan
-from perseus_planner.views.run import predict_records, summarize_run
-from perseus_planner.views.run_text import run_text
+from perseus_planner.views.run import predict_records, run_text, summarize_run
 
 
 @pytest.fixture

@@ -43,4 +43,4 @@ def test_after_it_nothing_is_compiled_and_nothing_was_twice(folder: Path):
 
 def test_it_says_that_all_is_compiled_if_it_is(folder: Path):
     done("warm-up")
-    assert done("warm-up") == "All is compiled already.\n"
+    assert done("warm-up") == "Everything is compiled already.\n"

@@ -28,9 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_names_the_first_three_and_their_frontier(folder: Path):
     text = done(f"{SMALL} --tokens 1B")
-    assert "SIMULATED: no estimate ranks configurations surely. Measure these:" in text
+    assert "SIMULATED: estimates do not rank with certainty. Measure these:" in text
     assert text.count("t1-p1-d8-mb") >= 2
-    assert "Where the energy of 1 goes at full clocks: arithmetic " in text
+    assert "Where the energy of number 1 goes at full clocks: arithmetic " in text
     assert "Not tried: " in text
     assert re.search(r" [1-7] of 8 ", text)  # rows of fewer GPUs than asked for
     assert "iteration s  tokens/s  mJ/token  W/GPU" in text

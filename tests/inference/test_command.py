@@ -63,7 +63,7 @@ def test_periods_of_a_trace_pay_for_their_changes(folder: Path):
 
 def test_a_replay_has_a_row_for_each_policy_and_a_figure(folder: Path):
     text = done("inference simulate inference.csv trace.csv --gpus 16 --plot replay.png")
-    assert text.startswith("3000 requests in 5 min on 16 GPUs\n")
+    assert text.startswith("3,000 requests in 5 min on 16 GPUs\n")
     assert Path("replay.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(
         done("inference simulate inference.csv trace.csv --gpus 16 --prediction perfect --json")
@@ -105,7 +105,7 @@ def test_show_and_report_take_a_plan(folder: Path):
     assert "<title>Pools for inference: po&lt;b&gt;ols.yaml</title>" in page
     assert "script-src 'none'" in page
     message = "Error: a plan for inference has a report of its own; name it alone\n"
-    assert refusal("report 'po<b>ols.yaml' rates.csv -o page.html") == (2, "", message)
+    assert refusal("report 'po<b>ols.yaml' 'po<b>ols.yaml' -o page.html") == (2, "", message)
 
 
 def test_the_page_has_no_barrier_and_fits_a_phone(folder: Path):

@@ -20,8 +20,7 @@ from perseus_planner.runs.tables import TOTALS, add_rows
 from perseus_planner.runtime.agent.outbox import added_up, told
 from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
 from perseus_planner.service.jobs import add_counters
-from perseus_planner.views.run import summarize_run
-from perseus_planner.views.run_text import run_text
+from perseus_planner.views.run import run_text, summarize_run
 from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
 from perseus_planner.views.sources import Sources
 

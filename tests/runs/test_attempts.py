@@ -36,8 +36,7 @@ from perseus_planner.runs.recording import (
     read_totals,
 )
 from perseus_planner.runs.tables import ITERATIONS, TOTALS, add_rows
-from perseus_planner.views.run import summarize_run
-from perseus_planner.views.run_text import run_text
+from perseus_planner.views.run import run_text, summarize_run
 
 START = datetime(2026, 1, 1)
 

@@ -15,8 +15,7 @@ from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
 from perseus_planner.views.report import make_report, page, report_text
-from perseus_planner.views.run import summarize_run
-from perseus_planner.views.run_text import run_text
+from perseus_planner.views.run import run_text, summarize_run
 from perseus_planner.views.savings import EnergyRates, IterationSize
 from perseus_planner.views.sources import Sources
 
@@ -169,7 +168,7 @@ def test_a_run_of_another_machine_is_told_so_and_saves_nothing(plan: Plan, tmp_p
     assert "Where the energy goes" in html
     assert "Every iteration ran as planned. They took the planned time, up to 2 %." in text
     for said in shown(plan, changed(run, lambda row: {"busy_s": 1000 * row.busy_s})):
-        assert "This plan is of another machine: all ranks compute 1000 times as long" in said
+        assert "This plan is for another machine: all ranks compute 1000 times as long" in said
         assert (
             "saved"
             not in said.replace("no saving", "").partition("<script")[0].partition("<style")[0]

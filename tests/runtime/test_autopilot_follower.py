@@ -386,7 +386,7 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     other = {rank: RankTraining(each.order, another) for rank, each in told.items()}
     replies = Planner().take([description(state, trainings=other)])
     text = (
-        f"what was learnt before is not used: {state} is of the GPU 'a GPU', and this job has "
+        f"what was learnt before is not used: {state} is for the GPU 'a GPU', and this job has "
         "'another'"
     )
     assert replies[0] == LogLine(text)

@@ -459,7 +459,7 @@ def test_a_profile_of_something_else_is_refused():
         Exchange(torch.distributed.HashStore(), seat), seat, order, PROFILE, SETTINGS, float, print
     )
     for name, control, said in (
-        ("other", "clock", "the profile is of the GPU 'simulated a100-sxm', and this rank has"),
+        ("other", "clock", "the profile is for the GPU 'simulated a100-sxm', and this rank has"),
         ("simulated a100-sxm", "power-limit", "the profile's control is 'clock', and this"),
     ):
         with pytest.raises(ProfileError, match=said):

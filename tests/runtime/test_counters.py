@@ -176,13 +176,27 @@ def test_all_ranks_together_are_the_sum_of_their_accounts_and_how_they_are_now()
     assert (found.run, found.windows, found.changes_late) == ("run", 20, 6)
     assert (found.set_p50_s, found.set_p99_s) == (0.02, 0.02)
     assert (found.ranks, found.following, found.off_plan_since_s) == (2, 2, None)
+    assert found.waiting == (0.0, 0.0)  # nothing is known of their time
     off_plan = added_up("run", [at(9, off_plan_since_s=since_s) for since_s in (7.0, 5.0)], before)
     assert (off_plan.following, off_plan.off_plan_since_s) == (0, 5.0)
     limited = added_up("run", [one, at(9, site_limit_w=400.0)], before)
     assert (found.gpu_power_limit_w, limited.gpu_power_limit_w) == (None, 400.0)
     other_gpu = added_up("run", [at(9, gpu="H100", planned_gpu="A100")] * 2, before)
     assert found.unlike_plan is None
-    assert "it is of a A100, and a rank trains on a H100" in (other_gpu.unlike_plan or "")
+    assert "it was made for the GPU A100, and a rank trains on H100" in (
+        other_gpu.unlike_plan or ""
+    )
+
+
+def test_each_rank_says_what_share_of_the_recent_time_it_waited():
+    def rank(gpu_s: float, busy_s: float) -> Checkpoint:
+        return Checkpoint(account=Account(windows=9, gpu_s=gpu_s, busy_s=busy_s))
+
+    before = [Account(gpu_s=10.0, busy_s=10.0), Account(gpu_s=10.0, busy_s=0.0)]
+    found = added_up("run", [rank(20.0, 16.6667), rank(20.0, 10.5)], before)
+    assert found.waiting == (0.333, 0.0)  # what overlaps is at most all of the time
+    many = added_up("run", [rank(20.0, 10.0)] * 1025, [Account()] * 1025)
+    assert many.waiting == ()
 
 
 def test_a_rank_is_off_its_plan_since_the_first_of_its_last_iterations_that_were_not_as_planned():

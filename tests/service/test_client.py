@@ -375,12 +375,11 @@ def test_straggler_clears(service: StandIn):
             "--ttl: '3w' is not a duration: write seconds of 0 or more, or a number with us, ms, "
             "s, m, h or d, such as 1.5ms or 30m",
         ),
-        ("budget --job j", "give --power, --deadline or both of them, or --none"),
-        ("budget --power 3kW --none", "give --power, --deadline or both of them, or --none"),
+        ("budget --job j", "give --power, --deadline or both of them; none removes what is set"),
         ("budget --power 3kW --watch", "--watch: is for a schedule; name its file with --schedule"),
         (
-            "budget --schedule b.csv --none",
-            "--schedule: says the power by itself; leave out --power, --deadline and --none",
+            "budget --schedule b.csv --power none",
+            "--schedule: has the power; leave out --power and --deadline",
         ),
         ("budget --deadline 5s", "--deadline: is for one job; name it with --job"),
         (
@@ -409,7 +408,7 @@ def test_budget_sets_power_and_deadline(service: StandIn):
     assert said.count("Job gpt3: version 7") == 2
     assert sent(service, "budget --power none") == {"power_w": None, "schedule": []}
     assert sent(service, "budget --power 1.2kW") == {"power_w": 1200.0, "schedule": []}
-    done(f"budget --job gpt3 --none --service {service.address} --json")
+    done(f"budget --job gpt3 --power none --deadline none --service {service.address} --json")
     assert [each.body for each in service.asked[-2:]] == [
         {"deadline_s": None},
         {"power_w": None, "schedule": []},

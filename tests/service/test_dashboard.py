@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import LONG_MS, barriers, chromium, opened
+from browsing import IMPACTS, LONG_MS, barriers, chromium, opened
 from services import at_once, frontier_file, job, service_at, serving, small_frontier
 from waiting import LONG_S
 
@@ -241,7 +241,7 @@ def test_without_a_token_the_page_tells_nothing_and_asks_for_one(browser: Any, g
         sign_in(page, "wrong-0123456789abcdef")
         has(page, "#token-error", "does not know that token")
         assert "calm" not in page.content()
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
         sign_in(page, SECRETS["operate"])
         has(page, "#job-title", "gpt")
         assert page.is_visible("#settings")
@@ -321,7 +321,7 @@ def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(
             has(page, "#standing", "Cannot be reached; trying again")
             has(page, "#away-age", " old.")
             assert page.inner_text("#job-title") == "gpt"  # what was known is still shown
-            assert barriers(page) == []
+            assert barriers(page, IMPACTS) == []
             page.click("#report-form button")
             has(page, "#report-form .response", "The service cannot be reached")
         with service_process(folder, port):
@@ -385,12 +385,12 @@ def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(
                 page.locator("#all-jobs tr", has_text="calm").locator("td").last.inner_text()
                 == "sends no telemetry"
             )
-            assert barriers(page) == []
+            assert barriers(page, IMPACTS) == []
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_no_saving_is_shown_of_a_job_whose_plans_are_of_another_machine(browser: Any, url: str):
-    sent = {**COUNTED, "unlike_plan": "This plan is of another machine"}
+    sent = {**COUNTED, "unlike_plan": "This plan is for another machine"}
     httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     for address, cards in (("#/", "#all-cards"), ("#/jobs/gpt", "#cards")):
         with opened(browser, f"{url}/{address}") as page:
@@ -421,6 +421,7 @@ def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
             "energy_j": 4800.0 * iterations,
             "energy_is": "simulated",
             "autopilot": autopilot,
+            "waiting": [0.31, 0.12, 0.3, 0.3, 0.31, 0.42],
         }
         httpx.post(f"{url}/v1/jobs/gpt/telemetry", json=sent, timeout=LONG_S).raise_for_status()
     post(url, {**SLOW, "source": "dcgm"})
@@ -435,6 +436,8 @@ def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
         assert page.locator("#history-power .legend").inner_text().split() == ["Power", "budget"]
         page.select_option("#history-range", "3600")
         page.locator("#history-time .event").first.wait_for(state="attached")
+        has(page, "#waiting-caption", "rank 1 (12 %) waited least and rank 5 (42 %) most")
+        assert page.locator("#waiting-ranks .bar").count() == 6
         why = page.locator("#pipelines .why").first  # a block of its own on a phone
         assert why.bounding_box()["width"] > 250
         facts = page.inner_text("#autopilot")
@@ -459,7 +462,7 @@ def test_nothing_keeps_people_from_using_it(browser: Any, url: str, look: dict[s
     post(url, SLOW)
     with looking(browser, url, **look) as page:
         has(page, "#reports li", "Pipeline 1")
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
         wide, width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= width
 
@@ -536,3 +539,52 @@ def test_of_what_nobody_measured_the_page_says_what_it_is(browser: Any, url: str
         shown = page.inner_text("#job")
         assert "This job sends no telemetry, so nothing here is measured on it" in shown
         assert set(page.locator("#cards .origin:visible").all_inner_texts()) == {"replayed"}
+
+
+def test_a_part_of_the_curves_is_enlarged_by_dragging_and_left_by_the_list(browser: Any, url: str):
+    begin_s = 1.7e9
+    points = [
+        {"at_s": begin_s + 60 * minute, "iteration_s": 1.0, "power_w": 2e3, "saved_j": 1e6 * minute}
+        for minute in range(100)
+    ]
+    history = {"points": points, "events": [{"at_s": begin_s, "text": "began"}], "waiting": []}
+    with looking(browser, url, viewport={"width": 1440, "height": 900}) as page:
+        status = httpx.get(f"{url}/v1/jobs/gpt", timeout=LONG_S).json()
+        status["job"]["since_s"] = begin_s
+        page.route("**/jobs/gpt/history", lambda route: route.fulfill(json=history))
+        page.route("**/jobs/gpt", lambda route: route.fulfill(json=status))
+        has(page, "#history-saved", "minutes since")
+        assert not page.is_visible("#waiting")
+        rows = page.locator("#history-time details tbody tr")
+        assert rows.count() == 100
+        page.locator("#history-saved svg").first.scroll_into_view_if_needed()
+        box = page.locator("#history-saved svg").first.bounding_box()
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + 0.4 * box["width"], middle)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=3)
+        assert page.locator("#history-saved .chosen").bounding_box()["width"] > 10
+        page.mouse.up()
+        assert page.locator("#history-range").input_value() == "chosen"
+        assert 10 < rows.count() < 40  # of all curves, not only of that which was dragged over
+        assert page.locator("#history .event").count() == 0
+        assert barriers(page, IMPACTS) == []
+        page.select_option("#history-range", "0")
+        assert rows.count() == 100
+
+
+def test_a_job_that_is_silent_or_over_its_budget_is_said_to_be_so(browser: Any, url: str):
+    (known,) = (
+        each
+        for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"]
+        if each["job"]["name"] == "calm"
+    )
+    jobs = [
+        {**known, "job": {**known["job"], "name": "silent"}, "silent_since_s": 1.7e9},
+        {**known, "job": {**known["job"], "name": "over"}, "over_budget_since_s": 1.7e9},
+    ]
+    with opened(browser, f"{url}/#/") as page:
+        page.route("**/v1/jobs", lambda route: route.fulfill(json={"jobs": jobs}))
+        page.reload()
+        has(page, "#all-jobs tr:has-text('silent')", "not heard of since ")
+        has(page, "#all-jobs tr:has-text('over')", "over its power budget since ")

@@ -122,12 +122,14 @@ def test_telemetry_leaves_points(tmp_path: Path):
         assert service.history("gpt").points == ()
         for number in (1, 2):
             clock.now_s += 10.0
-            service.telemetry("gpt", Counters(run="run", iterations=number, time_s=2.0 * number))
+            sent = Counters(run="run", iterations=number, time_s=2.0 * number, waiting=(0.25, 1.0))
+            service.telemetry("gpt", sent)
         (first, second) = service.history("gpt").points
     assert (first.at_s, second.at_s) == (NOW_S + 10.0, NOW_S + 20.0)
     assert (second.iteration_s, second.power_w, second.saved_j) == (2.0, None, None)
     with service_at(place, clock) as service:
         assert service.history("gpt").points == (first, second)
+        assert service.history("gpt").waiting == (0.25, 1.0)
 
 
 def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):

@@ -43,6 +43,7 @@ from perseus_planner.cli.serve import LogLine, _listening, serve
 from perseus_planner.service import planning
 from perseus_planner.service import serve as server
 from perseus_planner.service.access import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.client import Client
 from perseus_planner.service.live import AsyncService
 from perseus_planner.service.models import RegisteredJob
 from perseus_planner.service.planning import Unsolved
@@ -687,3 +688,18 @@ def answers_on(url: str) -> bool:
 def where(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("http://").rpartition(":")
     return host, int(port)
+
+
+def test_a_service_whose_stdout_is_full_serves_all_the_same(folder: Path):
+    command = [sys.executable, "-m", "perseus_planner", "serve", "--unix", "planner.sock"]
+    with open("/dev/full", "w") as full:
+        service = subprocess.Popen(command, cwd=folder, stdout=full, stderr=subprocess.PIPE)
+    try:
+        eventually((folder / "planner.sock").exists)
+        with Client(f"unix:{folder / 'planner.sock'}") as client:
+            assert client.jobs() == ()
+        service.terminate()
+        _, complaint = service.communicate(timeout=LONG_S)
+        assert (service.returncode, b"Traceback" in complaint) == (0, False)
+    finally:
+        service.kill()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from browsing import barriers, chromium, opened
+from browsing import IMPACTS, barriers, chromium, opened
 from commands import done
 from made_runs import write_run
 from strategies import smooth_profile
@@ -70,13 +70,13 @@ def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
         assert page.locator("#timelines .timeline").count() == 3
         assert page.locator("#frontier .mark").count() >= 6
         assert page.locator("#changes rect.bar").count() == 3
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
 
 
 def test_it_fits_a_phone(browser, report: str):
     with opened(browser, report, **PHONE) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
 
 
 def test_paper_gets_light_colours_and_every_curve(browser, report: str):
@@ -292,7 +292,7 @@ def page_of(folder: Path, text: str) -> str:
 def test_a_good_page_is_good(browser, tmp_path: Path):
     with opened(browser, page_of(tmp_path, "<h1>Good</h1>")) as page:
         assert page.inner_text("h1") == "Good"
-        assert barriers(page) == []
+        assert barriers(page, IMPACTS) == []
 
 
 def test_an_error_of_a_script_is_found(browser, tmp_path: Path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
+from perseus_planner.base.tables import Column, lay_out
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
@@ -325,3 +326,8 @@ computation  rows          W       time s  +- %     energy J  +- %  throttled
 1 backward      2  1400-1000  2.500-3.000     -  750.0-640.0     -          0
 """
     )
+
+
+def test_a_share_is_never_minus_nothing():
+    (cells,) = lay_out([{"x": -4e-5}, {"x": -6e-5}, {"x": None}], Column("x", "x", "%"))
+    assert [cell.strip() for cell in cells] == ["x", "0.00", "-0.01", "-"]

@@ -25,8 +25,7 @@ from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.perfetto import Counter, total
-from perseus_planner.views.traces import trace_plan, trace_run
+from perseus_planner.views.traces import Counter, total, trace_plan, trace_run
 
 
 @pytest.fixture(scope="module")

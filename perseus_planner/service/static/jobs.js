@@ -1,7 +1,7 @@
 // The list of jobs, and their totals.
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
-import { budgetText, byPlans, count, joules, kilowattHours, less, number, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, joules, kilowattHours, less, moment, number, seconds, watts } from "./format.js";
 import { reportsText } from "./reports.js";
 
 const SEARCHABLE = 8; // fewer need no search
@@ -13,13 +13,19 @@ const byName = (one, other) => ORDER.compare(one.job.name, other.job.name);
 
 const slowOf = (status) => Object.keys(status.decision.stragglers).length;
 
-export function showJobs(jobs, selected) {
+/** Return the jobs whose name contains what is looked for, and say in `place` if there are none. */
+function foundJobs(jobs, place) {
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted)).sort(byName);
-  say(byId("jobs-count"), wanted ? `(${number(found.length)} of ${number(jobs.length)})` : `(${number(jobs.length)})`);
+  show(place, found.length === 0);
+  say(place, jobs.length ? "No job has that in its name." : "No job runs. Jobs appear here when they register.");
+  return found;
+}
+
+export function showJobs(jobs, selected) {
+  const found = foundJobs(jobs, byId("no-jobs"));
+  say(byId("jobs-count"), found.length < jobs.length ? `(${number(found.length)} of ${number(jobs.length)})` : `(${number(jobs.length)})`);
   show(byId("jobs-search"), jobs.length > SEARCHABLE);
-  show(byId("no-jobs"), found.length === 0);
-  say(byId("no-jobs"), jobs.length ? "No job has that in its name." : "No job runs. Jobs appear here when they register.");
   keyed(byId("job-list"), found, (status) => status.job.name, made, (element, status) => fill(element, status, selected));
 }
 
@@ -50,9 +56,10 @@ function fillRow(element, status) {
 /** Say in a few words how a job is. */
 export function stateOf(status) {
   const { telemetry, autopilot, promised, version, taken } = status;
+  if (status.silent_since_s !== null) return `not heard of since ${moment(status.silent_since_s)}`;
   if (slowOf(status)) return `${reportsText(slowOf(status))}: ${status.decision.reason}`;
   if (status.unlike_plan) return status.unlike_plan;
-  if (telemetry !== null && status.job.power_w !== null && telemetry.power_w > status.job.power_w) return "over its power budget";
+  if (status.over_budget_since_s !== null) return `over its power budget since ${moment(status.over_budget_since_s)}`;
   if (promised > version) return `planning version ${number(promised)}`;
   if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
   if (telemetry === null) return "sends no telemetry";
@@ -90,11 +97,8 @@ export function showAll(jobs, budget) {
     cards.push({ name: "Power budget, all jobs", value: budget.power_w === null ? "none" : watts(budget.power_w), notes });
   }
   if (metered) cards.push({ name: "Saved so far", value: kilowattHours(saved_j), origin: kinds((status) => status.telemetry?.energy_is), notes: [joules(saved_j), `from the telemetry of ${count(metered, "job")}`] });
-  const wanted = byId("filter").value.trim().toLowerCase();
-  const found = jobs.filter((status) => status.job.name.toLowerCase().includes(wanted)).sort(byName);
+  const found = foundJobs(jobs, byId("all-none"));
   keyed(byId("all-jobs").tBodies[0], found, (status) => status.job.name, madeRow, fillRow);
   show(byId("all-jobs"), found.length > 0);
-  show(byId("all-none"), found.length === 0);
-  say(byId("all-none"), jobs.length ? "No job has that in its name." : "No job runs. Jobs appear here when they register.");
   keyed(byId("all-cards"), cards, (card) => card.name, () => html("li", { class: "card" }), fillCard);
 }

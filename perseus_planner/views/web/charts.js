@@ -116,7 +116,8 @@ const charts = (() => {
       parts.push(svg("text", { x: x(at), y: box.bottom + 18, "text-anchor": "middle" }, text));
     }
     if (!chart.compact) parts.push(svg("text", { x: box.right, y: height - 6, "text-anchor": "end" }, axisText(chart.x)));
-    return { width, height, box, x, y, parts, narrow };
+    const at = (px) => xRange[0] + ((px - box.left) / (box.right - box.left)) * (xRange[1] - xRange[0]);
+    return { width, height, box, x, y, at, parts, narrow };
   }
 
   function picture(plane, chart, parts) {
@@ -147,7 +148,7 @@ const charts = (() => {
     const cell = (value) => typeof value === "number" || value === null ? html("td", { class: "number" }, number(value)) : html("td", {}, value);
     const numeric = heads.map((_, column) => rows.length > 0 && rows.every((row) => typeof row[column] !== "string"));
     return html("details", {}, html("summary", {}, name),
-      html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
+      html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${name}: ${heads.filter(Boolean).join(", ")}` },
         html("table", {},
           html("thead", {}, html("tr", {}, ...heads.map((head, column) => html("th", { scope: "col", class: numeric[column] ? "number" : null }, head)))),
           html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map(cell)))))));
@@ -165,6 +166,7 @@ const charts = (() => {
    *   marks?: (the most important first) [{name, color: 1..8, shape, x, y, label?: text beside it, title?: text in the
    *             legend, or null to leave it out, from?: {x, y} previous position, to animate a move}],
    *   events?: [{x, text}], each a dotted line over the whole height,
+   *   zoom?: called with the least and greatest x of what the pointer was dragged over,
    *   table?: true for the numbers below, legend?: false to leave it out, height?: px,
    *   compact?: true for one of many small charts, whose axes are described once
    * }
@@ -186,6 +188,7 @@ const charts = (() => {
       const image = picture(plane, chart, parts);
       image.addEventListener("pointermove", (event) => { readout.textContent = nearest(image, event, plane, chart, marks); });
       image.addEventListener("pointerleave", () => { readout.textContent = ""; });
+      if (chart.zoom) watchDrags(image, plane, chart.zoom);
       const signs = (chart.legend ?? true) ? legend(lineLegend(chart.series, marks)) : null;
       return [image, signs, readout, chart.table ? lineTable(chart, marks) : null];
     });
@@ -286,9 +289,39 @@ const charts = (() => {
     return [...ofSeries, ...ofMarks];
   }
 
-  function nearest(image, pointer, plane, chart, marks) {
+  /** Returns the coordinates of the pointer in the picture. */
+  function pointed(image, pointer, plane) {
     const box = image.getBoundingClientRect();
-    const [px, py] = [((pointer.clientX - box.left) * plane.width) / box.width, ((pointer.clientY - box.top) * plane.height) / box.height];
+    return [((pointer.clientX - box.left) * plane.width) / box.width, ((pointer.clientY - box.top) * plane.height) / box.height];
+  }
+
+  /** Shades what the pointer is dragged over, and calls `zoom` with its range at the end. */
+  function watchDrags(image, plane, zoom) {
+    const shade = svg("rect", { class: "chosen", y: plane.box.top, height: plane.box.bottom - plane.box.top });
+    const px = (event) => Math.min(Math.max(pointed(image, event, plane)[0], plane.box.left), plane.box.right);
+    let from = 0;
+    const cover = (to) => {
+      shade.setAttribute("x", Math.min(from, to));
+      shade.setAttribute("width", Math.abs(to - from));
+    };
+    image.classList.add("zoomable");
+    image.addEventListener("pointerdown", (event) => {
+      from = px(event);
+      cover(from);
+      image.append(shade);
+      image.setPointerCapture(event.pointerId);
+    });
+    image.addEventListener("pointermove", (event) => { if (shade.parentNode) cover(px(event)); });
+    image.addEventListener("pointercancel", () => shade.remove()); // it scrolls
+    image.addEventListener("pointerup", (event) => {
+      shade.remove();
+      const to = px(event);
+      if (Math.abs(to - from) > 5) zoom(plane.at(Math.min(from, to)), plane.at(Math.max(from, to)));
+    });
+  }
+
+  function nearest(image, pointer, plane, chart, marks) {
+    const [px, py] = pointed(image, pointer, plane);
     const event = (chart.events ?? []).find(({ x }) => Math.abs(plane.x(x) - px) < 3);
     if (event) return event.text;
     let best = { distance: 40, text: "" }; // px; points farther away do not count
@@ -312,7 +345,7 @@ const charts = (() => {
    *
    * chart: {description, x: {label, unit}, y: {label, unit}, names: [text of each group],
    *         series: [{name, color: 1..8, y: [one number for each group], onto?: true to stand on the series before it,
-   *                   hatched?: true}], table?: boolean, height?: px}
+   *                   hatched?: true}], table?: boolean, legend?: false to leave it out, height?: px}
    */
   function bars(place, chart) {
     const [bases, stacks] = stacked(chart.series);
@@ -346,7 +379,7 @@ const charts = (() => {
       const image = picture(plane, chart, parts);
       if (width > shown) image.setAttribute("width", width);
       const drawn = width > shown ? html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": axisText(chart.y) }, image) : image;
-      return [drawn, legend(signs), chart.table ? table([axisText(chart.x), ...chart.series.map((each) => axisText({ label: each.name, unit: chart.y.unit }))], rows) : null];
+      return [drawn, (chart.legend ?? true) ? legend(signs) : null, chart.table ? table([axisText(chart.x), ...chart.series.map((each) => axisText({ label: each.name, unit: chart.y.unit }))], rows) : null];
     });
   }
 

@@ -351,7 +351,7 @@ def texts_of(profile: Profile) -> tuple[str, str]:
 def _difference(profile: Profile, job: AutopilotJob) -> str | None:
     """Return why a profile is not one of this job; None if it is."""
     if profile.gpu != job.gpu:
-        return f"is of the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
+        return f"is for the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
     if profile.gpus_per_stage != job.gpus_per_stage:
         return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
     if profile.modes is not None:
