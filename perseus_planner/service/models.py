@@ -12,8 +12,7 @@ import base64
 import math
 import uuid
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -276,7 +275,8 @@ class Target:
 class Decision:
     """What the pipelines of a job are to do now, and why."""
 
-    targets: tuple[Target, ...]  #: One for each pipeline, in order.
+    targets: tuple[Target, ...]  #: Each once.
+    of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its target in `targets`.
     straggler_time_s: float  #: Iteration time of the slowest pipeline, seconds.
     stragglers: Mapping[int, str]  #: Pipeline -> key of the report that counts for it.
     since_s: float  #: Since when these targets hold.
@@ -285,13 +285,16 @@ class Decision:
     #: What a pipeline would do that waits for no straggler; null if none waits for one.
     own: Target | None = None
 
+    @property
+    def each(self) -> tuple[Target, ...]:
+        """The target of each pipeline, in order."""
+        return tuple(map(self.targets.__getitem__, self.of_pipeline))
 
-def distinct(targets: Sequence[Target]) -> list[tuple[Target, int]]:
-    """Return the targets that are other objects, in order of appearance, each with how many
-    pipelines have it. A decision has one object for equal targets.
-    """
-    of_id = dict(zip(map(id, targets), targets, strict=True))
-    return [(of_id[which], count) for which, count in Counter(map(id, targets)).items()]
+    @property
+    def times_s(self) -> list[float]:
+        """The deadline of each pipeline, in order."""
+        of_target = [target.time_s for target in self.targets]
+        return list(map(of_target.__getitem__, self.of_pipeline))
 
 
 @dataclass(frozen=True)
@@ -772,6 +775,11 @@ class Event:
 
     at_s: float  #: Seconds since the epoch.
     text: str  #: What happened, in words.
+
+    @cached_property
+    def as_json(self) -> str:
+        """The event as JSON, which is written with each change of its job."""
+        return to_json(self).decode()
 
 
 @dataclass(frozen=True)

@@ -396,7 +396,7 @@ class Service:
                 check_same(known_report, report)
                 return answer_to(before, before, known_report, "the report was received before")
             check_report(before, report)
-            after = self._reconcile(draft, before.with_report(report))
+            after = self._reconcile(draft, before.with_report(report, self._now_s()))
             if report.key in after.reports:
                 reason = until_it_begins(after, report, self._now_s())
             else:
@@ -448,7 +448,7 @@ class Service:
                     )
                 return answer_to(before, before, past, "the report did not count any more")
             report = expire(report, now_s)
-            after = self._reconcile(draft, before.with_report(report))
+            after = self._reconcile(draft, before.with_report(report, now_s))
             return answer_to(before, after, report)
 
         return self._writer.do(command)

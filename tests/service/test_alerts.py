@@ -130,11 +130,11 @@ def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(runn
         1.4042553191489362,
         "compute",
     )
-    assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.slowdown}
+    assert service.status("gpt").decision.each[1].slow_stages == {0: kept.slowdown}
     found = posted(ask, RESOLVED)
     assert [(each["version"], each["changed"]) for each in found["answers"]] == [(3, True)]
     assert service.reports("gpt") == ()
-    assert service.status("gpt").decision.targets[1].slow_stages == {}
+    assert service.status("gpt").decision.each[1].slow_stages == {}
 
 
 def test_every_job_that_has_what_an_alert_names_is_told(running):
@@ -426,7 +426,7 @@ def test_a_node_is_known_with_its_domain_and_without(running, known: str, said: 
 
 
 def targets(service: Service) -> Any:
-    return service.status("named").decision.targets
+    return service.status("named").decision.each
 
 
 JUNK = st.recursive(

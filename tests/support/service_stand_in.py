@@ -190,8 +190,10 @@ class StandIn:
 
     def status(self, job: str) -> JobStatus:
         self._check(job)
-        targets = (Target(1.0, {0: 1.5}),) * self.kept[job].pipelines
-        decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
+        same = (0,) * self.kept[job].pipelines
+        decision = Decision(
+            (Target(1.0, {0: 1.5}),), same, 1.5, {0: "key"}, NOW_S, math.inf, "because"
+        )
         version, reports = self.versions[job], tuple(self.of_job[job].values())
         return JobStatus(
             self.kept[job],
