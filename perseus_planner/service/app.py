@@ -74,6 +74,7 @@ from perseus_planner.service.models import (
     Totals,
     UnknownJob,
     from_json,
+    read_registration,
     to_json,
 )
 from perseus_planner.service.planning import Unsolved
@@ -170,7 +171,7 @@ def _parsed(kind: Any, body: bytes) -> Any:
         RequestValidationError: If it is not one.
     """
     try:
-        return from_json(kind, body)
+        return read_registration(body) if kind is Registration else from_json(kind, body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(

@@ -9,13 +9,14 @@ null in JSON. What is sent is read strictly: values are not converted.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -562,6 +563,34 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
     adapted: Any = kind
     value: Value = _adapter(adapted).validate_json(text)
     return value
+
+
+_PLACES = '"places":['
+SLICE = 1000
+"""How many places are read or written at once: other threads get no turn meanwhile."""
+
+
+def read_registration(body: bytes) -> Registration:
+    """Read a registration as `from_json` does, with its places in slices if it was written by
+    `to_json`.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    ends, scan = [0], json.JSONDecoder().raw_decode
+    try:
+        head, _, text = body.decode().partition(_PLACES)
+        json.loads(head.rstrip(",") + "}")  # they are those of the registration itself
+        while text[ends[-1]] != "]":
+            ends.append(scan(text, ends[-1] + (text[ends[-1]] == ","))[1])
+        slices = [text[slice(*pair)].lstrip(",") for pair in pairwise([*ends[::SLICE], ends[-1]])]
+        rest = from_json(Registration, head + _PLACES + text[ends[-1] :])
+        places = [from_json(tuple[Place, ...], f"[{each}]") for each in slices if each]
+    except (ValueError, LookupError, RecursionError):
+        return from_json(Registration, body)  # as it was written otherwise, or is none
+    if rest.places or text.count('"places"'):
+        return from_json(Registration, body)
+    return replace(rest, places=tuple(chain.from_iterable(places)))
 
 
 @lru_cache(maxsize=128)

@@ -38,6 +38,7 @@ from pydantic_core import to_json as write_json
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.service.jobs import JobState, Tally, with_events
 from perseus_planner.service.models import (
+    SLICE,
     Curve,
     Fenced,
     JobTotals,
@@ -584,7 +585,7 @@ class Storage:
         if before is None or before.registered is not after.registered:
             if before is not None:
                 self.execute("DELETE FROM jobs WHERE name = ?", name)
-            row = (name, after.job.frontier, _text(vars(after.registered)))
+            row = (name, after.job.frontier, _registration_text(after.registered))
             self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
             self._sweep_frontiers()
         if any(getattr(before, field, None) is not getattr(after, field) for field in _CHANGING):
@@ -635,6 +636,13 @@ number = CASE WHEN reports.counts = excluded.counts THEN reports.number ELSE exc
 
 def _text(value: Any) -> str:
     return write_json(value, inf_nan_mode="null").decode()
+
+
+def _registration_text(job: RegisteredJob) -> str:
+    """Return a registration as JSON, its places in slices."""
+    begins, rest = range(0, len(job.places), SLICE), {**vars(job), "places": ()}
+    slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
+    return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 
 
 def _state_text(state: JobState) -> str:
