@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,30 +167,32 @@ def decide(
         if target not in found:
             found.append(target)
         of_groups.append(found.index(target))
-    of_pipeline = list(map(of_groups.__getitem__, of_group))
+    of_pipeline = tuple(map(of_groups.__getitem__, of_group))
     places = {index: place for place, index in enumerate(dict.fromkeys(of_pipeline))}
     targets = tuple([found[index] for index in places])
     stragglers = {number: worst[number].key for number in sorted(worst)}
+    of_pipeline = tuple(map(places.__getitem__, of_pipeline))
+    since_s = job.since_s if before is None else before.since_s
+    if (
+        before is not None
+        and (stragglers or before.stragglers)  # not by a deadline of the job
+        and [targets[index].time_s for index in of_pipeline] != before.times_s
+    ):
+        since_s = now_s
+    look_again_s = look.next_s
+    if refusal == _HELD:
+        look_again_s = min(look_again_s, since_s + settings.holding_s, others.pays_until_s())
     waits = any(target.reason == "straggler" for target in targets)
-    decision = Decision(
+    return Decision(
         targets,
-        tuple(map(places.__getitem__, of_pipeline)),
+        of_pipeline,
         time_s,
         stragglers,
-        job.since_s if before is None else now_s,
-        look.next_s,
+        since_s,
+        look_again_s,
         _reason(reported, worst, time_s, calm.own_s, refusal),
         Target(calm.own_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
-    # a new deadline of the job is no change by stragglers
-    if before is not None and (
-        not (stragglers or before.stragglers) or decision.times_s == before.times_s
-    ):
-        decision = replace(decision, since_s=before.since_s)
-    if refusal == _HELD:
-        turns_s = look.next_s, decision.since_s + settings.holding_s, others.pays_until_s()
-        decision = replace(decision, look_again_s=min(turns_s))
-    return decision
 
 
 def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
