@@ -694,24 +694,6 @@ def check_same(known: Report, report: Report) -> None:
         )
 
 
-class StatusMade(NamedTuple):
-    """A status, and what it was made of; it holds until `until_s`."""
-
-    state: JobState
-    tally: Tally | None
-    until_s: float
-    status: JobStatus
-
-    @classmethod
-    def of(cls, state: JobState, tally: Tally | None, now_s: float) -> StatusMade:
-        """Make the status of a job."""
-        return cls(state, tally, next_report_s(state, now_s), status_of(state, tally, now_s))
-
-    def holds(self, state: JobState, tally: Tally | None, now_s: float) -> bool:
-        """Whether it is still the status of the job."""
-        return self.state is state and self.tally is tally and now_s < self.until_s
-
-
 EVENTS = 100
 """How many events of a job are kept, the latest."""
 _NAMED = 3  #: pipelines that an event names; more are counted
