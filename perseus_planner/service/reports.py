@@ -86,16 +86,10 @@ class Look:
         """Return the look with one more report."""
         about = report.about
         same = [each for each in (*self.active, *self.idle) if each.about == about]
-        if not same:
-            now = Look.at([report], now_s)
-            active, idle = self.active, self.idle
-        else:
-            now = Look.at([*same, report], now_s)
-            active = tuple([each for each in self.active if each.about != about])
-            idle = tuple([each for each in self.idle if each.about != about])
+        now = Look.at([*same, report], now_s)
         return Look(
-            active + now.active,
-            idle + now.idle,
+            tuple([each for each in self.active if each.about != about]) + now.active,
+            tuple([each for each in self.idle if each.about != about]) + now.idle,
             self.gone + now.gone,
             min(self.next_s, now.next_s),
             min(self.until_s, now.until_s),

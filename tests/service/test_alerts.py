@@ -94,7 +94,7 @@ def served(place: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Re
     clock = Clock()
     with (
         service_at(place, clock) as service,
-        asking(service, now_s=clock) as ask,
+        asking(service) as ask,
     ):
         service.register(job(), frontier_file())
         yield service, clock, ask
@@ -362,9 +362,7 @@ def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path
     )
 
     async def conversation(service: Service) -> None:
-        async with opened(
-            service, Access(tokens), Limits(alerts_bytes=2**20), now_s=Clock()
-        ) as client:
+        async with opened(service, Access(tokens), Limits(alerts_bytes=2**20)) as client:
 
             async def post(token: str, content: Any) -> int:
                 headers = {"Authorization": f"Bearer {token}"}

@@ -147,7 +147,7 @@ def test_a_run_whose_counts_fall_is_refused(name: str):
 def served(place: Path, clock: Clock) -> Iterator[tuple[Service, Callable[..., httpx.Response]]]:
     with (
         service_at(place, clock) as service,
-        asking(service, now_s=clock) as ask,
+        asking(service) as ask,
     ):
         yield service, ask
 
