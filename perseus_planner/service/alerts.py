@@ -99,7 +99,7 @@ def with_alerts(
         elif report.expires_s > now_s:
             report = replace(known, slowdown=report.slowdown, cause=report.cause)
         if report != known:
-            state = state.with_report(report)
+            state = state.with_report(report, now_s)
     return state, refused
 
 

@@ -74,6 +74,7 @@ from perseus_planner.service.models import (
     Totals,
     UnknownJob,
     from_json,
+    read_registration,
     to_json,
 )
 from perseus_planner.service.planning import Unsolved
@@ -170,7 +171,7 @@ def _parsed(kind: Any, body: bytes) -> Any:
         RequestValidationError: If it is not one.
     """
     try:
-        return from_json(kind, body)
+        return read_registration(body) if kind is Registration else from_json(kind, body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(
@@ -321,7 +322,7 @@ async def report(
 
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
-    straggler = sent.report(idempotency_key, call.app.state.now_s())
+    straggler = sent.report(idempotency_key, call.service.now_s())
     answer = await call.live.written(call.service.submit_report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
         with suppress(
@@ -353,7 +354,7 @@ async def alerts(call: Call, sent: AlertGroup) -> Response:
     Alertmanager drops a whole group that is answered with 4xx, so only what is not a group is
     refused.
     """
-    now_s = call.app.state.now_s()
+    now_s = call.service.now_s()
     received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
     reports = [each for each in received if not isinstance(each, str)]
     answers, refused = await call.live.change(call.service.alert, reports)
@@ -554,20 +555,16 @@ in seconds, powers in watts. Every request that is not carried out is answered w
 """
 
 
-def create_app(
-    service: Service, access: Access, limits: Limits, *, now_s: Callable[[], float] | None = None
-) -> FastAPI:
+def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
     """Return the application that serves `service`. Its lifespan must run, as ASGI servers have it.
 
     Args:
         service: The service, which the application does not close.
         access: Who may send requests.
         limits: How large requests may be, and how many may wait.
-        now_s: The clock in place of that of `service`, seconds since the epoch.
     """
-    now_s = now_s or service.now_s
-    live = AsyncService(service, limits, now_s)
-    metrics = Metrics(lambda: live.waiting, now_s())
+    live = AsyncService(service, limits, service.now_s)
+    metrics = Metrics(lambda: live.waiting, service.now_s())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -585,7 +582,6 @@ def create_app(
         routes=routes,
     )
     app.state.service, app.state.metrics = live, metrics
-    app.state.now_s = now_s
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
     add_error_handlers(app, routes)

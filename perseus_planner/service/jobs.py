@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,7 +67,6 @@ from perseus_planner.service.reports import (
     check_places,
     check_scope,
     is_over,
-    over_s,
 )
 
 if TYPE_CHECKING:
@@ -260,6 +259,7 @@ class JobState:
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
     silent_since_s: float | None = None  #: As in `JobStatus`
     over_budget_since_s: float | None = None  #: As in `JobStatus`
+    look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
 
     @property
     def is_planned(self) -> bool:
@@ -291,6 +291,7 @@ class JobState:
             ),
             reports=moved(self.reports),
             past=moved(self.past),
+            look=None,
             taken=None if taken is None else replace(taken, at_s=taken.at_s + by_s),
         )
 
@@ -303,32 +304,26 @@ class JobState:
         """Return the state with these fields of its job replaced."""
         return replace(self, job=replace(self.job, **settings))
 
-    def with_report(self, report: Report) -> JobState:
+    def with_report(self, report: Report, now_s: float) -> JobState:
         """Return the state with a report added, or replaced."""
-        return replace(self, reports={**self.reports, report.key: report})
+        look = self.look
+        if look is not None:
+            is_new = now_s < look.until_s and report.key not in self.reports
+            look = look.with_report(report, now_s) if is_new else None
+        return replace(self, reports={**self.reports, report.key: report}, look=look)
 
-    def keeping(self, lasting: Iterable[Report]) -> JobState:
-        """Return the state in which only the reports in `lasting` count; the others become past
-        reports.
-        """
-        kept = {report.key for report in lasting}
-        if len(kept) == len(self.reports):
-            return self
-        gone = {key: report for key, report in self.reports.items() if key not in kept}
-        past = {**self.past, **gone}
-        for key in list(past)[:-REMEMBERED]:
+    def looked(self, look: Look) -> JobState:
+        """Return the state after a look at its reports: those that are gone become past reports."""
+        if not look.gone:
+            return self if look is self.look else replace(self, look=look)
+        reports, past = {**self.reports}, {**self.past}
+        for report in look.gone:
+            past[report.key] = reports.pop(report.key)
+        for key in [*past][:-REMEMBERED]:
             del past[key]
-        return replace(
-            self,
-            reports={key: report for key, report in self.reports.items() if key in kept},
-            past=past,
-        )
+        return replace(self, reports=reports, past=past, look=replace(look, gone=()))
 
 
-_FORGOTTEN_AFTER_S = 3600.0
-"""For so long a report that is over still keeps earlier observations that arrive late from
-counting.
-"""
 _LIMIT_CHANGE = 0.01
 
 
@@ -412,18 +407,28 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     If all its plans are known, they are published. Otherwise their version is promised, and the
     caller has them made with `prepare`.
     """
-    look = _look(state, now_s)
-    state = _without_forgotten(state, look, now_s)
+    look = state.look
+    if look is None or look.until_s <= now_s:
+        look = _look(state, now_s)
+    state = state.looked(look)
     try:
         decision = _decided(state, look, planning, now_s)
     except NotSolved:
         return replace(state, promised=state.published.version + 1)
-    saved_w = saving_w(_within_budgets(state), decision, planning.numbers(state.job, state.curve))
-    state = replace(state, decision=decision, saving_w=saved_w)
-    if state.is_planned and decision.targets == state.planned.targets:
+    if decision != state.decision:
+        saved_w = saving_w(
+            _within_budgets(state), decision, planning.numbers(state.job, state.curve)
+        )
+        state = replace(state, decision=decision, saving_w=saved_w)
+    before = state.planned
+    if state.is_planned and (decision.targets, decision.of_pipeline, decision.own) == (
+        before.targets,
+        before.of_pipeline,
+        before.own,
+    ):
         return state
     asked = requests_of(state.job, state.curve, decision)
-    if state.is_planned and asked == requests_of(state.job, state.curve, state.planned):
+    if state.is_planned and asked == requests_of(state.job, state.curve, before):
         return state
     version = state.published.version + 1
     requests, indices = asked
@@ -444,7 +449,7 @@ def plan_set(
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     found = tuple([places[texts[index]] for index in indices])
     own = None if decision.own is None else found[-1]
-    return PlanSet(version, tuple(places), found[: len(decision.targets)], own)
+    return PlanSet(version, tuple(places), found[: len(decision.of_pipeline)], own)
 
 
 LEASE_S = 60.0
@@ -510,8 +515,7 @@ def answer_to(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised
-        or after.decision.targets != before.decision.targets,
+        changed=after.promised > before.promised or after.decision.each != before.decision.each,
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,
@@ -597,18 +601,6 @@ def _own_reason(state: JobState) -> Slowing | None:
     return None if state.job.gpu_power_limit_w is None else "GPU limit"
 
 
-def _without_forgotten(state: JobState, look: Look, now_s: float) -> JobState:
-    oldest_s = (
-        now_s - _FORGOTTEN_AFTER_S
-    )  # by the service's clock: that of a source may be hours behind
-    gone = {
-        report.key for report in look.idle if is_over(report, now_s) and over_s(report) < oldest_s
-    }
-    if not gone and len(look.lasting) == len(state.reports):
-        return state
-    return state.keeping(report for report in look.lasting if report.key not in gone)
-
-
 def _within_budgets(state: JobState) -> RegisteredJob:
     """Return the job with the iteration time and the power that budgets leave it, if there are
     any.
@@ -642,7 +634,7 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
         return math.inf
     waiting = [
         report.begins_iteration
-        for report in state.reports.values()
+        for report in (state.reports.values() if state.look is None else state.look.idle)
         if report.begins_iteration is not None
     ]
     ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
@@ -677,7 +669,7 @@ def check_report(state: JobState, report: Report) -> None:
         Conflict: If the job has too many reports, or too many of that source.
     """
     check_scope(state.job, report.scope, state.curve.stages)
-    of_source = sum(report.source == each.source for each in state.reports.values())
+    of_source = [each.source for each in state.reports.values()].count(report.source)
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
         raise Conflict(
             f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
@@ -700,24 +692,6 @@ def check_same(known: Report, report: Report) -> None:
             f"report {shown(report.key)} differs from what was received with that key; give "
             "another report another key"
         )
-
-
-class StatusMade(NamedTuple):
-    """A status, and what it was made of; it holds until `until_s`."""
-
-    state: JobState
-    tally: Tally | None
-    until_s: float
-    status: JobStatus
-
-    @classmethod
-    def of(cls, state: JobState, tally: Tally | None, now_s: float) -> StatusMade:
-        """Make the status of a job."""
-        return cls(state, tally, next_report_s(state, now_s), status_of(state, tally, now_s))
-
-    def holds(self, state: JobState, tally: Tally | None, now_s: float) -> bool:
-        """Whether it is still the status of the job."""
-        return self.state is state and self.tally is tally and now_s < self.until_s
 
 
 EVENTS = 100
@@ -798,10 +772,10 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
-    pairs = zip(before.decision.targets, after.decision.targets, strict=True)
-    for pipeline, (old, new) in enumerate(pairs):
-        if new is not old and new.time_s != old.time_s and pipeline not in now:
-            moved.setdefault(new.time_s, []).append(pipeline)
+    old_s, new_s = before.decision.times_s, after.decision.times_s
+    for pipeline in range(len(new_s) if new_s != old_s else 0):
+        if new_s[pipeline] != old_s[pipeline] and pipeline not in now:
+            moved.setdefault(new_s[pipeline], []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
@@ -917,7 +891,7 @@ def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
             decision.stragglers.get(number),
             target.reason,
         )
-        for number, (costs, target) in enumerate(zip(of_pipeline, decision.targets, strict=True))
+        for number, (costs, target) in enumerate(zip(of_pipeline, decision.each, strict=True))
     )
 
 

@@ -9,14 +9,14 @@ null in JSON. What is sent is read strictly: values are not converted.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import uuid
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -278,7 +278,8 @@ class Target:
 class Decision:
     """What the pipelines of a job are to do now, and why."""
 
-    targets: tuple[Target, ...]  #: One for each pipeline, in order.
+    targets: tuple[Target, ...]  #: Each once.
+    of_pipeline: tuple[int, ...]  #: For each pipeline, the index of its target in `targets`.
     straggler_time_s: float  #: Iteration time of the slowest pipeline, seconds.
     stragglers: Mapping[int, str]  #: Pipeline -> key of the report that counts for it.
     since_s: float  #: Since when these targets hold.
@@ -287,13 +288,16 @@ class Decision:
     #: What a pipeline would do that waits for no straggler; null if none waits for one.
     own: Target | None = None
 
+    @property
+    def each(self) -> tuple[Target, ...]:
+        """The target of each pipeline, in order."""
+        return tuple(map(self.targets.__getitem__, self.of_pipeline))
 
-def distinct(targets: Sequence[Target]) -> list[tuple[Target, int]]:
-    """Return the targets that are other objects, in order of appearance, each with how many
-    pipelines have it. A decision has one object for equal targets.
-    """
-    of_id = dict(zip(map(id, targets), targets, strict=True))
-    return [(of_id[which], count) for which, count in Counter(map(id, targets)).items()]
+    @property
+    def times_s(self) -> list[float]:
+        """The deadline of each pipeline, in order."""
+        of_target = [target.time_s for target in self.targets]
+        return list(map(of_target.__getitem__, self.of_pipeline))
 
 
 @dataclass(frozen=True)
@@ -566,6 +570,34 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
     return value
 
 
+_PLACES = '"places":['
+SLICE = 1000
+"""How many places are read or written at once: other threads get no turn meanwhile."""
+
+
+def read_registration(body: bytes) -> Registration:
+    """Read a registration as `from_json` does, with its places in slices if it was written by
+    `to_json`.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    ends, scan = [0], json.JSONDecoder().raw_decode
+    try:
+        head, _, text = body.decode().partition(_PLACES)
+        json.loads(head.rstrip(",") + "}")  # they are those of the registration itself
+        while text[ends[-1]] != "]":
+            ends.append(scan(text, ends[-1] + (text[ends[-1]] == ","))[1])
+        slices = [text[slice(*pair)].lstrip(",") for pair in pairwise([*ends[::SLICE], ends[-1]])]
+        rest = from_json(Registration, head + _PLACES + text[ends[-1] :])
+        places = [from_json(tuple[Place, ...], f"[{each}]") for each in slices if each]
+    except (ValueError, LookupError, RecursionError):
+        return from_json(Registration, body)  # as it was written otherwise, or is none
+    if rest.places or text.count('"places"'):
+        return from_json(Registration, body)
+    return replace(rest, places=tuple(chain.from_iterable(places)))
+
+
 @lru_cache(maxsize=128)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
@@ -777,6 +809,11 @@ class Event:
 
     at_s: float  #: Seconds since the epoch.
     text: str  #: What happened, in words.
+
+    @cached_property
+    def as_json(self) -> str:
+        """The event as JSON, which is written with each change of its job."""
+        return to_json(self).decode()
 
 
 @dataclass(frozen=True)

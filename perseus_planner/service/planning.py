@@ -41,7 +41,7 @@ from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
-from perseus_planner.service.models import Curve, NotSolved, Numbers, Slow, distinct
+from perseus_planner.service.models import Curve, NotSolved, Numbers, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
 if TYPE_CHECKING:
@@ -446,9 +446,9 @@ def requests_of(
     for `decision.own` if there is one. Beyond the frontier's slow end, slower plans save nothing.
     """
     requests: dict[PlanRequest, int] = {}
-    of_target: dict[int, int] = {}
     targets = decision.targets if decision.own is None else (*decision.targets, decision.own)
-    for target, _ in distinct(targets):
+    of_target = []
+    for target in targets:
         slow, gpu_w = tuple(sorted(target.slow_stages.items())), target.gpu_power_limit_w
         is_as_profiled = not slow and gpu_w is None
         request = PlanRequest(
@@ -460,8 +460,9 @@ def requests_of(
             job.on_time,
             gpu_w,
         )
-        of_target[id(target)] = requests.setdefault(request, len(requests))
-    return tuple(requests), tuple(map(of_target.__getitem__, map(id, targets)))
+        of_target.append(requests.setdefault(request, len(requests)))
+    indices = tuple(map(of_target.__getitem__, decision.of_pipeline))
+    return tuple(requests), indices if decision.own is None else (*indices, of_target[-1])
 
 
 _log = logging.getLogger(__name__)

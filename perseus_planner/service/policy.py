@@ -47,13 +47,15 @@ When plans change. The wanted time of a pipeline is `min(max(its target, T'), ma
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.service.models import (
+    Cause,
     Curve,
     Decision,
     Numbers,
@@ -61,7 +63,6 @@ from perseus_planner.service.models import (
     Report,
     Slowing,
     Target,
-    distinct,
 )
 from perseus_planner.service.reports import Look, parts_of
 
@@ -84,7 +85,7 @@ class PolicySettings:
     iterations_lost: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pipeline:
     """What is known about a pipeline."""
 
@@ -92,7 +93,7 @@ class _Pipeline:
     slow_stages: Mapping[int, float]  #: Stage -> slowdown
     own_s: float  #: Time of its plan if it waits for no other pipeline
     takes_s: float  #: Time of its iteration with that plan
-    worst: Report | None  #: The report that counts; None if none does
+    how_bad: Sequence[float] = ()  #: For each report, how bad it is; 0 if others explain the time
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
@@ -140,39 +141,57 @@ def decide(
         UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
             that when it arrives.
     """
-    calm, reported = _pipelines(job, look.active, numbers)
-    groups = _groups(job, calm, reported, before)
-    pipelines = [group.pipeline for group in groups]
-    time_s = max(pipeline.takes_s for pipeline in pipelines)
-    calm_s = _own_s(numbers, _target_s(job, numbers))
+    calm, reported, worst = _pipelines(job, look.active, numbers)
+    groups, of_group = _groups(job, calm, reported, before)
+    time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    others = _Others(groups, time_s, power_w, job.gpu_power_limit_w, settings, reason)
+    slowest = [
+        worst[number]
+        for number, pipeline in reported.items()
+        if pipeline.takes_s == time_s and number in worst
+    ]
+    others = _Others(groups, time_s, slowest, settings)
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
     refusal = others.refusal(now_s, held)
-    targets = others.targets(job.pipelines, bool(refusal), before)
-    stragglers = {
-        number: pipeline.worst.key
-        for number, pipeline in sorted(reported.items())
-        if pipeline.worst
-    }
-    since_s = _since_s(job, before, targets, stragglers, now_s)
-    turns_s = [look.next_s]
+    found: list[Target] = []
+    of_groups = []
+    for group, kept_s, wanted_s in others.times_s:
+        time_is_s = kept_s if refusal else wanted_s
+        why = "straggler" if time_is_s > group.pipeline.own_s else reason
+        slow = group.pipeline.slow_stages
+        target = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
+        if target not in found:
+            found.append(target)
+        of_groups.append(found.index(target))
+    of_pipeline = tuple(map(of_groups.__getitem__, of_group))
+    places = {index: place for place, index in enumerate(dict.fromkeys(of_pipeline))}
+    targets = tuple([found[index] for index in places])
+    stragglers = {number: worst[number].key for number in sorted(worst)}
+    of_pipeline = tuple(map(places.__getitem__, of_pipeline))
+    since_s = job.since_s if before is None else before.since_s
+    if (
+        before is not None
+        and (stragglers or before.stragglers)  # not by a deadline of the job
+        and [targets[index].time_s for index in of_pipeline] != before.times_s
+    ):
+        since_s = now_s
+    look_again_s = look.next_s
     if refusal == _HELD:
-        turns_s += [since_s + settings.holding_s, others.pays_until_s()]
+        look_again_s = min(look_again_s, since_s + settings.holding_s, others.pays_until_s())
+    waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
+        of_pipeline,
         time_s,
         stragglers,
         since_s,
-        min(turns_s),
-        _reason(reported, time_s, calm_s, refusal),
-        Target(calm_s, {}, *others.limits_w, reason)
-        if any(target.reason == "straggler" for target, _ in distinct(targets))
-        else None,
+        look_again_s,
+        _reason(reported, worst, time_s, calm.own_s, refusal),
+        Target(calm.own_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
 
@@ -184,9 +203,10 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     switch budget.
     """
     saved_j, target_s = 0.0, _target_s(job, numbers)
-    for target, count in distinct(decision.targets):
+    counts = Counter(decision.of_pipeline)
+    for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += count * _saved_j(own, _own_s(own, target_s), target.time_s)
+        saved_j += counts[index] * _saved_j(own, _own_s(own, target_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -196,19 +216,12 @@ _DOES_NOT_PAY = "the report expires too soon for that to pay"
 _HELD = "plans were changed a moment ago"
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Pipelines of which the same is known, and whose plans were for the same time."""
 
     pipeline: _Pipeline
     planned_s: float
-    numbers: Sequence[int]  #: Of the pipelines
-
-    def target_s(self, straggler_time_s: float, *, is_kept: bool) -> float:
-        """Return the time of their plans beside a straggler, slowed down or not."""
-        if is_kept:
-            return self.pipeline.kept_s(self.planned_s, straggler_time_s)
-        return self.pipeline.wanted_s(straggler_time_s)
+    size: int
 
 
 def _groups(
@@ -216,35 +229,36 @@ def _groups(
     calm: _Pipeline,
     reported: Mapping[int, _Pipeline],
     before: Decision | None,
-) -> list[_Group]:
-    members: dict[tuple[int, float], list[int]] = {}
-    for number in range(job.pipelines):
-        pipeline = reported.get(number, calm)
-        planned_s = pipeline.own_s if before is None else before.targets[number].time_s
-        members.setdefault((id(pipeline), planned_s), []).append(number)
-    return [
-        _Group(reported.get(numbers[0], calm), planned_s, numbers)
-        for (_, planned_s), numbers in members.items()
+) -> tuple[list[_Group], Sequence[int]]:
+    """Return the groups, and for each pipeline the index of its own."""
+    earlier = (0,) * job.pipelines if before is None else before.of_pipeline
+    counts: dict[tuple[_Pipeline, int], int] = {}
+    calm_counts = Counter(earlier)
+    for number, pipeline in reported.items():
+        key = pipeline, earlier[number]
+        counts[key] = counts.get(key, 0) + 1
+        calm_counts[earlier[number]] -= 1
+    counts |= {(calm, index): count for index, count in calm_counts.items() if count}
+    groups = [
+        _Group(pipeline, pipeline.own_s if before is None else before.targets[index].time_s, count)
+        for (pipeline, index), count in counts.items()
     ]
+    place = {key: place for place, key in enumerate(counts)}
+    of_calm = [place.get((calm, index), 0) for index in range(max(earlier) + 1)]
+    of_group = list(map(of_calm.__getitem__, earlier))
+    for number, pipeline in reported.items():
+        of_group[number] = place[pipeline, earlier[number]]
+    return groups, of_group
 
 
 @dataclass(frozen=True)
 class _Others:
-    """Whether to slow pipelines down beside one that takes `time_s`.
-
-    Each pipeline may draw `power_w`, and each GPU `gpu_power_limit_w`.
-    """
+    """Whether to slow pipelines down beside those that take `time_s`, by these reports."""
 
     groups: Sequence[_Group]
     time_s: float
-    power_w: float | None
-    gpu_power_limit_w: float | None
+    slowest: Sequence[Report]
     settings: PolicySettings
-    reason: Slowing | None
-
-    @property
-    def limits_w(self) -> tuple[float | None, float | None]:
-        return self.power_w, self.gpu_power_limit_w
 
     @cached_property
     def times_s(self) -> list[tuple[_Group, float, float]]:
@@ -252,30 +266,11 @@ class _Others:
         return [
             (
                 group,
-                group.target_s(self.time_s, is_kept=True),
-                group.target_s(self.time_s, is_kept=False),
+                group.pipeline.kept_s(group.planned_s, self.time_s),
+                group.pipeline.wanted_s(self.time_s),
             )
             for group in self.groups
         ]
-
-    def targets(
-        self, pipelines: int, are_kept: bool, before: Decision | None
-    ) -> tuple[Target, ...]:
-        """Return the target of each pipeline. Equal ones are one object, that of the decision
-        before if it had such a target.
-        """
-        known = [] if before is None else [target for target, _ in distinct(before.targets)]
-        found: list[Any] = [None] * pipelines
-        for group, kept_s, wanted_s in self.times_s:
-            time_s = kept_s if are_kept else wanted_s
-            reason = "straggler" if time_s > group.pipeline.own_s else self.reason
-            target = Target(time_s, group.pipeline.slow_stages, *self.limits_w, reason)
-            same = next((each for each in known if each == target), None)
-            if same is None:
-                known.append(target)
-            for number in group.numbers:
-                found[number] = same or target
-        return tuple(found)
 
     def refusal(self, now_s: float, held: bool) -> str | None:
         """Return why no pipeline is slowed down although some could be; None to use the wanted
@@ -299,9 +294,9 @@ class _Others:
         """
         spent_j = saved_j = 0.0
         for group, kept_s, wanted_s in self.times_s:
-            numbers, count = group.pipeline.numbers, len(group.numbers)
-            spent_j += count * numbers.bound_j(kept_s)
-            saved_j += count * _saved_j(numbers, kept_s, wanted_s)
+            numbers = group.pipeline.numbers
+            spent_j += group.size * numbers.bound_j(kept_s)
+            saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
         return spent_j, saved_j
 
     def pays_until_s(self) -> float:
@@ -309,9 +304,7 @@ class _Others:
         changes are paid off.
         """
         both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
-        pipelines = (group.pipeline for group in self.groups)
-        slowest = (pipeline.worst for pipeline in pipelines if pipeline.takes_s == self.time_s)
-        expires_s = max((worst.expires_s for worst in slowest if worst), default=math.inf)
+        expires_s = max((report.expires_s for report in self.slowest), default=math.inf)
         if expires_s == math.inf and self.settings.assumed_s <= both_changes_s:
             return -math.inf
         return expires_s - both_changes_s
@@ -340,8 +333,10 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
 
 def _pipelines(
     job: RegisteredJob, active: Sequence[Report], numbers: Numbers
-) -> tuple[_Pipeline, dict[int, _Pipeline]]:
-    """Return a pipeline of which nothing is reported, and those of which something is."""
+) -> tuple[_Pipeline, dict[int, _Pipeline], dict[int, Report]]:
+    """Return a pipeline of which nothing is reported, those of which something is, and the report
+    that counts for each that is slow. Pipelines of which the same is reported are one object.
+    """
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     parts = parts_of(job)
     for report in active:
@@ -349,71 +344,63 @@ def _pipelines(
             concerning.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)
-    calm = _Pipeline(numbers, {}, calm_s, calm_s, None)
-    return calm, {
-        number: _reported(reports, calm, numbers, target_s)
-        for number, reports in concerning.items()
-    }
+    calm = _Pipeline(numbers, {}, calm_s, calm_s)
+    made: dict[Any, _Pipeline] = {}
+    reported: dict[int, _Pipeline] = {}
+    worst: dict[int, Report] = {}
+    for number, reports in concerning.items():
+        said = tuple(
+            [(each.slowdown, each.iteration_s, each.cause, stages) for each, stages in reports]
+        )
+        if said not in made:
+            made[said] = _reported(said, calm, numbers, target_s)
+        reported[number] = known = made[said]
+        counting = [
+            (how_bad, each.key, each)
+            for how_bad, (each, _) in zip(known.how_bad, reports, strict=True)
+            if how_bad
+        ]
+        if counting:
+            worst[number] = max(counting, key=lambda each: each[:2])[2]
+    return calm, reported, worst
 
 
 def _reported(
-    reports: Sequence[tuple[Report, frozenset[int]]],
+    said: Sequence[tuple[float | None, float | None, Cause, frozenset[int]]],
     calm: _Pipeline,
     profiled: Numbers,
     target_s: float,
 ) -> _Pipeline:
-    """Return a pipeline with its reports, each given with the stages that it concerns."""
+    """Return a pipeline of which this is reported: slowdown, iteration time, cause and stages."""
     slow: dict[int, float] = {}
-    # (how bad it is, key to break ties, report)
-    of_stages: tuple[float, str, Report | None] = (0.0, "", None)
-    of_all: tuple[float, str, Report | None] = (0.0, "", None)
-    for report, stages in reports:
-        if report.slowdown is not None and stages and report.cause in _COMPUTING:
-            slow |= {stage: max(report.slowdown, slow.get(stage, 1.0)) for stage in stages}
-            if (report.slowdown, report.key) > of_stages[:2]:
-                of_stages = report.slowdown, report.key, report
+    of_stages, of_all = [0.0] * len(said), [0.0] * len(said)  # how bad each report is
+    for index, (slowdown, iteration_s, cause, stages) in enumerate(said):
+        if slowdown is not None and stages and cause in _COMPUTING:
+            slow |= {stage: max(slowdown, slow.get(stage, 1.0)) for stage in stages}
+            of_stages[index] = slowdown
         else:
-            time_s = report.iteration_s or calm.own_s * (report.slowdown or 1.0)
-            if (time_s, report.key) > of_all[:2]:
-                of_all = time_s, report.key, report
+            of_all[index] = iteration_s or calm.own_s * (slowdown or 1.0)
     slow = dict(sorted(slow.items()))
     numbers = profiled.slowed(slow) if slow else calm.numbers
     own_s = _own_s(numbers, target_s)
-    takes_s = max(own_s, of_all[0])
-    return _Pipeline(numbers, slow, own_s, takes_s, of_all[2] if takes_s > own_s else of_stages[2])
-
-
-def _since_s(
-    job: RegisteredJob,
-    before: Decision | None,
-    targets: Sequence[Target],
-    stragglers: Mapping[int, str],
-    now_s: float,
-) -> float:
-    """Return since when stragglers determine the times of the plans; a new deadline of the job
-    does not count.
-    """
-    if before is None:
-        return job.since_s
-    pairs = zip(targets, before.targets, strict=True)
-    as_before = all(now is old or now.time_s == old.time_s for now, old in pairs)
-    return before.since_s if as_before or not (stragglers or before.stragglers) else now_s
+    takes_s = max(own_s, *of_all)
+    return _Pipeline(numbers, slow, own_s, takes_s, of_all if takes_s > own_s else of_stages)
 
 
 def _reason(
-    reported: Mapping[int, _Pipeline], time_s: float, calm_s: float, refusal: str | None
+    reported: Mapping[int, _Pipeline],
+    worst: Mapping[int, Report],
+    time_s: float,
+    calm_s: float,
+    refusal: str | None,
 ) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
-    slow = [
-        (pipeline.takes_s, -number, pipeline.worst)
-        for number, pipeline in reported.items()
-        if pipeline.worst
-    ]
-    if not slow:
+    if not worst:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"
-    _, number, report = max(slow, key=lambda each: each[:2])
+    number = min(worst, key=lambda each: (-reported[each].takes_s, each))
+    report = worst[number]
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
-    culprit = f"pipeline {-number} ({measure}reported by {shown(report.source)})"
+    culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {si(time_s, 's', 6)}"
     text = f"iterations take {si(time_s, 's', 6)} because of {culprit}"

@@ -9,11 +9,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.service.models import Report  # noqa: TC001 - pydantic reads what a Look has
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from perseus_planner.service.models import Place, RegisteredJob, Report, Scope
+    from perseus_planner.service.models import Place, RegisteredJob, Scope
+
+
+_FORGOTTEN_AFTER_S = 3600.0
+"""For so long a report that is over still keeps earlier observations that arrive late from
+counting.
+"""
+_LOOKED_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -22,15 +30,16 @@ class Look:
 
     Of the begun reports of one source about one scope, only those with the latest observation last,
     even if they have expired or say that the scope has recovered: an older report that arrives late
-    must find them.
+    must find them. So what one report changes is found among those about the same.
     """
 
-    lasting: tuple[Report, ...]  #: Those that count, may count later, or keep older ones from it
     active: tuple[Report, ...]  #: Those by which something is slow now
-    idle: tuple[Report, ...]  #: The other lasting ones
+    idle: tuple[Report, ...]  #: Those that may count later, or keep older ones from it
+    gone: tuple[Report, ...]  #: The others, which need not be looked at again
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
     next_s: float
+    until_s: float  #: Until when `with_report` may follow
 
     @classmethod
     def at(cls, reports: Iterable[Report], now_s: float, iteration: int | None = None) -> Look:
@@ -43,33 +52,48 @@ class Look:
         """
         possible: list[tuple[Report, bool]] = []
         newest_s: dict[tuple[Any, ...], float] = {}
+        active: list[Report] = []
+        idle: list[Report] = []
+        gone: list[Report] = []
+        next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
         for report in reports:
             if report.begins_iteration is None:
                 if report.begins_s >= report.expires_s:
+                    gone.append(report)
                     continue
                 has_begun = now_s >= report.begins_s
             else:
                 has_begun = iteration is not None and iteration >= report.begins_iteration
+                until_s = -math.inf
             if has_begun and report.observed_s > newest_s.get(report.about, -math.inf):
                 newest_s[report.about] = report.observed_s
             possible.append((report, has_begun))
-        lasting: list[Report] = []
-        active: list[Report] = []
-        idle: list[Report] = []
-        next_s = math.inf
         for report, has_begun in possible:
             if report.observed_s < newest_s.get(report.about, -math.inf):
-                continue
-            lasting.append(report)
-            if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
+                gone.append(report)
+            elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
                 active.append(report)
-                if report.expires_s < next_s:
-                    next_s = report.expires_s
+                next_s = min(next_s, report.expires_s)
+            elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
+                gone.append(report)  # by the service's clock: a source's may be hours behind
             else:
                 idle.append(report)
                 if not has_begun and report.begins_iteration is None:
                     next_s = min(next_s, report.begins_s)
-        return cls(tuple(lasting), tuple(active), tuple(idle), next_s)
+        return cls(tuple(active), tuple(idle), tuple(gone), next_s, min(until_s, next_s))
+
+    def with_report(self, report: Report, now_s: float) -> Look:
+        """Return the look with one more report."""
+        about = report.about
+        same = [each for each in (*self.active, *self.idle) if each.about == about]
+        now = Look.at([*same, report], now_s)
+        return Look(
+            tuple([each for each in self.active if each.about != about]) + now.active,
+            tuple([each for each in self.idle if each.about != about]) + now.idle,
+            self.gone + now.gone,
+            min(self.next_s, now.next_s),
+            min(self.until_s, now.until_s),
+        )
 
 
 def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:

@@ -5,6 +5,7 @@ SIGINT.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -135,6 +136,7 @@ def serve(
         Fenced: If another service has opened the database.
     """
     sys.setswitchinterval(_SWITCH_S)
+    gc.freeze()  # what is there stays, and need not be looked through again and again
     _raise_limit_of_descriptors()
     with _ended_by_sigterm():
         server = server_of(service, listener, limits, ready)

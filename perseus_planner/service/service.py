@@ -23,7 +23,6 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.service.alerts import jobs_concerned, with_alerts
 from perseus_planner.service.jobs import (
     JobState,
-    StatusMade,
     TelemetryBook,
     answer_to,
     check_deadline,
@@ -37,10 +36,12 @@ from perseus_planner.service.jobs import (
     is_same,
     lease_s,
     next_look_s,
+    next_report_s,
     pipeline_statuses,
     prepare,
     recognize,
     reconcile,
+    status_of,
     take_over_job,
     totals_of,
     until_it_begins,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from perseus_planner.service.jobs import Tally
     from perseus_planner.service.models import Counters, Curve, JobTotals
     from perseus_planner.service.store import Storage, Stored
 
@@ -163,7 +165,8 @@ class Service:
         self._telemetry = TelemetryBook(
             {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
         )
-        self._statuses: dict[str, StatusMade] = {}
+        #: Of each job, what its status was made of, until when it holds, and the status.
+        self._statuses: dict[str, tuple[JobState, Tally | None, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._set_timer(name, state)
@@ -398,7 +401,7 @@ class Service:
                 check_same(known_report, report)
                 return answer_to(before, before, known_report, "the report was received before")
             check_report(before, report)
-            after = self._reconcile(draft, before.with_report(report))
+            after = self._reconcile(draft, before.with_report(report, self._now_s()))
             if report.key in after.reports:
                 reason = until_it_begins(after, report, self._now_s())
             else:
@@ -450,7 +453,7 @@ class Service:
                     )
                 return answer_to(before, before, past, "the report did not count any more")
             report = expire(report, now_s)
-            after = self._reconcile(draft, before.with_report(report))
+            after = self._reconcile(draft, before.with_report(report, now_s))
             return answer_to(before, after, report)
 
         return self._writer.do(command)
@@ -652,11 +655,12 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        made = self._statuses.get(state.job.name)
-        tally = self._telemetry.of(state.job)
-        if made is None or not made.holds(state, tally, now_s):
-            made = self._statuses[state.job.name] = StatusMade.of(state, tally, now_s)
-        return made.status
+        tally, made = self._telemetry.of(state.job), self._statuses.get(state.job.name)
+        if made is None or made[0] is not state or made[1] is not tally or now_s >= made[2]:
+            status = status_of(state, tally, now_s)
+            made = state, tally, next_report_s(state, now_s), status
+            self._statuses[state.job.name] = made
+        return made[3]
 
     def _reconcile(self, draft: Draft, state: JobState) -> JobState:
         after = reconcile(state, self._planning, self._now_s())

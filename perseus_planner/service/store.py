@@ -5,7 +5,8 @@ with one writer.
 |---|---|
 | meta | the version of these tables, the writer, when it last wrote, the power budget of all jobs |
 | frontiers | every frontier once, with its curve |
-| jobs | one row for each running job: its registration, and what changes of it |
+| jobs | one row for each running job: its registration, which may have some megabytes |
+| states | what changes of each job |
 | reports | the reports of each job; `counts` is 0 for those that no longer count |
 | totals | what each running job ran, used and saved |
 | plans | the newest version of each job's plans |
@@ -35,11 +36,10 @@ from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import UsageError, how_to_install
-from perseus_planner.base.loops import Loop
 from perseus_planner.service.jobs import JobState, Tally, with_events
 from perseus_planner.service.models import (
+    SLICE,
     Curve,
-    Decision,
     Fenced,
     JobTotals,
     PlanSet,
@@ -47,9 +47,7 @@ from perseus_planner.service.models import (
     RegisteredJob,
     Report,
     StorageError,
-    Target,
     UnknownJob,
-    distinct,
     from_json,
     shared,
     to_json,
@@ -58,13 +56,13 @@ from perseus_planner.service.models import (
 Execute = Callable[..., list[Any]]
 """Runs a statement with a value for each `?`, and returns its rows."""
 
-LAYOUT = 5
+LAYOUT = 6
 TABLES = (
     """CREATE TABLE frontiers (
     digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
     """CREATE TABLE jobs (
-    name TEXT PRIMARY KEY, frontier TEXT NOT NULL, registration TEXT NOT NULL,
-    state TEXT NOT NULL)""",
+    name TEXT PRIMARY KEY, frontier TEXT NOT NULL, registration TEXT NOT NULL)""",
+    "CREATE TABLE states (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
     """CREATE TABLE reports (
     job TEXT NOT NULL, key TEXT NOT NULL, number BIGINT NOT NULL, counts INTEGER NOT NULL,
     content TEXT NOT NULL, PRIMARY KEY (job, key))""",
@@ -101,15 +99,17 @@ def _from_2(execute: Execute) -> None:
                 number += 1
                 insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
                 execute(insert, name, report["key"], number, counts, json.dumps(report))
+        newest = versions[name]
+        planned = newest.pop("decision")
+        for decision in (content["decision"], planned):
+            decision["of_pipeline"] = [*range(len(decision["targets"]))]
         content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
         job["ranks"] = len(job.get("places", ()))
-        row = (name, frontier, json.dumps(job), json.dumps(content))
-        execute("INSERT INTO jobs VALUES (?, ?, ?, ?)", *row)
+        execute("INSERT INTO jobs VALUES (?, ?, ?)", name, frontier, json.dumps(job))
+        execute("INSERT INTO states VALUES (?, ?)", name, json.dumps(content))
         if telemetry is not None:
             execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
-        newest = versions[name]
         newest["plans"] = [texts[digest] for digest in newest["plans"]]
-        planned = newest.pop("decision")
         content = json.dumps({"published": newest, "planned": planned})
         execute("INSERT INTO plans VALUES (?, ?)", name, content)
     budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
@@ -155,15 +155,8 @@ ENDED_SHOWN = 1000
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
-_STATE = (
-    "saving_w",
-    "promised",
-    "taken",
-    "share",
-    "events",
-    "silent_since_s",
-    "over_budget_since_s",
-)
+_STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
+_CHANGING = ("job", "decision", "events", *_STATE)
 _SETTINGS = (
     "deadline_s",
     "power_w",
@@ -215,8 +208,13 @@ class Draft:
 
     def jobs(self) -> dict[str, JobState]:
         """Return the states of all jobs by name."""
-        names = dict.fromkeys((*self.stored, *self.changed))
-        return {name: state for name in names if (state := self.find(name)) is not None}
+        jobs = {**self.stored}
+        for name, (_, after) in self.changed.items():
+            if after is None:
+                jobs.pop(name, None)
+            else:
+                jobs[name] = after
+        return jobs
 
     def put(self, state: JobState) -> None:
         """Add a job, or replace its state."""
@@ -456,8 +454,8 @@ class Storage:
                 states = {
                     name: _state_of(texts, curves[frontier], *reports.get(name, ({}, {})))
                     for name, frontier, *texts in self.execute(
-                        "SELECT name, frontier, registration, state, content "
-                        "FROM jobs JOIN plans ON plans.job = name"
+                        "SELECT name, frontier, registration, states.content, plans.content "
+                        "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
                     )
                 }
                 tallies = {
@@ -533,7 +531,7 @@ class Storage:
                 )
             for name, (before, after) in change.changed.items():
                 if after is None:
-                    for table in ("reports", "totals", "plans"):
+                    for table in ("states", "reports", "totals", "plans"):
                         self.execute(f"DELETE FROM {table} WHERE job = ?", name)
                     self.execute("DELETE FROM jobs WHERE name = ?", name)
                     self._sweep_frontiers()
@@ -584,26 +582,19 @@ class Storage:
 
     def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
         """Write the rows that differ."""
-        state = {field: getattr(after, field) for field in _STATE}
-        state["decision"] = _packed(after.decision)
-        state["job"] = {field: getattr(after.job, field) for field in _SETTINGS}
-        if before is not None and before.registered is after.registered:
-            self.execute("UPDATE jobs SET state = ? WHERE name = ?", _text(state), name)
-        else:  # some megabytes for a large job
-            row = (name, after.job.frontier, _text(vars(after.registered)), _text(state))
-            statement = "INSERT INTO jobs (name, frontier, registration, state) VALUES (?, ?, ?, ?)"
+        if before is None or before.registered is not after.registered:
             if before is not None:
-                statement += (
-                    " ON CONFLICT (name) DO UPDATE SET frontier = excluded.frontier, "
-                    "registration = excluded.registration, state = excluded.state"
-                )
-            self.execute(statement, *row)
+                self.execute("DELETE FROM jobs WHERE name = ?", name)
+            row = (name, after.job.frontier, _registration_text(after.registered))
+            self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
             self._sweep_frontiers()
+        if any(getattr(before, field, None) is not getattr(after, field) for field in _CHANGING):
+            self._put("states", name, _state_text(after))
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
             published = shared(PlanSet, after.published)
             published["plans"] = published.pop("texts")
-            plans = {"published": published, "planned": _packed(after.planned)}
+            plans = {"published": published, "planned": after.planned}
             self._put("plans", name, _text(plans))
 
     def _put(self, table: str, job: str, content: str) -> None:
@@ -647,19 +638,19 @@ def _text(value: Any) -> str:
     return write_json(value, inf_nan_mode="null").decode()
 
 
-def _packed(decision: Decision) -> dict[str, Any]:
-    """Return the fields of a decision in which equal targets are listed once."""
-    targets = [target for target, _ in distinct(decision.targets)]
-    of_target = {id(target): index for index, target in enumerate(targets)}
-    of_pipeline = list(map(of_target.__getitem__, map(id, decision.targets)))
-    return {**vars(decision), "targets": targets, "of_pipeline": of_pipeline}
+def _registration_text(job: RegisteredJob) -> str:
+    """Return a registration as JSON, its places in slices."""
+    begins, rest = range(0, len(job.places), SLICE), {**vars(job), "places": ()}
+    slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
+    return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 
 
-def _unpacked(decision: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a decision with a target for each pipeline, from what is stored."""
-    targets = _targets().validate_python(decision["targets"])
-    of_pipeline = decision.get("of_pipeline", range(len(targets)))
-    return {**decision, "targets": [targets[index] for index in of_pipeline]}
+def _state_text(state: JobState) -> str:
+    """Return what changes of a job as JSON; what has not changed was written before."""
+    kept: dict[str, Any] = {field: getattr(state, field) for field in _STATE}
+    kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
+    decision, events = to_json(state.decision).decode(), (each.as_json for each in state.events)
+    return f'{_text(kept)[:-1]},"decision":{decision},"events":[{",".join(events)}]}}'
 
 
 def _state_of(
@@ -675,9 +666,8 @@ def _state_of(
         "registered": registered,
         "job": {**vars(registered), **content["job"]},
         "curve": curve,
-        "decision": _unpacked(content["decision"]),
         "published": newest["published"],
-        "planned": _unpacked(newest["planned"]),
+        "planned": newest["planned"],
         "reports": reports,
         "past": past,
     }
@@ -687,11 +677,6 @@ def _state_of(
 @cache
 def _states() -> TypeAdapter[JobState]:
     return TypeAdapter(JobState)
-
-
-@cache
-def _targets() -> TypeAdapter[list[Target]]:
-    return TypeAdapter(list[Target])
 
 
 @cache
@@ -798,21 +783,21 @@ class Writer:
         self._storage = storage
         self._committed = committed
         self._now_s = now_s
-        self._commands: queue.SimpleQueue[_Given] = queue.SimpleQueue()
-        self._loop = Loop(self._write, "planner-writer")
+        self._commands: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
         self._lock = threading.Lock()
         self._open = False
 
     def __enter__(self) -> Writer:
-        self._loop.start()
+        self._thread.start()
         self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open = False
-        self._loop.stop()
-        self._write()  # what came while the thread ended
+            self._commands.put(None)
+        self._thread.join()
 
     def do(self, command: Callable[[Draft], Result]) -> Result:
         """Run `command` and return its result once its changes are on disk. If it raises, nothing
@@ -850,17 +835,21 @@ class Writer:
         with self._lock:
             if self._open:
                 self._commands.put((command, future))
-                self._loop.wake()
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
                 future.set_exception(UsageError(closed))
         return future
 
     def _write(self) -> None:
-        """Write all commands that wait."""
-        while not self._commands.empty():
-            most = min(self._commands.qsize(), _MOST_AT_ONCE)
-            self._write_batch([self._commands.get() for _ in range(most)])
+        """Write the commands that wait, together, until None comes, after which nothing does."""
+        batch: list[_Given | None] = []
+        while None not in batch:
+            batch = [self._commands.get()]
+            waiting = min(self._commands.qsize(), _MOST_AT_ONCE - 1)
+            batch += [self._commands.get() for _ in range(waiting)]
+            self._write_batch(
+                [each for each in batch if each and each[1].set_running_or_notify_cancel()]
+            )
 
     def _write_batch(self, batch: list[_Given]) -> None:
         budget, answers = self.budget, list[Callable[[], None]]()
@@ -875,7 +864,9 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        draft.changed = {name: pair for name, pair in draft.changed.items() if pair[0] != pair[1]}
+        draft.changed = {
+            name: pair for name, pair in draft.changed.items() if pair[0] is not pair[1]
+        }
         try:
             if draft != Draft(budget=budget, stored=self.jobs, stored_budget=budget):
                 self._storage.commit(draft)

@@ -98,7 +98,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     """Describe one job in full, with the events that are given, oldest first."""
     job, decision = status.job, status.decision
     pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
-    for number, pipeline_target in enumerate(decision.targets):
+    for number, pipeline_target in enumerate(decision.each):
         pipelines.setdefault(
             (pipeline_target.time_s, tuple(pipeline_target.slow_stages.items())), []
         ).append(number)
@@ -191,7 +191,7 @@ def _power(job: JobStatus) -> str:
         if job.telemetry is None or job.telemetry.power_w is None
         else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
     )
-    limits_w = [target.power_w for target in job.decision.targets if target.power_w is not None]
+    limits_w = [target.power_w for target in job.decision.each if target.power_w is not None]
     budget = f"; a power budget leaves it {si(sum(limits_w), 'W')}" if limits_w else ""
     return f"{of_plans} and iterations as long, {how}{recent}{budget}"
 

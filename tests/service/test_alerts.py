@@ -94,7 +94,7 @@ def served(place: Path) -> Iterator[tuple[Service, Clock, Callable[..., httpx.Re
     clock = Clock()
     with (
         service_at(place, clock) as service,
-        asking(service, now_s=clock) as ask,
+        asking(service) as ask,
     ):
         service.register(job(), frontier_file())
         yield service, clock, ask
@@ -130,11 +130,11 @@ def test_an_alert_is_a_report_of_the_gpu_that_it_names_until_it_is_resolved(runn
         1.4042553191489362,
         "compute",
     )
-    assert service.status("gpt").decision.targets[1].slow_stages == {0: kept.slowdown}
+    assert service.status("gpt").decision.each[1].slow_stages == {0: kept.slowdown}
     found = posted(ask, RESOLVED)
     assert [(each["version"], each["changed"]) for each in found["answers"]] == [(3, True)]
     assert service.reports("gpt") == ()
-    assert service.status("gpt").decision.targets[1].slow_stages == {}
+    assert service.status("gpt").decision.each[1].slow_stages == {}
 
 
 def test_every_job_that_has_what_an_alert_names_is_told(running):
@@ -362,9 +362,7 @@ def test_what_is_no_group_of_alerts_is_refused_and_a_large_one_is_taken(tmp_path
     )
 
     async def conversation(service: Service) -> None:
-        async with opened(
-            service, Access(tokens), Limits(alerts_bytes=2**20), now_s=Clock()
-        ) as client:
+        async with opened(service, Access(tokens), Limits(alerts_bytes=2**20)) as client:
 
             async def post(token: str, content: Any) -> int:
                 headers = {"Authorization": f"Bearer {token}"}
@@ -426,7 +424,7 @@ def test_a_node_is_known_with_its_domain_and_without(running, known: str, said: 
 
 
 def targets(service: Service) -> Any:
-    return service.status("named").decision.targets
+    return service.status("named").decision.each
 
 
 JUNK = st.recursive(

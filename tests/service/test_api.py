@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.service.access import Limits
-from perseus_planner.service.models import Place, Scope, StorageError, Taken
+from perseus_planner.service.models import (
+    Place,
+    Registration,
+    Scope,
+    StorageError,
+    Taken,
+    from_json,
+    read_registration,
+    to_json,
+)
 
 httpx = pytest.importorskip("httpx")
 
@@ -577,3 +588,49 @@ def test_metrics_count_requests_by_route_and_show_jobs():
         assert "planner_jobs 1.0" in lines
         assert not any(line.startswith("planner_job_version_taken{") for line in lines)
         assert not any(line.startswith("python_") for line in lines)  # of its own registry alone
+
+
+PLACE = Place(3, 0, (0, 1), 'node] "places":[}', "GPU-é")
+LARGE = Registration("large", 2, b"file", (*(replace(PLACE, rank=rank) for rank in range(2100)),))
+SENT = to_json(LARGE, without_defaults=True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SENT,
+        json.dumps(json.loads(SENT)).encode(),
+        to_json(replace(LARGE, places=())),
+        to_json(replace(LARGE, places=LARGE.places[:1000])),
+        b'{"new":{"places":[1,2]},' + SENT[1:],
+        b'{"new":{"places":[{"rank":1,"pipeline":0,"stages":[]}]},' + to_json(LARGE)[1:],
+        b'{"new":{"places":[{"rank":1,"pipeline":0,"stages":[]}]},"name":"a","pipelines":1,'
+        b'"frontier":""}',
+        SENT[:-1] + b',"places":[]}',
+    ],
+)
+def test_a_large_registration_is_read_as_any_other(body: bytes):
+    assert read_registration(body) == from_json(Registration, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SENT[:-2],
+        SENT[:-1],
+        SENT.replace(b'"rank":2099', b'"rank":-1'),
+        SENT.replace(b'"stages":[0,1]', b'"stages":[0,"1"]', 1),
+        SENT.replace(b"node]", b"node\xff", 1),
+        SENT.replace(b"},{", b"}{", 1),
+        SENT.replace(b"},{", b"},,{", 1),
+        SENT.replace(b'"frontier":', b'"frontiers":'),
+        b"[" * 100_000,
+        b'{"places":[' + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_registration_is_refused_as_any_other(body: bytes):
+    with pytest.raises((ValueError, UsageError)) as wanted:
+        from_json(Registration, body)
+    with pytest.raises(type(wanted.value)) as refused:
+        read_registration(body)
+    assert str(refused.value) == str(wanted.value)

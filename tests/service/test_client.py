@@ -108,6 +108,7 @@ def test_a_status_is_read_whole(client: Client):
     assert status.reports == (KEPT,)
     assert status.decision == Decision(
         (Target(1.2), Target(1.0, {1: 1.5}, 900.0)),
+        (0, 1),
         1.2,
         {1: "k1"},
         5.0,

@@ -253,8 +253,8 @@ def test_a_slow_stage_is_planned_exactly_and_the_others_wait_for_what_that_takes
     slow = solve_dag(PipelineDag(slowed(frontier.profile, slowdowns), frontier.dag.iteration))
     decision = service.status("gpt").decision
     assert decision.straggler_time_s == max(slow.min_time_s, BASELINE_S)
-    assert decision.targets[2].slow_stages == slowdowns
-    own = slow.plan_until(decision.targets[2].time_s)
+    assert decision.each[2].slow_stages == slowdowns
+    own = slow.plan_until(decision.each[2].time_s)
     beside = frontier.plan_beside_straggler(decision.straggler_time_s)
     assert plans(service) == (beside, beside, own)
 
@@ -286,14 +286,12 @@ def test_a_power_limit_of_its_gpus_has_a_job_planned_again_within_it(tmp_path: P
         service.report("gpt", report("a", slowdown=1.3, scope=Scope("stage", "1", 2)))
         planned(service)
         slow = solve_dag(PipelineDag(slowed(limited.profile, {1: 1.3}), limited.dag.iteration))
-        assert plans(service)[2] == slow.plan_until(
-            service.status("gpt").decision.targets[2].time_s
-        )
+        assert plans(service)[2] == slow.plan_until(service.status("gpt").decision.each[2].time_s)
         service.clear("gpt", "a")
     with service_at(tmp_path / "service.sqlite", Clock()) as service:
         planned(service)
         status = service.status("gpt")
-        assert (status.job.gpu_power_limit_w, status.decision.targets[0].time_s) == (
+        assert (status.job.gpu_power_limit_w, status.decision.each[0].time_s) == (
             limit_w,
             limited.baseline_time_s,
         )

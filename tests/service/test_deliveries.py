@@ -97,7 +97,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with (
         Storage(place) as storage,
         Service(storage, now_s=clock, run=at_once) as service,
-        asking(service, now_s=clock) as ask,
+        asking(service) as ask,
     ):
         yield Running(service, clock, ask)
 

@@ -99,7 +99,7 @@ def test_a_job_that_is_not_heard_of_gives_its_power_back_until_it_is(
     full_w = service.status("gpt").expected.power_w
     service.set_power(None, 1.5 * full_w)
     planned(service)
-    shared_s = service.status("gpt").decision.targets[0].time_s
+    shared_s = service.status("gpt").decision.each[0].time_s
     assert shared_s > frontier().baseline_time_s
     service.telemetry("dead", Counters(run="a", iterations=5, time_s=5.0))
     for _ in range(4):  # the other one asks for plans every 50 s
@@ -109,7 +109,7 @@ def test_a_job_that_is_not_heard_of_gives_its_power_back_until_it_is(
     planned(service)
     dead, alive = service.jobs()
     assert (dead.silent_since_s, alive.silent_since_s) == (clock.now_s, None)
-    assert alive.decision.targets[0].time_s == frontier().baseline_time_s
+    assert alive.decision.each[0].time_s == frontier().baseline_time_s
     assert dead.telemetry is not None
     assert dead.telemetry.iterations == 5
     assert service.history("dead").events[-1].text.startswith("not heard of for its lease")
@@ -118,7 +118,7 @@ def test_a_job_that_is_not_heard_of_gives_its_power_back_until_it_is(
     planned(service)
     dead, alive = service.jobs()
     assert dead.silent_since_s is None
-    assert alive.decision.targets[0].time_s == shared_s
+    assert alive.decision.each[0].time_s == shared_s
 
 
 def test_a_job_that_draws_more_than_its_budget_for_a_minute_is_said_to(

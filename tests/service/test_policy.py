@@ -69,7 +69,11 @@ def report(
 
 
 def times_s(decision: Decision) -> list[float]:
-    return [target.time_s for target in decision.targets]
+    return [target.time_s for target in decision.each]
+
+
+def lasting(look: Look) -> tuple[Report, ...]:
+    return look.active + look.idle
 
 
 # The table once more, line by line.
@@ -265,7 +269,7 @@ class Straggling(RuleBasedStateMachine):
 
     @rule()
     def forget_what_is_over(self):
-        self.reports = list(self.look().lasting)
+        self.reports = list(lasting(self.look()))
         self.decide()
 
     @rule(deadline_s=st.sampled_from((None, 0.9, 1.1, 1.2, 5.0)))
@@ -316,7 +320,7 @@ class Straggling(RuleBasedStateMachine):
     def decide(self) -> None:
         decision = self.decided(self.reports)
         assert decision == self.decided(reversed(self.reports))
-        assert decision == self.decided(self.look().lasting)
+        assert decision == self.decided(lasting(self.look()))
         self.decision = decision
         self.active = counting(self.reports, self.now_s, self.iteration)
         assert times_s(decision) == self.model.decide(self.job, self.active, self.now_s)
@@ -330,7 +334,7 @@ class Straggling(RuleBasedStateMachine):
     def nobody_waits_for_a_pipeline_that_could_be_faster(self):
         known = self.model.known(self.job, self.active)
         assert self.decision.straggler_time_s == max(each.takes_s for each in known)
-        for target, each in zip(self.decision.targets, known, strict=True):
+        for target, each in zip(self.decision.each, known, strict=True):
             assert each.own_s <= target.time_s <= max(each.own_s, self.decision.straggler_time_s)
             assert target.time_s <= each.own.max_time_s
             assert self.numbers.slowed(target.slow_stages) == each.own
@@ -395,14 +399,14 @@ def test_an_iteration_time_is_taken_as_given():
 def test_a_slow_stage_is_planned_anew_and_meets_the_target_if_it_can():
     decision = decided(report("stage", "0", 1.25, pipeline=1, key="k"))
     assert times_s(decision) == [CALM_S] * 3
-    assert [target.slow_stages for target in decision.targets] == [{}, {0: 1.25}, {}]
+    assert [target.slow_stages for target in decision.each] == [{}, {0: 1.25}, {}]
     assert (
         decision.reason
         == "pipeline 1 (1.25x, reported by 'test') is slow, but iterations still take 1.02 s"
     )
     decision = decided(report("stage", "2", 1.2, pipeline=1))
     assert times_s(decision) == [1.2] * 3
-    assert decision.targets[1].slow_stages == {2: 1.2}
+    assert decision.each[1].slow_stages == {2: 1.2}
 
 
 def test_a_pipeline_with_a_slow_stage_goes_as_slow_as_the_slowest_too():
@@ -414,7 +418,7 @@ def test_a_slow_stage_that_does_not_explain_how_slow_the_pipeline_is_leaves_it_a
     reports = report("stage", "2", 1.1, pipeline=1), report("pipeline", "1", 1.4, key="k")
     decision = decided(*reports)
     assert times_s(decision) == [1.3, 1.1, 1.3]
-    assert decision.targets[1].slow_stages == {2: 1.1}
+    assert decision.each[1].slow_stages == {2: 1.1}
     assert decision.stragglers == {1: "k"}
 
 
@@ -422,7 +426,7 @@ def test_a_slow_stage_that_does_not_explain_how_slow_the_pipeline_is_leaves_it_a
 def test_a_stage_that_computes_as_ever_is_not_planned_anew(cause: Cause):
     decision = decided(report("stage", "0", 1.2, pipeline=1, cause=cause))
     assert times_s(decision) == [1.2 * CALM_S, CALM_S, 1.2 * CALM_S]
-    assert not decision.targets[1].slow_stages
+    assert not decision.each[1].slow_stages
 
 
 def test_the_worst_of_contradicting_reports_counts():
@@ -440,7 +444,7 @@ def test_the_worst_that_is_said_of_a_stage_counts_and_of_other_stages_what_is_sa
         report("stage", "2", slowdown, pipeline=1, source=source) for source, slowdown in said
     ]
     decision = decided(*reports, report("stage", "3", 1.4, pipeline=1))
-    assert decision.targets[1].slow_stages == {2: 1.3, 3: 1.4}
+    assert decision.each[1].slow_stages == {2: 1.3, 3: 1.4}
     assert decision.straggler_time_s == 1.3
 
 
@@ -571,7 +575,7 @@ def test_a_node_means_the_ranks_on_it_in_each_pipeline():
     )
     assert parts_concerned(replace(JOB, pipelines=1), Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
-    assert [target.slow_stages for target in decision.targets] == [
+    assert [target.slow_stages for target in decision.each] == [
         dict.fromkeys(range(4), 1.2),
         {0: 1.2, 2: 1.2},
         {},
@@ -643,7 +647,7 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
     decision = decide(job, Look.at([said], START_S), numbers, None, START_S, EAGER)
     saved_j = 0.0
-    for target in decision.targets:
+    for target in decision.each:
         own = numbers.slowed(target.slow_stages).frontier
         plan, unslowed = own.plan_until(target.time_s), own.plan_beside_straggler(job.deadline_s)
         assert plan.time_s <= target.time_s <= max(job.deadline_s, decision.straggler_time_s)
@@ -654,3 +658,35 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     assert saving_w(job, decision, numbers) * decision.straggler_time_s == pytest.approx(
         saved_j, abs=0.01 * whole_w
     )
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda source, value, observed_s, in_s, for_s, slowdown: report(
+                value=value,
+                source=source,
+                observed_s=START_S + observed_s,
+                begins_s=START_S + in_s,
+                expires_s=START_S + in_s + for_s,
+                slowdown=slowdown,
+            ),
+            st.sampled_from("ab"),
+            st.sampled_from("12"),
+            st.integers(-9000, 3),
+            st.integers(-9000, 5),
+            st.sampled_from([1, 5000, math.inf]),
+            st.sampled_from([1.0, 1.2, 1.3]),
+        ),
+        max_size=12,
+    )
+)
+def test_a_look_with_one_more_report_is_a_look_at_all(reports: list[Report]):
+    look = Look.at((), START_S)
+    for each in reports:
+        anew = Look.at([*lasting(look), each], START_S)
+        before, look = look, look.with_report(each, START_S)
+        assert set(look.active) == set(anew.active)
+        assert set(look.idle) == set(anew.idle)
+        assert set(look.gone) == {*before.gone, *anew.gone}
+        assert look.until_s <= look.next_s <= anew.next_s

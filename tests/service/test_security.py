@@ -160,13 +160,13 @@ def test_how_large_a_body_may_be_depends_on_the_role(role, path, most):
 
 
 def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_is(monkeypatch):
-    threads, from_json = [], app.from_json
+    threads, read_registration = [], app.read_registration
 
-    def parsed(kind, text):
+    def parsed(text):
         threads.append(threading.current_thread())
-        return from_json(kind, text)
+        return read_registration(text)
 
-    monkeypatch.setattr(app, "from_json", parsed)
+    monkeypatch.setattr(app, "read_registration", parsed)
     places = [
         {"rank": number, "pipeline": number % 2, "stages": [0], "node": "node" * 9}
         for number in range(2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from perseus_planner.service.models import (
     Taken,
     Target,
 )
+from perseus_planner.service.reports import Look
 from perseus_planner.service.store import Draft, Storage
 
 DIGEST = "f" * 64
@@ -42,7 +44,7 @@ DIGEST = "f" * 64
 def state(name: str = "gpt") -> JobState:
     curve = Curve.of(small_frontier())
     decision = Decision(
-        (Target(1.5), Target(2.0, {1: 1.25})), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because"
+        (Target(1.5), Target(2.0, {1: 1.25})), (0, 1), 2.0, {1: "a"}, NOW_S, NOW_S + 5.0, "because"
     )
     taken = Taken(1, 17, NOW_S)
     registered = replace(job(name), frontier=DIGEST)
@@ -195,7 +197,7 @@ def test_a_database_of_another_version_is_refused(place: Path):
     with pytest.raises(StorageError) as refused:
         Storage(place)
     assert str(refused.value) == (
-        f"{place}: is of version 99 and this planner reads version 5; use the planner that wrote "
+        f"{place}: is of version 99 and this planner reads version 6; use the planner that wrote "
         "it, or start with another database"
     )
 
@@ -265,7 +267,7 @@ def test_what_is_no_database_is_refused(place: Path):
 def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place: Path):
     storage.commit(added(state()))
     with sqlite3.connect(place) as connection:
-        connection.execute("UPDATE jobs SET state = '{}'")
+        connection.execute("UPDATE states SET content = '{}'")
     connection.close()
     with pytest.raises(StorageError, match="holds what this planner cannot read"):
         storage.load()
@@ -325,7 +327,8 @@ def test_a_file_has_a_log_ahead_and_waits_for_the_disk(place: Path):
 def test_a_job_remembers_so_many_reports_that_no_longer_count():
     reports = {str(number): report(str(number)) for number in range(REMEMBERED + 10)}
     before = replace(state(), reports=reports, past={"old": report("old")})
-    after = before.keeping([reports["3"]])
+    gone = tuple(each for key, each in reports.items() if key != "3")
+    after = before.looked(Look((reports["3"],), (), gone, math.inf, math.inf))
     assert list(after.reports) == ["3"]
     assert len(after.past) == REMEMBERED
     assert list(after.past)[-1] == str(REMEMBERED + 9)

@@ -45,6 +45,7 @@ STATUS = {
             {"time_s": 1.2, "slow_stages": {}, "power_w": None},
             {"time_s": 1.0, "slow_stages": {"1": 1.5}, "power_w": 900.0},
         ],
+        "of_pipeline": [0, 1],
         "straggler_time_s": 1.2,
         "stragglers": {"1": "k1"},
         "since_s": 5.0,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -76,7 +75,7 @@ class StandIn:
         self._lock = threading.RLock()
 
     def now_s(self) -> float:
-        return time.time()
+        return NOW_S
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
         return solve_profile(unsolved)
@@ -190,8 +189,10 @@ class StandIn:
 
     def status(self, job: str) -> JobStatus:
         self._check(job)
-        targets = (Target(1.0, {0: 1.5}),) * self.kept[job].pipelines
-        decision = Decision(targets, 1.5, {0: "key"}, NOW_S, math.inf, "because")
+        same = (0,) * self.kept[job].pipelines
+        decision = Decision(
+            (Target(1.0, {0: 1.5}),), same, 1.5, {0: "key"}, NOW_S, math.inf, "because"
+        )
         version, reports = self.versions[job], tuple(self.of_job[job].values())
         return JobStatus(
             self.kept[job],
@@ -265,11 +266,10 @@ async def opened(
     service: Any,
     access: Access | None = None,
     limits: Limits | None = None,
-    now_s: Callable[[], float] = lambda: NOW_S,
     **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app of `service`, which runs meanwhile."""
-    app = create_app(service, access or Access(), limits or Limits(), now_s=now_s)
+    app = create_app(service, access or Access(), limits or Limits())
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(
