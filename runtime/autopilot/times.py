@@ -89,9 +89,10 @@ class TimeRows:
         all taken out that is not the row's.
         """
         count = min(self.count[row, clock], _MEMORY)
-        cut = max(len(values) // 4, int(len(values) > 2))
-        value = float(np.sort(values)[cut : len(values) - cut].mean())
-        value -= self.excess if not cut else 0.0
+        low = max(len(values) // 4, int(len(values) > 2))
+        high = max(low, int(len(values) > 1))  # of two, the shorter one
+        value = float(np.sort(values)[low : len(values) - high].mean())
+        value -= self.excess if len(values) == 1 else 0.0
         total = count + len(values)
         if count:
             miss = value - self.mean[row, clock]
