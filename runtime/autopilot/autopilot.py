@@ -48,7 +48,7 @@ _EARLY, _ENOUGH = (
 #: how much longer than agreed iterations may be before plans leave more time; by how much more they
 #: leave for what is longer, and where that is owed; and how much at most: shares of the reference
 _ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.0022, 0.3, 1.5, 0.3
-_MOST_SPREADS = 2.0  #: likewise, where times spread by less by now
+_FORGOTTEN = 0.9  #: of what they leave, after each iteration in which that kept them at full clocks
 _MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
 _MOST_LATE = 0.01  #: what one iteration counts for at most
 _AUDIT = 2  #: iterations of an audit
@@ -230,14 +230,15 @@ class Autopilot:
             unexplained = self._learner.common + (time_s - ran_s) / time_s
             longer_s = ran_s - full_s
             longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
-            if not full or (ran is not None and ran.is_planned and ran.version == 0):
+            if ran is not None and ran.is_planned and ran.version == 0:
+                self._margin = _FORGOTTEN * (self._margin or 0.0)
+            elif not full:
                 late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
                 # More is left at once where the ledger has nothing to spare.
                 is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
                 gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
                 margin = (self._margin or 0.0) + gain * late
-                most = min(_MOST_MARGIN, _MOST_SPREADS * self._learner.times.spread)
-                self._margin = min(max(margin, -_MOST_LESS), most)
+                self._margin = min(max(margin, -_MOST_LESS), _MOST_MARGIN)
             self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
         self._full_s.append(time_s - (longer_s or 0.0))
         reference_s = median(self._full_s)

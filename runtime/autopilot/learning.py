@@ -31,7 +31,8 @@ _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
 #: share by which all rows follow what iterations have in common, unless it is an outlier: then all
 _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
-_LEVELS = 0.15  #: share by which lower clocks follow what they miss beside full ones
+#: share by which lower clocks follow what they miss beside full ones, and what they usually do
+_LEVELS, _LEVEL = 0.2, 0.005
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
 _LAST = 12  #: likewise, where a few times are much longer
@@ -234,12 +235,6 @@ class Learner:
                 self._apart[g] = ()
         top = known & (clock == 0)
         self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
-        low = known & (clock > 0)
-        if min(top.sum(), low.sum()) >= _TOPS:
-            # Rows are planned on because they seem fast, by chance too.
-            off = _LEVELS * float(np.median(miss[low]) - np.median(miss[top]))
-            for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
-                times.mean[r, c] += off
         value -= self.common
         known &= ~self._changed(row, clock, value, known)
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
@@ -248,6 +243,7 @@ class Learner:
             if len(few) >= _FEW:
                 shared, error = float(np.median(few)), 1.25 * times.noise / math.sqrt(len(few))
                 value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
+        self._level_with_top(row[known], clock[known], value[known])
         for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
             self._learn_row(r, c, value[(row == r) & (clock == c)])
         many = times.count[row, clock] >= 2 * _FEW
@@ -255,6 +251,21 @@ class Learner:
         follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
         times.mean[times.known] += follows
         self.common, self._level = self.common + self._level, self._level + follows
+
+    def _level_with_top(self, row: Integers, clock: Integers, value: Floats) -> None:
+        """Have the rows of lower clocks follow what they miss beside full ones, as they are planned
+        on because they seem fast, by chance too.
+        """
+        low = clock > 0
+        if min(low.sum(), (~low).sum()) < _TOPS:
+            return
+        miss = value - self.times.mean[row, clock]
+        off = float(np.median(miss[low]) - np.median(miss[~low]))
+        spread = 1.85 * float(np.median(np.abs(miss - np.median(miss))))
+        variance = spread**2 * (1 / low.sum() + 1 / (~low).sum())
+        off *= _LEVELS / (1 + variance / _LEVEL**2)
+        for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
+            self.times.mean[r, c] += off
 
     def _learn_row(self, row: int, clock: int, values: Floats) -> None:
         times = self.times
