@@ -167,7 +167,7 @@ def test_rows_that_seem_fast_by_chance_are_put_right_beside_full_clocks():
         learner.observe(world.run([lowered(0)]).observations)
     true = learner.times.mean[:, 3] - learner.times.mean[:, 0]
     learner.times.mean[:, 3] -= 0.008
-    for _ in range(20):
+    for _ in range(30):
         learner.observe(world.run([lowered(4)]).observations)
     found = learner.times.mean[:, 3] - learner.times.mean[:, 0]
     assert np.mean(found - true) == pytest.approx(0.0, abs=1e-3)
