@@ -396,14 +396,14 @@ def _reason(
 ) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
     if not worst:
-        return f"nothing is reported slow: iterations take {si(time_s, 's', 6)}"
+        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
     number = min(worst, key=lambda each: (-reported[each].takes_s, each))
     report = worst[number]
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
-        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 6)}"
-    text = f"iterations take {si(time_s, 's', 6)} because of {culprit}"
+        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}"
+    text = f"iterations take {si(time_s, 's', 4)} because of {culprit}"
     return (
         f"{text}, and plans are for that"
         if refusal is None
