@@ -20,7 +20,8 @@ from perseus_planner.base.files import read_text, reading
 T = TypeVar("T")
 
 # The C parser is ten times faster, but PyYAML can be built without it.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The fastest safe loader that PyYAML has."""
 # PyYAML raises the first one itself; int() and datetime raise the others through it, for
 # `2001-99-99`, say.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
@@ -347,7 +348,7 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
 def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
     try:
         _check_events(path, text, error)
-        loader = _LOADER(text)
+        loader = LOADER(text)
         try:
             root = loader.get_single_node()
         finally:
@@ -363,7 +364,7 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     nodes: dict[str, Any] = {}
-    loader = _LOADER("")  # what it constructs comes from the nodes alone
+    loader = LOADER("")  # what it constructs comes from the nodes alone
     try:
         for key_node, value_node in root.value:
             key, line = (
@@ -383,7 +384,7 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
 
 def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
     depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):  # ten lines of them can stand for a billion values
             place = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else f"{path}"
             raise error(f"{place}: uses the alias *{event.anchor}; write the value itself")

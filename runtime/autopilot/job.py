@@ -289,7 +289,8 @@ class Decision:
     #: the ledger after the iterations that were observed; None before the first one. A rank takes
     #: it over with `Ledger.renewed`.
     ledger: Ledger | None
-    #: number of operating points that the iteration runs though they were not measured.
+    #: number of operating points that the iteration runs to learn of them: of each too little is
+    #: known.
     trials: int = 0
     #: number of operating points that a plan might use and that were not measured yet.
     unknown: int = 0

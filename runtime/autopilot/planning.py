@@ -212,7 +212,7 @@ class Searcher:
         limits: Sequence[tuple[Costs, float]],
         wanted: Sequence[Sequence[int]],
         is_open: NDArray[np.bool_],
-        known: NDArray[np.bool_],
+        settled: NDArray[np.bool_],
         random: np.random.Generator,
     ) -> tuple[Integers, list[tuple[int, int]]]:
         """Return the program with trials, and the (rank, clock) that are tried.
@@ -225,8 +225,8 @@ class Searcher:
             limits: what rows may cost, and the longest iteration then, seconds; each must hold.
             wanted: of each rank, the clocks to try, best first.
             is_open: (ranks, clocks) whether a clock may be tried.
-            known: (classes, clocks) whether a row was measured; a trial is where it measures the
-                most new ones.
+            settled: (classes, clocks) whether a trial would tell little more of a row; a trial is
+                where it tells of the most others.
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
@@ -242,7 +242,7 @@ class Searcher:
             still_open = is_open[rank].copy()
             for clock in wanted[rank]:
                 spots = list(self._spots(trial, rank, clock, random))
-                news = {spot: self._news(spot, known) for spot in spots}
+                news = {spot: self._news(spot, settled) for spot in spots}
                 for spot in sorted(spots, key=lambda spot: -int(news[spot][clock])):
                     deepest = self._deepest(
                         trial, rank, spot, clock, still_open & (news[spot] > 0), fits
@@ -255,12 +255,10 @@ class Searcher:
                     break
         return trial, tried
 
-    def _news(self, spot: tuple[int, int], known: NDArray[np.bool_]) -> Integers:
-        """Return how many rows that are not measured yet a spot would measure at each clock:
-        (clocks,).
-        """
+    def _news(self, spot: tuple[int, int], settled: NDArray[np.bool_]) -> Integers:
+        """Return how many rows that are not settled a spot would measure: (clocks,)."""
         members = np.unique(self.problem.member[spot[0] : spot[1]])
-        news: Integers = (~known[members]).sum(axis=0)
+        news: Integers = (~settled[members]).sum(axis=0)
         return news
 
     def _deepest(

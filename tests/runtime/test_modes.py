@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launching import Results, results_of
+from program_source import Source
 from strategies import smooth_profile
 
 from perseus_planner import solve
@@ -71,19 +72,6 @@ def test_megatron_recomputes_what_the_plan_says_and_losses_stay_the_same(tmp_pat
 def program_of(modes: tuple[str, ...]) -> Program:
     plan = solve(smooth_profile(2), "1f1b", microbatches=2).baseline_plan
     return replace(Program.of_plan(1, plan, 0), modes=modes)
-
-
-class Source:
-    """A source of programs that a test changes."""
-
-    def __init__(self, program: Program | None) -> None:
-        self.program = program
-
-    def program_for(self, _: int) -> Program | None:
-        return self.program
-
-    def on_end(self, *_: object) -> None:
-        pass
 
 
 class Entering:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from program_source import Source
 from recomputed import recomputed
 from runtime_training import (
     GPU,
@@ -225,19 +226,6 @@ def _on_other_ctas() -> list[str]:
             hook.end()
         hook.end_iteration()
     return used
-
-
-class Source:
-    """A source of programs that changes."""
-
-    def __init__(self, program: Program | None) -> None:
-        self.program = program
-
-    def program_for(self, _: int) -> Program | None:
-        return self.program
-
-    def on_end(self, *_: object) -> None:
-        pass
 
 
 def _failed() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any
 
 import yaml
 
+from perseus_planner.base.documents import LOADER
 from perseus_planner.base.errors import GpuError, did_you_mean
 
 
@@ -275,7 +276,7 @@ def _model(
 
 
 GPUS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
+    yaml.load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"), LOADER)
 )
 """What `gpus.yaml` says of each GPU, by name."""
 
