@@ -448,7 +448,6 @@ def join_job(
         if options.work is not None:
             check_options(
                 plan=options.plan,
-                service=options.service,
                 learn=options.autopilot.learn,
                 state=options.state_file,
             )
@@ -489,6 +488,11 @@ def join_job(
         batches = None
         if options.work is not None:
             batches = _batches(adapter, job, part, own, options, warnings)
+            if options.service is not None and job.rank == 0 and not batches.leads_job:
+                raise UsageError(
+                    "service: with work=, rank 0 of the job must be the first rank of pipeline 0; "
+                    "leave service out, or place the ranks of a pipeline one after the other"
+                )
             if attached.gpu is not None:
                 batches.check_gpu(attached.gpu.name, control)
     meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))

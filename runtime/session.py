@@ -112,8 +112,9 @@ def planner_runtime(
         service: Address of a planner service, such as "http://10.0.0.5:8400" or
             "unix:/run/planner.sock". Its plans are followed, and slow ranks are reported to it; the
             autopilot makes its own plans, as long as the service lets pipelines wait for a slower
-            one. Only rank 0 connects to it, with the token in the environment variable
-            PLANNER_TOKEN. Training goes on while the service is away.
+            one. Training whose clocks follow the batch does so too, as slow as a budget or a
+            deadline lets it be. Only rank 0 connects to it, with the token in the environment
+            variable PLANNER_TOKEN. Training goes on while the service is away.
         job: Name of this training in the service.
         frontier: The file that `planner solve` wrote, from which the service plans. Without a plan
             it plans from what the autopilot has learnt.
@@ -235,12 +236,12 @@ class _Session:
         )
         self._follower.start(context.program)
         self._follower.problem = attachment.problem
-        self._exchange: ServiceExchange | None = None
-        self._autopilot: AutopilotRank | None = None
-        if context.has_autopilot:
-            self._exchange = None if link is None else ServiceExchange()
-            self._autopilot = self._begin_autopilot(options)
         batches = context.batches
+        self._autopilot: AutopilotRank | None = None
+        makes_plans = context.has_autopilot or batches is not None
+        self._exchange = ServiceExchange() if link is not None and makes_plans else None
+        if context.has_autopilot:
+            self._autopilot = self._begin_autopilot(options)
         show = None if batches is None else batches.show
         self._modes = options.modes
         self._switch: ModeSwitch | None = None
@@ -277,7 +278,8 @@ class _Session:
         self._background.start()
         if self._context.batches is not None:
             connection = self._connection
-            self._context.batches.start(None if connection is None else connection.latest)
+            latest = None if connection is None else connection.latest
+            self._context.batches.start(latest, self._exchange)
         runtime = Runtime(
             self._context,
             self._follower,

@@ -139,7 +139,6 @@ def run(
     if options.work is not None:
         check_options(
             plan=options.plan,
-            service=options.service and options.job,
             learn=options.learn is not False,
             state=options.state,
         )

@@ -294,18 +294,18 @@ class Profile(Checked, error=ProfileError):
         for file in (path, table):
             if file.is_dir():
                 raise ProfileError(f"{file}: is a folder; name another file")
-        document = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "measurements": table.name,
-            **self.rest(),
-        }
-        document.pop("control", None)  # the header of the table has it
-        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
         # Both are there or neither: each is whole on the disk before one takes its name.
         with replacing(path, ProfileError) as rest, replacing(table, ProfileError) as rows:
-            rest.write(text.encode())
-            rows.write(self._csv())
+            csv_text, yaml_text = self.texts(table.name)
+            rest.write(yaml_text.encode())
+            rows.write(csv_text.encode())
+
+    def texts(self, table: str = "profile.csv") -> tuple[str, str]:
+        """Return the texts of the CSV file and of the YAML file that names it `table`."""
+        document = {"format": _FORMAT, "version": _VERSION, "measurements": table, **self.rest()}
+        document.pop("control", None)  # the header of the table has it
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=math.inf)
+        return self._csv().decode(), text
 
     def rest(self) -> dict[str, Any]:
         """Return everything but the measurements as plain values; rarely used fields are left

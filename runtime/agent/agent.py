@@ -395,17 +395,17 @@ _LONGER = 1e-6  #: by how much a pipeline must be allowed to take longer
 
 
 class LearningAgent(Agent):
-    """An agent that registers the job with the frontier that it has learnt, again whenever that has
-    grown.
+    """An agent that registers the job with the profile that it has learnt, or was given, again
+    whenever that has grown.
 
-    The plans of the service are not run: it says how long pipelines may take beside a slower one,
-    and the autopilot plans for that.
+    The plans of the service are not run: it says how long pipelines may take beside a slower one or
+    within a budget, and the training makes its own plans for that.
 
     Args:
         settings: The service.
         job: All ranks.
         pipelines: Number of data-parallel pipelines.
-        exchange: What the autopilot gives and is given.
+        exchange: What the training gives and is given.
         warnings: The warnings of this rank.
     """
 
@@ -422,7 +422,6 @@ class LearningAgent(Agent):
         self._places: Sequence[RankLocation] = ()
         self._asked: Learnt | None = None  #: with which the job is being registered
         self._registered: Learnt | None = None  #: that the service plans on
-        self._calm_s: tuple[float, ...] = ()  #: how long pipelines may take without stragglers
         #: registers the job again, while this one is followed; None before
         self._growing: Future[None] | None = None
 
@@ -443,7 +442,7 @@ class LearningAgent(Agent):
         plans = self._newer(service, min(self._wait_s, _POLL_S))
         pipelines = service.pipelines(self._name)
         with self._lock:
-            self._calm_s = self._waits_s(pipelines, of_stragglers=False)
+            exchange.calm_s = self._waits_s(pipelines, of_stragglers=False)
             exchange.waits_s = self._waits_s(pipelines)
         if plans is not None:
             service.taken(self._name, plans.version, max(0, exchange.status.iteration))
@@ -473,7 +472,7 @@ class LearningAgent(Agent):
             self._failed(error, "growth")
 
     def _lapse(self) -> None:
-        self._exchange.waits_s = self._calm_s
+        self._exchange.waits_s = self._exchange.calm_s
 
     def _waits_s(
         self, pipelines: Sequence[PipelineStatus], *, of_stragglers: bool = True
@@ -500,7 +499,7 @@ class LearningAgent(Agent):
 
 
 def _never(_: GivenPlan) -> Proposal:
-    raise AssertionError("the autopilot makes its own plans")
+    raise AssertionError("the training makes its own plans")
 
 
 class ServiceLink:
@@ -532,7 +531,7 @@ class ServiceLink:
             context: What this rank knows of itself.
             plan: The plan that its pipeline starts with.
             switch_to: That of its `Runtime`.
-            exchange: Of an autopilot; None with a plan.
+            exchange: Of training that makes its own plans; None with a plan.
         """
         gpu = "" if context.attachment.gpu is None else context.attachment.gpu.uuid
         location = RankLocation(

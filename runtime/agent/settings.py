@@ -31,7 +31,7 @@ class ServiceSettings:
     name: str | None  #: Name of the job. Like `frontier`, it is not None after `check`.
     frontier: str | os.PathLike[str] | None  #: The frontier file
     max_changes: int | None = None  #: Switch budget of the plans, as for `Frontier.plan_for`
-    #: Whether there is no plan, so that the autopilot learns the frontier.
+    #: Whether there is no plan: training makes its own, and says what it knows of clocks.
     is_learning: bool = False
     slowdown: float = 1.0  #: That the autopilot may plan for
 

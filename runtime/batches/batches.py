@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Microbatches
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runtime.batches.laws import Key
     from perseus_planner.runtime.controller.latest import LatestStarts
     from perseus_planner.runtime.controller.protocol import ToRank
@@ -126,6 +127,7 @@ class Batches:
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
         self._learner, self._catching_up = LawLearner(), CatchingUp(profile)
         self._latest: LatestStarts | None = None
+        self._service: ServiceExchange | None = None
         # Written by the training thread:
         self._iteration = -1  #: that has begun last
         self._asked = _Asked(-1)
@@ -172,15 +174,22 @@ class Batches:
         return self._leader is not None
 
     @property
-    def status(self) -> AutopilotStatus | None:
-        """What is known, for the record of the run; None but for the first rank of pipeline 0."""
-        if self._leader is None or self._seat.pipeline:
-            return None
-        return self._leader.status
+    def leads_job(self) -> bool:
+        """Whether this rank decides for pipeline 0, which speaks for the job."""
+        return self.leads and self._seat.pipeline == 0
 
-    def start(self, latest: LatestStarts | None = None) -> None:
-        """Start the thread of the exchange; write latest starts, if there is a controller."""
-        self._latest = latest
+    @property
+    def status(self) -> AutopilotStatus | None:
+        """What is known, for the record of the run; None unless this rank leads the job."""
+        return self._leader.status if self._leader is not None and self.leads_job else None
+
+    def start(
+        self, latest: LatestStarts | None = None, service: ServiceExchange | None = None
+    ) -> None:
+        """Start the thread of the exchange; write latest starts, if there is a controller, and
+        tell a service, if there is one.
+        """
+        self._latest, self._service = latest, service
         self._loop.start()
 
     def stop(self, limit_s: float) -> None:
@@ -403,7 +412,7 @@ class Batches:
         except PlannerError as error:
             work, problem = None, str(error)
         timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
-        slowest = self._exchange.slowest(iteration, own, timeout_s)
+        slowest = self._exchange.slowest(iteration, own, timeout_s, self._slowdown())
         if not own.time_s:  # it does not know how it compares
             slowest = msgspec.structs.replace(slowest, time_s=0.0)
         batch = leader.decide(work, slowest)
@@ -416,6 +425,19 @@ class Batches:
             if laws is not None:
                 leader.learn(laws)
         leader.prepare(work)
+
+    def _slowdown(self) -> float:
+        """Return how long iterations may take within the service's budgets and deadlines, as a
+        multiple of their time at full clocks; tell it what is known.
+        """
+        service, leader = self._service, self._leader
+        if service is None or leader is None or not self.leads_job:
+            return 1.0
+        service.status = leader.status
+        service.learnt = service.learnt or leader.learnt
+        if service.learnt is None:
+            return 1.0
+        return max(1.0, max(service.calm_s, default=0.0) / service.learnt.time_s)
 
     def _work_of(self, asked: _Asked) -> Floats | None:
         if asked.batch is None:

@@ -85,6 +85,8 @@ class Slowest(Record, frozen=True, array_like=True):
     came: tuple[tuple[int, float], ...] = ()
     mean_s: float = 0.0  #: Mean time of those that were told
     ordered_s: float = 0.0  #: The longest in the best orders; 0 if one has not looked
+    #: How long the iteration may take, as a multiple of `time_s`, for a budget or a deadline.
+    slowdown: float = 1.0
 
 
 class RankPlan(Record, frozen=True, array_like=True):
@@ -146,19 +148,22 @@ class Exchange:
     def __init__(self, store: Store, seat: Seat) -> None:
         self._store, self._seat = store, seat
 
-    def slowest(self, iteration: int, own: OwnTime, timeout_s: float) -> Slowest:
+    def slowest(
+        self, iteration: int, own: OwnTime, timeout_s: float, slowdown: float = 1.0
+    ) -> Slowest:
         """Return what all pipelines have told; if it is not known in time, what this one tells.
 
         Args:
             iteration: Number of the iteration.
             own: What this pipeline tells.
             timeout_s: How long the others are waited for, seconds.
+            slowdown: How long it may take; what pipeline 0 says counts for all.
         """
         seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
         alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
         if seat.pipelines == 1:
-            return replace(alone, came=own.came, ordered_s=own.ordered_s)
+            return replace(alone, came=own.came, ordered_s=own.ordered_s, slowdown=slowdown)
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
         store.set(keys[seat.pipeline], encode(own))
         if seat.pipeline == 0:
@@ -177,6 +182,7 @@ class Exchange:
                 self._came(told),
                 fmean(times_s) if times_s else 0.0,
                 max(ordered_s) if is_whole and min(ordered_s) > 0.0 else 0.0,
+                slowdown,
             )
             store.set(key, encode(slowest))
             return slowest
@@ -243,10 +249,7 @@ def send_profile(store: Store, path: Path) -> None:
     Raises:
         ProfileError: If it cannot be read.
     """
-    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
-        Profile.load(path).save(Path(folder, "profile.yaml"))
-        texts = [Path(folder, name).read_text() for name in ("profile.yaml", "profile.csv")]
-    store.set(_PROFILE, encode(texts))
+    store.set(_PROFILE, encode(Profile.load(path).texts()))
 
 
 def sent_profile(store: Store) -> Profile:
@@ -258,7 +261,7 @@ def sent_profile(store: Store) -> Profile:
     data = read_key(store, _PROFILE)
     if data is None:
         raise RankError("rank 0 has no work=, and this rank has; give planner_runtime work= on all")
-    text, table = decode(data, tuple[str, str])
+    table, text = decode(data, tuple[str, str])
     with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
         Path(folder, "profile.csv").write_text(table)
         Path(folder, "profile.yaml").write_text(text)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.autopilot.job import Ledger
+from perseus_planner.runtime.autopilot.ranks.messages import Learnt
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     OwnTime,
@@ -26,6 +27,7 @@ from perseus_planner.runtime.batches.exchange import (
 )
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.grid import grid_text
 from perseus_planner.solver.batch import BatchPlanner, margin_of
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ MOST_COUNTS = 32
 _REFERENCES = 3  #: iterations at full clocks before the first plan, which tell how long they are
 _REMEMBERED = 20  #: of them, and iterations that tell how wrong work is
 _BURST = 0.04  #: what may be owed, as a share of an iteration
-_MOST = 0.02  #: what one iteration is charged at most, likewise
+_MOST = 0.02  #: what one iteration is charged at most, unless the one before was as late, likewise
 _AUDIT = 64  #: one iteration of so many is at full clocks, and tells again how long they are
 _CAME = 8  #: iterations of which the others are told how they came, and which wait for theirs
 _SHOWN = 256  #: iterations that tell how unequal batches are
@@ -104,6 +106,7 @@ class Leader:
         self._by_law: deque[float] = deque(maxlen=_REMEMBERED)  #: ratios of times at full clocks
         self._as_come: deque[float] = deque(maxlen=_REMEMBERED)  #: likewise
         self._ledger: Ledger | None = None
+        self._late_s = 0.0  #: by how much the last one at lower clocks was longer than agreed
         #: waiting and spread of an iteration; slowest time, and that in the best orders
         self._unequal: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
         self._ordered: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
@@ -112,6 +115,15 @@ class Leader:
     def is_ready(self) -> bool:
         """Whether all ranks of the pipeline have told their laws."""
         return bool(self._told)
+
+    @property
+    def learnt(self) -> Learnt | None:
+        """What a service is told; None before it is known what the ranks run."""
+        planner = next((each for each in self._planners.values() if each is not None), None)
+        if planner is None:
+            return None
+        dag = planner.dag.with_profile(self._profile)
+        return Learnt.of(dag, grid_text(dag.iteration.schedule))
 
     @property
     def status(self) -> AutopilotStatus:
@@ -257,9 +269,13 @@ class Leader:
             self._ordered.append((slowest.time_s, slowest.ordered_s))
         if slowest.pays:
             return self._batch(planner, work, slowest.time_s)
-        target_s = slowest.time_s * self._settings.slowdown * (1.0 - margin_of(self.error))
+        target_s = slowest.time_s * self._agreed(slowest) * (1.0 - margin_of(self.error))
         plan = planner.plan(work, target_s)
         return self._batch(planner, work, max(plan.time_s, slowest.time_s), plan)
+
+    def _agreed(self, slowest: Slowest) -> float:
+        """Return how long an iteration may take, as a multiple of that at full clocks."""
+        return max(self._settings.slowdown, slowest.slowdown)
 
     def _look(self) -> None:
         """Look at iterations that have ended since."""
@@ -323,8 +339,13 @@ class Leader:
         ledger = self._ledger or Ledger(
             reference_s, settings.slowdown, settings.max_slowdown, _BURST * reference_s
         )
-        most_s = _MOST * reference_s
-        longer_s = 0.0 if slowest.pays else min(max(ran.time_s - reference_s, -most_s), most_s)
+        agreed, most_s, longer_s = self._agreed(slowest), _MOST * reference_s, 0.0
+        if not slowest.pays:
+            late_s = ran.time_s - agreed * reference_s
+            before_s, self._late_s = self._late_s, late_s
+            late_s = min(max(late_s, -most_s), max(most_s, before_s))
+            longer_s = (agreed - 1.0) * reference_s + late_s
+        ledger = dataclasses.replace(ledger, slowdown=agreed)
         self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
 
     def _batch(

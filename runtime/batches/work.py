@@ -89,24 +89,21 @@ def load_work(text: str, where: str) -> WorkFunction:
     return found
 
 
-def check_options(*, plan: object, service: object, learn: bool, state: object) -> None:
+def check_options(*, plan: object, learn: bool, state: object) -> None:
     """Refuse options that exclude clocks that follow the batch.
 
     Args:
         plan: A plan; None for none.
-        service: The address of a service; None for none.
         learn: Whether clocks are to be tried.
         state: The profile; None for none.
 
     Raises:
         UsageError: If there are some; names the first.
     """
-    for name, value in (("plan", plan), ("service", service)):
-        if value is not None:
-            raise UsageError(
-                f"work: clocks follow each batch, and not {name} {str(value)!r}; leave out one of "
-                "them"
-            )
+    if plan is not None:
+        raise UsageError(
+            f"work: clocks follow each batch, and not plan {str(plan)!r}; leave out one of them"
+        )
     if learn or state is None:
         raise UsageError(
             "work: what clocks cost is not learnt while they follow the batch; turn learn off, "

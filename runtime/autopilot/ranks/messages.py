@@ -1,12 +1,12 @@
-"""What ranks and the autopilot's process say to each other, and what rank 0's part in the autopilot
-and its agent at the service give each other.
+"""What ranks and the autopilot's process say to each other; and what rank 0's agent at the service
+and its part in the autopilot, or in clocks that follow the batch, give each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,9 @@ from perseus_planner.runtime.autopilot.job import (
     RankObservation,
 )
 from perseus_planner.runtime.autopilot.ranks.programs import Programs
+
+if TYPE_CHECKING:
+    from perseus_planner.schedules.dag import PipelineDag
 
 READERS = 64
 """Of how many ranks rank 0 reads an iteration; in larger jobs, pipelines take turns."""
@@ -203,6 +206,15 @@ class Learnt(Message, frozen=True):
     rows: int  #: Number of measured rows
     time_s: float  #: Seconds of an iteration at full clocks, replayed from the profile
 
+    @classmethod
+    def of(cls, dag: PipelineDag, schedule: str) -> Learnt:
+        """Return what is told of the profile of a pipeline that runs a text grid."""
+        from perseus_planner.plans.replay import time_and_energy
+
+        rows = sum(map(len, dag.profile.measurements.values()))
+        time_s, _ = time_and_energy(dag, dag.baseline_measurements())
+        return cls(*dag.profile.texts(), schedule, rows, time_s)
+
 
 ToProcess: TypeAlias = JobDescription | Observations | Waits | End
 FromProcess: TypeAlias = Programs | LogLine | Status | Learnt
@@ -212,13 +224,15 @@ class ServiceExchange:
     """Each attribute is set by one side as a whole, and read by the other.
 
     Attributes:
-        learnt: By the autopilot: what it has learnt; None for nothing yet.
-        status: By the autopilot: what it knew last.
+        learnt: By the training: what it has learnt, or was given; None for nothing yet.
+        status: By the training: what it knew last.
         waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for
             `Autopilot.wait_for`; empty if all have to be as fast as agreed.
+        calm_s: By the agent: likewise if no pipeline were slow, for budgets and deadlines alone.
     """
 
     def __init__(self) -> None:
         self.learnt: Learnt | None = None
         self.status = AutopilotStatus()
         self.waits_s: tuple[float, ...] = ()
+        self.calm_s: tuple[float, ...] = ()

@@ -4,7 +4,6 @@ programs for all ranks.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.base.wires import decode
-from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
@@ -143,11 +141,7 @@ class Planner:
         ):
             return []
         dag = PipelineDag(profile, self._autopilot.job.iteration)
-        rows, time_s = (
-            sum(map(len, profile.measurements.values())),
-            time_and_energy(dag, dag.baseline_measurements())[0],
-        )
-        return [Learnt(*texts_of(profile), self._schedule, rows, time_s)]
+        return [Learnt.of(dag, self._schedule)]
 
     def _learned(self) -> Profile | None:
         if self._autopilot is None:
@@ -338,14 +332,6 @@ def _prior_of(
         return None, [f"what was learnt before is not used: {path} {difference}"]
     rows = sum(map(len, profile.measurements.values()))
     return profile, [f"the autopilot begins with {rows} rows that were learnt before, from {path}"]
-
-
-def texts_of(profile: Profile) -> tuple[str, str]:
-    """Return the texts of the two files of a profile, table and YAML."""
-    with tempfile.TemporaryDirectory(prefix="planner-profile-") as folder:
-        path = Path(folder, "profile.yaml")
-        profile.save(path)
-        return path.with_suffix(".csv").read_text(), path.read_text()
 
 
 def _difference(profile: Profile, job: AutopilotJob) -> str | None:
