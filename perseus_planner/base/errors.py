@@ -22,7 +22,8 @@
     │   └── EndedElsewhere       the other rank has reported the reason
     ├── ServiceError             the planner's service does not carry out a request
     │   ├── ServiceAway          the service cannot be reached, or another program answers at its
-    address │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
+    │   │                        address
+    │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
     └── UsageError               a value on the command line or in a call that cannot be used
 
 Each text states what was read (file, line, field), what is wrong with it, and what to do.

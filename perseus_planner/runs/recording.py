@@ -4,7 +4,8 @@ Each start of the job, by its user or by torchrun, is an *attempt*: a sub-folder
 began, in UTC.
 
     totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt
-    and plan attempt-20261122T133502/
+                                       and plan
+    attempt-20261122T133502/
         autopilot.json                 what the autopilot knew last, if there was no plan
         plan-1.yaml                    a plan; plan-1-pipeline-0.yaml if each pipeline has its own
         iterations-3.csv               the last iterations of rank 3, a row for each

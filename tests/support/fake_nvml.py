@@ -17,34 +17,39 @@ from any process.
 The script is lines of `GPU KEY VALUE`; GPU is an index or `*`, and of several lines that fit the
 last holds:
 
-    driver 570.86.15                version of the driver            gpus 2         how many there
-    are name NVIDIA H100                                                 uuid GPU-…     pci
-    0000:3B:00.0
-    clocks 1980 1965 …              SM clocks, in the order listed   clocks_at_1593 …  the same at
-    that memory clock memory_clocks 2619 1593    memory_mhz 1593    clock of the memory
+    gpus 2                          how many there are
+    driver 570.86.15                version of the driver
+    name NVIDIA H100
+    uuid GPU-…
+    pci 0000:3B:00.0
+    clocks 1980 1965 …              SM clocks, in the order listed
+    clocks_at_1593 …                the same at that memory clock
+    memory_clocks 2619 1593
+    memory_mhz 1593                 clock of the memory
     idle_w 60, w_per_mhz 0.2        power = idle_w + w_per_mhz * clock; the clock is the highest
-    listed that neither the
-                                    lock nor the power limit forbids
-    power_w 300                     power whatever the clock         clock_mhz 990  achieved clock
-    whatever is locked energy_mj 1000000               the energy counter at the start
-    energy_step_ms 100  it moves in such steps now_s 12.5                      time by which energy
-    is counted; without it, CLOCK_MONOTONIC
+                                    listed that neither the lock nor the power limit forbids
+    power_w 300                     power whatever the clock
+    clock_mhz 990                   achieved clock whatever is locked
+    energy_mj 1000000               the energy counter at the start
+    energy_step_ms 100              it moves in such steps
+    now_s 12.5                      time by which energy is counted; without it, CLOCK_MONOTONIC
     temperature_c 40
     throttle 0x4                    bits of the clocks event reasons; SwPowerCap is added where the
-    limit bites limit_mw 100000 700000 700000   least, greatest and default power limit
+                                    limit bites
+    limit_mw 100000 700000 700000   least, greatest and default power limit
     mig 1, persistence 0, virtualization 2
     reloads 1                       how often the driver was reloaded, after which each process must
-    initialise anew
+                                    initialise anew
     profiles 0x80                   bits of the workload power profiles that are enforced
     field_251 1                     a field value (scope 0); `error 3`: its nvmlReturn; `untouched`:
-    nothing is written field_186_1 420000              the same for scope 1; `module 1`: there is a
-    module scope for power and energy error FUNCTION CODE [N [M]]     calls N to M (without: all) on
-    that GPU answer CODE and do nothing; FUNCTION `*` is
-                                    all that name a GPU; CODE 0: success is said, but nothing is
-                                    written
+                                    nothing is written
+    field_186_1 420000              the same for scope 1
+    module 1                        there is a module scope for power and energy
+    error FUNCTION CODE [N [M]]     calls N to M (without: all) on that GPU answer CODE and do
+                                    nothing; FUNCTION `*` is all that name a GPU; CODE 0: success is
+                                    said, but nothing is written
     latency_us_FUNCTION 4500        how long it takes; settings of all GPUs and processes queue
-    behind one lock, and
-                                    take effect half-way
+                                    behind one lock, and take effect half-way
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Power follows a voltage that is flat up to a ridge and then rises linearly (Scho
 Kernel Tuner's energy model). The power per MHz of arithmetic and of waiting for memory are weighted
 by their shares of the time:
 
-    v(f) = 1 + slope * max(0, f - ridge)        P(f) = static + (arithmetic share * a + memory share
-    * m) * f * v(f)^2
+    v(f) = 1 + slope * max(0, f - ridge)
+    P(f) = static + (arithmetic share * a + memory share * m) * f * v(f)^2
 
 A power limit acts as on a real GPU: it lowers the achieved clock until the power fits, so that the
 highest clocks of heavy work have the same time and energy. Real ones hold themselves a little below

@@ -5,21 +5,24 @@
 Options follow `?`, separated by `&`; `fault` may be repeated. Times are virtual, counted from
 opening the GPU.
 
-seed=3                      seed of the noise; equal seeds give equal numbers
-slower=2000                 factor that slows all computation down at the same power: a small model
-takes milliseconds call=5ms                    duration of each call that sets something; by
-default, that of an A800
-noise=0.01                  relative standard deviation of the time, and of the power, of one
-computation outliers=0.05               share of calls of `run` that take 5 to 30 % longer, as if
-something else ran too step=100ms                  how often the energy counter moves; 0 for
-continuously
-air=30                      air temperature, degrees Celsius
-drift=0                     how strongly static power follows the temperature, as a multiple of the
-catalog's value fault=not-permitted         nothing may be set
-fault=not-supported:WHAT    WHAT is missing: clocks, power-limit, energy, power, temperature or
-throttle fault=lost@30s              the GPU falls off the bus then; lost@200calls: after 200 calls
-of any kind fault=throttled@30s-60s     the GPU is hot in that span: it runs at 70 % of the clock
-that is set fault=counter-stuck@30s     the energy counter stands still from then on
+seed=3                    seed of the noise; equal seeds give equal numbers
+slower=2000               factor that slows all computation down at the same power: a small model
+                          takes milliseconds
+call=5ms                  duration of each call that sets something; by default, that of an A800
+noise=0.01                relative standard deviation of the time, and of the power, of one
+                          computation
+outliers=0.05             share of calls of `run` that take 5 to 30 % longer, as if something else
+                          ran too
+step=100ms                how often the energy counter moves; 0 for continuously
+air=30                    air temperature, degrees Celsius
+drift=0                   how strongly static power follows the temperature, as a multiple of the
+                          catalog's value
+fault=not-permitted       nothing may be set
+fault=not-supported:WHAT  WHAT is missing: clocks, power-limit, energy, power, temperature or
+                          throttle
+fault=lost@30s            the GPU falls off the bus then; lost@200calls: after 200 calls of any kind
+fault=throttled@30s-60s   the GPU is hot in that span: it runs at 70 % of the clock that is set
+fault=counter-stuck@30s   the energy counter stands still from then on
 """
 
 from __future__ import annotations
