@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from perseus_planner.solver import budget, polish, rounding
+from perseus_planner.solver import budget, planner, rounding
 
 LESS = (
     (budget, "_EFFORT", (1_000_000, 300, 4_000)),
     (rounding, "_EFFORT", (100_000, 300, 2_000)),
     (rounding, "_ANCHOR_EFFORT", (20_000, 20, 200)),
-    (polish, "_MOVES", (300, 20_000)),
+    (planner, "_MOVES", (300, 20_000)),
 )  #: module, name and value of each limit
 
 

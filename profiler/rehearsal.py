@@ -23,7 +23,7 @@ from perseus_planner.engines.microbatch import describe_error
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.profiler.lock_check import LockCheck
+from perseus_planner.profiler.control import LockCheck
 from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
 from perseus_planner.profiler.torch_stage import synchronizer, torch_stage

@@ -9,29 +9,219 @@ repeat, and watch the temperature. The device is synchronised only at the edges 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
+from operator import mul
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, GpuNotSupported
-from perseus_planner.gpu.counter import EnergyCounter, RestingReading
-from perseus_planner.profiler.windows import (
-    MIN_WINDOWS,
-    Window,
-    combine,
-    is_enough,
-    mean_of,
-    slow_replicas,
-    without_outliers,
-)
+from perseus_planner.base.prefixes import si
+from perseus_planner.gpu import THROTTLE_REASONS
+from perseus_planner.gpu.monitor import EnergyCounter, RestingReading
+from perseus_planner.profiles.measurement import Evidence, Measurement
 
 if TYPE_CHECKING:
     from random import Random
 
     from perseus_planner.gpu import Gpu
     from perseus_planner.profiler.stage import Block, GpuGroup, Run
-    from perseus_planner.profiles.measurement import Measurement
+
+TRANSIENT_REASONS = frozenset({"sw-thermal", "hw-thermal", "hw-slowdown", "hw-power-brake"})
+"""Throttle reasons that pass, so a window that saw one is measured again. A power cap stays, in
+training too.
+"""
+
+MIN_WINDOWS = 3
+"""A row is the mean of at least this many windows."""
+
+_MAX_ERROR = 0.003  # more windows are measured while a relative standard error is above
+_LEAST_ERROR = 2e-4  # relative: clocks and counters are not better
+_TWO_SIDED_95 = (
+    *(0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31),
+    *(2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11),
+)
+"""Quantiles of Student's t for 0 windows, 1 window and so on; the first two have no standard
+error.
+"""
+_OUTLIER = 5.0  # an outlier is further from the median than this many standard deviations
+_MIN_OUTLIER = 0.01  # relative: a window this close to the median is never an outlier
+_MAX_JUMP_C = 8.0  # a window in which the temperature changes by more is not comparable
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measuring window: the mean of its repetitions, and samples of the GPU while they ran."""
+
+    time_s: float  #: Time of one repetition, seconds
+    energy_j: float  #: Energy of one repetition, joules
+    achieved_mhz: float  #: Mean SM clock
+    temperature_c: float  #: Highest temperature
+    jump_c: float  #: Difference of the highest and the lowest temperature
+    throttle: frozenset[str]  #: Throttle reasons that were sampled or counted
+    #: Whether the GPU idled in between, as it was faster than when it warmed up.
+    has_idled: bool = False
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether heat or the power supply slowed the GPU down."""
+        return bool(self.throttle & TRANSIENT_REASONS)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the window can be averaged with others."""
+        return not (self.is_throttled or self.has_idled) and self.jump_c <= _MAX_JUMP_C
+
+
+def subtract(whole: Measurement, part: Measurement) -> Measurement:
+    """Return `whole` without `part`, which each repetition of `whole` also ran once; errors add in
+    quadrature.
+
+    Raises:
+        GpuError: If no time would be left, or less than no energy.
+    """
+    time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
+    if time_s <= 0 or energy_j < 0:
+        raise GpuError(
+            f"at {whole.clock_mhz} both together took {si(whole.time_s, 's')} and "
+            f"{si(whole.energy_j, 'J')}, and one alone {si(part.time_s, 's')} and "
+            f"{si(part.energy_j, 'J')}; let nothing else run on the GPU, or use longer windows"
+        )
+    assert whole.evidence is not None
+    assert part.evidence is not None
+    evidence = replace(
+        whole.evidence,
+        time_stderr_s=math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s),
+        energy_stderr_j=math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j),
+        throttle=_ordered({*whole.evidence.throttle, *part.evidence.throttle}),
+    )
+    return Measurement(whole.clock_mhz, time_s, energy_j, evidence)
+
+
+def merge(rows: Sequence[Measurement]) -> Measurement:
+    """Return what measurements of one row tell together: their mean, weighted by their windows."""
+    evidence = [row.evidence for row in rows if row.evidence is not None]
+    windows = [each.windows for each in evidence]
+    weights = [count / sum(windows) for count in windows]
+
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(map(mul, weights, values))
+
+    return Measurement(
+        rows[0].clock_mhz,
+        mean(row.time_s for row in rows),
+        mean(row.energy_j for row in rows),
+        Evidence(
+            mean(each.achieved_mhz for each in evidence),
+            math.hypot(*map(mul, weights, (each.time_stderr_s for each in evidence))),
+            math.hypot(*map(mul, weights, (each.energy_stderr_j for each in evidence))),
+            sum(windows),
+            mean(each.temperature_c for each in evidence),
+            _ordered({reason for each in evidence for reason in each.throttle}),
+        ),
+    )
+
+
+def without_outliers(windows: Sequence[Window]) -> list[Window]:
+    """Return the windows whose time and energy are near the medians, by the median absolute
+    deviation (Hampel 1974).
+    """
+    kept = set(range(len(windows)))
+    for values in ([window.time_s for window in windows], [window.energy_j for window in windows]):
+        if not values:
+            break
+        middle = median(values)
+        # 1.4826 median deviations of a normal distribution are one standard deviation.
+        spread = 1.4826 * median(abs(value - middle) for value in values)
+        limit = max(_OUTLIER * spread, _MIN_OUTLIER * middle)
+        kept -= {index for index, value in enumerate(values) if abs(value - middle) > limit}
+    return [windows[index] for index in sorted(kept)]
+
+
+def is_enough(windows: Sequence[Window]) -> bool:
+    """Return whether there are enough windows, with a small enough standard error."""
+    if len(windows) < MIN_WINDOWS:
+        return False
+    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
+    return all(
+        _standard_error(values) <= _MAX_ERROR * fmean(values) for values in (times, energies)
+    )
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
+    """Return the mean of `windows` as the row of `setting`; None stands for the clock that was
+    achieved.
+    """
+    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
+    achieved_mhz = fmean(window.achieved_mhz for window in windows)
+    evidence = Evidence(
+        achieved_mhz,
+        max(_standard_error(times), _LEAST_ERROR * fmean(times)),
+        max(_standard_error(energies), _LEAST_ERROR * fmean(energies)),
+        len(windows),
+        fmean(window.temperature_c for window in windows),
+        _ordered(frozenset[str]().union(*(window.throttle for window in windows))),
+    )
+    clock_mhz = round(achieved_mhz) if setting is None else setting
+    return Measurement(clock_mhz, fmean(times), fmean(energies), evidence)
+
+
+def combine(windows: Sequence[Window], replicas: int = 1) -> Window:
+    """Return the window of a group of GPUs: the time of the slowest GPU, and the energy of all, in
+    the mean of the replicas.
+    """
+    return Window(
+        max(window.time_s for window in windows),
+        math.fsum(window.energy_j for window in windows) / replicas,
+        fmean(window.achieved_mhz for window in windows),
+        max(window.temperature_c for window in windows),
+        max(window.jump_c for window in windows),
+        frozenset[str]().union(*(window.throttle for window in windows)),
+        any(window.has_idled for window in windows),
+    )
+
+
+def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
+    """Return replica -> by which share it is slower than the median of the replicas; of two, than
+    the other one.
+
+    A replica counts as slow beyond three errors and one percent. Its error is the standard error of
+    its time, widened for few windows as Student's t distribution says, or how far the replicas are
+    apart if that is more (by the median deviation), as sound GPUs differ too. A replica that waits
+    for others in a collective is never slower.
+
+    Args:
+        windows: The windows of all replicas, at one time after another.
+    """
+    times = [[window.time_s for window in own] for own in zip(*windows, strict=True)]
+    if len(windows) < MIN_WINDOWS or len(times) < 2:
+        return {}
+
+    def widened(own: Sequence[float]) -> float:
+        return _TWO_SIDED_95[len(own)] / 2 * _standard_error(own)
+
+    means = [fmean(own) for own in times]
+    if len(times) == 2:
+        middle, spread = min(means), 0.0
+    else:
+        middle = median(means)
+        spread = 1.4826 * median(abs(mean - middle) for mean in means)
+    return {
+        replica: mean / middle - 1
+        for replica, mean in enumerate(means)
+        if mean - middle > max(3 * widened(times[replica]), 3 * spread, _MIN_OUTLIER * middle)
+    }
+
+
+def _ordered(reasons: frozenset[str] | set[str]) -> tuple[str, ...]:
+    return tuple(reason for reason in THROTTLE_REASONS if reason in reasons)
+
 
 _MIN_INTERVALS = 10  # a window lasts at least this many intervals of the counter
 _MIN_REPETITIONS = 3

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.telemetry.counters import Checkpoint
-    from perseus_planner.runtime.telemetry.telemetry import Telemetry
+    from perseus_planner.runtime.telemetry import Checkpoint, Telemetry
 
 QUIET, QUIET_S = 2.0, 1.0
 """The GPU is reset when no computation has ended for this many of the plan's iteration times and

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal
-    from perseus_planner.runtime.telemetry.telemetry import Telemetry
+    from perseus_planner.runtime.telemetry import Telemetry
 
 
 class Runtime:

@@ -37,7 +37,7 @@ from perseus_planner.runtime.rendezvous import (
 )
 from perseus_planner.runtime.runtime import Runtime
 from perseus_planner.runtime.switching.plans import GivenPlan, Plans
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
+from perseus_planner.runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine

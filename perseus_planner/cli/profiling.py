@@ -162,7 +162,7 @@ def profile(
     files = [target, target.with_suffix(".csv")]
     console.report(summary, profile_text(summary), files, as_json=as_json)
     if difference := result.conditions.get("unlike training"):
-        from perseus_planner.profiler.training_check import UNLIKE_TRAINING
+        from perseus_planner.profiler.ranks.measure import UNLIKE_TRAINING
 
         raise ProfileError(f"{target}: {difference}, {UNLIKE_TRAINING}")
 

@@ -31,8 +31,7 @@ from perseus_planner.base.errors import (
     GpuNotSupported,
     how_to_install,
 )
-from perseus_planner.gpu.library import Library
-from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
+from perseus_planner.gpu.protocol import Library, RealGpu, check_clock, check_power_limit
 
 _INSTALL = how_to_install("amd")
 _LIBRARY = (

@@ -27,22 +27,182 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import fsum
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
+from perseus_planner.base.errors import GpuError, GpuNotPermitted, GpuNotSupported, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import csv_text
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.counter import POLL_S, EnergyCounter
-from perseus_planner.gpu.host import HostCounter, host_counters
-from perseus_planner.gpu.protocol import ClosedOnExit
+from perseus_planner.gpu.protocol import ClosedOnExit, RealGpu
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from perseus_planner.gpu.protocol import Gpu
+
+POLL_S = 1e-3
+"""How often the counter is read to find its next update, seconds."""
+
+_STUCK_S = 5.0  # every known counter updates at least once a second
+_INTERVALS = 5  # intervals that are timed to find the length of one
+_MIN_REST_S = 0.01  # the power at rest is the mean over at least this long
+_STABLE = 0.05  # the GPU is at rest when the power of two intervals differs by less
+_MAX_INTERVALS = 20
+
+
+class RestingReading(NamedTuple):
+    """The counter right after an update while the GPU is at rest."""
+
+    time_s: float  #: When the counter was updated, seconds
+    energy_j: float  #: The counter, joules
+    rest_w: float  #: The power of the resting GPU, watts
+
+
+class EnergyCounter:
+    """The energy counter of a GPU, whose update interval is measured on construction.
+
+    The energy counters of data-centre GPUs update about every 100 ms, so the difference of two
+    readings taken at arbitrary times is wrong by up to the energy of one interval. A reading taken
+    right after an update is not. Every window therefore begins and ends at an update, with the GPU
+    at rest, and the energy that the GPU drew at rest between these updates and its work is
+    subtracted. The remaining error is the time between two polls at the power of a resting GPU:
+    about 0.1 J of the 1500 J of a window of 5 s.
+
+    Attributes:
+        interval_s: The median time between two updates, seconds.
+
+    Raises:
+        GpuError: If the counter does not move for seconds, or runs backwards.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        times_s = [self._wait_for_update()[0] for _ in range(_INTERVALS + 1)]
+        self.interval_s = median(after - before for before, after in pairwise(times_s))
+
+    def wait_for_rest(self) -> RestingReading:
+        """Wait until the counter counts nothing but the power of the resting GPU. Nothing may be
+        running.
+
+        A counter that is fed from averaged power still counts finished work for some intervals. So
+        this waits until two intervals in a row have the same power.
+
+        Raises:
+            GpuError: If the counter does not move for seconds, or runs backwards.
+        """
+        time_s, energy_j = self._wait_for_update()
+        before_w = 0.0
+        for _ in range(_MAX_INTERVALS):
+            # Polling starts shortly before the update is due.
+            self._gpu.wait(max(0.8 * self.interval_s, _MIN_REST_S))
+            next_s, next_j = self._wait_for_update()
+            rest_w = (next_j - energy_j) / (next_s - time_s)
+            time_s, energy_j = next_s, next_j
+            if abs(rest_w - before_w) <= _STABLE * rest_w:
+                break
+            before_w = rest_w
+        return RestingReading(time_s, energy_j, rest_w)
+
+    def _wait_for_update(self) -> tuple[float, float]:
+        """Return the time and the counter, seconds and joules, right after its next update."""
+        gpu = self._gpu
+        before_j, give_up_s = gpu.energy_j(), gpu.now_s() + _STUCK_S
+        while (energy_j := gpu.energy_j()) == before_j:
+            if gpu.now_s() >= give_up_s:
+                raise GpuError(
+                    f"{gpu.name}: its energy counter has stood at {si(energy_j, 'J', 9)} for "
+                    f"{_STUCK_S:g} s, so energy cannot be measured; run `planner doctor` to check "
+                    "the counter, and reload the driver"
+                )
+            gpu.wait(POLL_S)
+        if energy_j < before_j:
+            raise GpuError(
+                f"{gpu.name}: its energy counter went back from {si(before_j, 'J', 9)} to "
+                f"{si(energy_j, 'J', 9)}, as after a reload of the driver; turn persistence mode "
+                "on and measure again"
+            )
+        return gpu.now_s(), energy_j
+
+
+FOLDER_VARIABLE = "PLANNER_POWERCAP"
+"""The environment variable with the folder of the counters, if it is another one."""
+
+
+class HostCounter(RealGpu):
+    """The processors, or the memory, of all sockets, as Linux counts their energy: RAPL, in
+    `/sys/class/powercap` (https://docs.kernel.org/power/powercap/powercap.html).
+
+    Args:
+        text: "cpu" or "dram".
+        zones: Folders of their counters.
+
+    Attributes:
+        interval_s: Seconds between two updates of a counter, at most.
+    """
+
+    interval_s = 0.001
+
+    def __init__(self, text: str, zones: list[Path]) -> None:
+        self.text = text
+        self.name = f"{len(zones)} zones of powercap"
+        self._files = [zone / "energy_uj" for zone in zones]
+        self._ranges_uj = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
+        self._last_uj = self._read_uj()
+        self._wraps = [0] * len(zones)
+
+    def energy_j(self) -> float:
+        """Energy since the host was booted, joules; counters that begin again go on."""
+        now_uj = self._read_uj()
+        for place, (before, now) in enumerate(zip(self._last_uj, now_uj, strict=True)):
+            self._wraps[place] += now < before
+        self._last_uj = now_uj
+        whole = sum(n * most for n, most in zip(self._wraps, self._ranges_uj, strict=True))
+        return (sum(now_uj) + whole) / 1e6
+
+    def power_w(self) -> float:
+        """Nothing: there is no sensor.
+
+        Raises:
+            GpuNotSupported: Always.
+        """
+        raise GpuNotSupported(f"{self.text}: the host counts energy and has no sensor of power")
+
+    def _read_uj(self) -> list[int]:
+        try:
+            return [int(file.read_bytes()) for file in self._files]
+        except PermissionError as error:
+            raise GpuNotPermitted(
+                f"{self.text}: {error.filename} may be read by root alone; run "
+                "`chmod a+r /sys/class/powercap/*/energy_uj` as root, or leave host=True out"
+            ) from error
+
+
+def host_counters() -> list[HostCounter]:
+    """Return the counters of this host: its processors, and its memory if that is counted.
+
+    Raises:
+        GpuNotSupported: If it has none.
+        GpuNotPermitted: If this process may not read them.
+    """
+    folder = Path(os.environ.get(FOLDER_VARIABLE, "/sys/class/powercap"))
+    zones: dict[str, list[Path]] = {"cpu": [], "dram": []}
+    for zone in sorted(folder.glob("*rapl*:*")):
+        if (zone / "energy_uj").exists():
+            name = (zone / "name").read_text().strip()
+            kind = "cpu" if name.startswith("package") else name
+            zones.get(kind, []).append(zone)
+    if not zones["cpu"]:
+        raise GpuNotSupported(
+            f"{folder}: has no energy counters of processors; the kernel module intel_rapl_common "
+            "and bare metal have them; leave host=True out"
+        )
+    return [HostCounter(kind, found) for kind, found in zones.items() if found]
+
 
 SAMPLE_S = 0.1
 """Time between two samples of the power, seconds, unless another is asked for: sensors are

@@ -28,8 +28,8 @@ from perseus_planner.base.errors import (
     one_line,
 )
 from perseus_planner.base.wires import decode
+from perseus_planner.gpu.nvml.device import LIBRARY_NOT_FOUND
 from perseus_planner.gpu.nvml.gpu import NvmlReader, open_device
-from perseus_planner.gpu.nvml.library import LIBRARY_NOT_FOUND
 from perseus_planner.gpu.protocol import check_clock
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import Count, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.monitor import Monitor
-from perseus_planner.profiler.control import common_settings, opened_control
-from perseus_planner.profiler.lock_check import LockCheck
+from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu

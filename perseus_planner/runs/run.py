@@ -22,14 +22,17 @@ from perseus_planner.runs import recording
 from perseus_planner.runs.account import Account, Entry, fold
 from perseus_planner.runs.autopilot import AutopilotStatus, read_status
 from perseus_planner.runs.recording import (
+    COMPUTATIONS,
+    ITERATIONS,
+    add_rows,
     attempt_of,
     attempt_path,
     attempts_in,
+    ends_whole,
     plan_path,
     ranks_in,
     read_totals,
 )
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS, add_rows, ends_whole
 
 if TYPE_CHECKING:
     import pandas as pd

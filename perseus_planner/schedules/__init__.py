@@ -8,15 +8,19 @@ variants.
 """
 
 from perseus_planner.schedules.generators import (
+    NAMES,
+    dualpipe_v,
+    generate,
+    generate_for_stages,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
     zb_h1,
+    zbv,
 )
 from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
-from perseus_planner.schedules.names import NAMES, generate, generate_for_stages
 from perseus_planner.schedules.schedule import (
     KINDS,
     WHOLE,
@@ -25,7 +29,6 @@ from perseus_planner.schedules.schedule import (
     check_pipeline,
     dependency_of,
 )
-from perseus_planner.schedules.v_shaped import dualpipe_v, zbv
 
 __all__ = [
     "KINDS",

@@ -1,17 +1,21 @@
-"""Schedules with one stage per rank, GPipe, 1F1B and ZB-H1, or with several that are `ranks` apart:
-looped BFS, interleaved 1F1B, zero bubble.
+"""Schedules with one stage per rank, GPipe, 1F1B and ZB-H1, with several that are `ranks` apart,
+looped BFS, interleaved 1F1B and zero bubble, or with V-shaped stages, ZBV and DualPipeV: of R
+ranks, rank r holds the stages r and 2 R - 1 - r.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.errors import ScheduleError
+from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
+from perseus_planner.base.prefixes import counted
 from perseus_planner.base.units import COUNT
-from perseus_planner.schedules.schedule import Computation, Schedule
+from perseus_planner.schedules.schedule import WHOLE, Computation, Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 # Far beyond any job, and still small enough for memory; a mistyped number is refused, not tried.
@@ -274,3 +278,284 @@ def _looped(
         for chunk in chunks
         for microbatch in range(first, min(first + group, microbatches))
     ]
+
+
+class _Rank:
+    """The order of one rank while it is built; microbatches are numbered as they come.
+
+    Attributes:
+        down: its stage on the way to the bottom of the V, where microbatches start.
+        up: its stage on the way back.
+        order: its computations so far.
+        pending: weight gradients that are still to run, oldest first.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.down, self.up = rank, 2 * ranks - 1 - rank
+        self.order: list[Computation] = []
+        self.pending: deque[Computation] = deque()
+        self._next: dict[tuple[int, str], int] = {}
+
+    def started(self, stage: int) -> int:
+        """Return how many forwards of `stage` are in the order."""
+        return self._next.get((stage, "F"), 0)
+
+    def run(self, stage: int, kind: str) -> None:
+        """Add the next microbatch's F, B or I of `stage`; after I, its W is pending."""
+        counter = stage, "F" if kind == "F" else "B"
+        microbatch = self._next.get(counter, 0)
+        self._next[counter] = microbatch + 1
+        self.order.append(Computation(stage, kind, microbatch))
+        if kind == "I":
+            self.pending.append(Computation(stage, "W", microbatch))
+
+    def run_weights(self, stage: int | None = None) -> None:
+        """Add the oldest pending weight gradient, of `stage` if it is given; do nothing if none
+        is pending.
+        """
+        weights = next(
+            (pending for pending in self.pending if stage in (None, pending.stage)), None
+        )
+        if weights is not None:
+            self.pending.remove(weights)
+            self.order.append(weights)
+
+    def run_parts(self, stage: int) -> None:
+        """Add the next I of `stage` and its W right after it."""
+        self.run(stage, "I")
+        self.run_weights(stage)
+
+
+def zbv(ranks: int, microbatches: int) -> Schedule:
+    """ZB-V, in the order of torch's ScheduleZBVZeroBubble: two stages per rank, backwards in two
+    parts.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24, section 6. If F, I and W take equally
+    long, a rank that has started does not wait before its end. A rank keeps the activations of at
+    most `2 * ranks` forwards, each with half the layers of a stage of 1F1B.
+
+    Fewer than `2 * ranks - 1` microbatches run in the order of that many, with the missing ones
+    left out.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
+    """
+    ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
+    (padded, _) = check_sizes(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
+    orders = (_zbv_rank(rank, ranks, padded) for rank in range(ranks))
+    return Schedule(
+        "zbv",
+        tuple(
+            tuple(computation for computation in order if computation.microbatch < microbatches)
+            for order in orders
+        ),
+    )
+
+
+def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
+    here = _Rank(rank, ranks)
+    down, up = here.down, here.up
+    for _ in range(2 * (ranks - rank) - 1):  # until the first microbatch is back from the bottom
+        here.run(down, "F")
+    for _ in range(rank):
+        here.run(up, "F")
+        here.run(down, "F")
+    for _ in range(ranks - rank):  # until its gradient has come all the way round
+        here.run(up, "F")
+        here.run_parts(up)
+    while here.started(up) < microbatches:
+        if here.started(down) < microbatches:
+            here.run(down, "F")
+        here.run_parts(down)
+        here.run(up, "F")
+        here.run_parts(up)
+    for _ in range(rank):  # now other ranks wait for input gradients, but none for weight gradients
+        here.run(down, "I")
+        here.run(up, "I")
+    for _ in range(ranks - rank):
+        here.run(down, "I")
+        here.run_weights(down)
+    for stage in (up, down):
+        for _ in [computation for computation in here.pending if computation.stage == stage]:
+            here.run_weights(stage)
+    return here.order
+
+
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV, in the order of torch's ScheduleDualPipeV: two stages per rank, most backwards
+    whole.
+
+    DualPipe (DeepSeek-V3 technical report, 2024, section 3.2.1) cut in half by Qi et al. ("DualPipe
+    could be better without the Dual", 2025). In its middle a forward and a backward overlap on one
+    GPU; here they come one after the other, the forward first, which is how torch runs them by
+    default. A rank keeps the activations of at most `2 * ranks + 1` forwards.
+
+    Raises:
+        ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or
+            there are fewer microbatches than the `2 * ranks` stages.
+    """
+    ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
+    if microbatches < 2 * ranks:
+        raise ScheduleError(
+            f"dualpipe-v on {ranks} ranks has {2 * ranks} stages and needs as many microbatches, "
+            f"not {microbatches}; give {2 * ranks} or more, or take zbv"
+        )
+    return Schedule(
+        "dualpipe-v", tuple(_dualpipe_rank(rank, ranks, microbatches) for rank in range(ranks))
+    )
+
+
+def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
+    here = _Rank(rank, ranks)
+    down, up = here.down, here.up
+    behind = ranks - 1 - rank  # number of ranks between this one and the bottom of the V
+    for _ in range(2 * behind):
+        here.run(down, "F")
+    for _ in range(rank + 1):
+        here.run(down, "F")
+        here.run(up, "F")
+    for _ in range(behind):
+        here.run_parts(up)
+        here.run(up, "F")
+    for _ in range(microbatches - ranks - behind):
+        here.run(down, "F")
+        here.run(up, "B")
+        here.run(up, "F")
+        here.run(down, "B")
+    for _ in range(behind):
+        here.run(up, "B")
+        here.run(up, "F")
+        here.run(down, "B")
+    # The second half of the last backwards delay their weight gradients to when there is nothing
+    # else to do.
+    for step in range(2 * (rank + 1)):
+        here.run(down if step % 2 else up, "B" if step <= rank else "I")
+    for _ in range(behind):
+        here.run_weights()
+        here.run(down, "I")
+    for _ in range(rank + 1):
+        here.run_weights()
+    return tuple(here.order)
+
+
+class Generator(NamedTuple):
+    """A function that makes a schedule, and how many stages it puts on each rank."""
+
+    #: takes ranks, then virtual stages if `virtual_stages` is None, then microbatches.
+    generate: Callable[..., Schedule]
+    virtual_stages: int | None  #: stages per rank; None if the caller chooses
+
+
+#: name -> its generator
+NAMES: Mapping[str, Generator] = MappingProxyType(
+    {
+        "gpipe": Generator(gpipe, 1),
+        "1f1b": Generator(one_f_one_b, 1),
+        "looped-bfs": Generator(looped_bfs, None),
+        "interleaved-1f1b": Generator(interleaved_1f1b, None),
+        "zb-h1": Generator(zb_h1, 1),
+        "interleaved-zb": Generator(interleaved_zero_bubble, None),
+        "zbv": Generator(zbv, 2),
+        "dualpipe-v": Generator(dualpipe_v, 2),
+    }
+)
+
+
+def generate(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    group: int | None = None,
+) -> Schedule:
+    """Make the schedule of that name.
+
+    Args:
+        name: one of `NAMES`.
+        ranks: number of ranks of the pipeline; each holds as many stages as the schedule has
+            virtual stages.
+        microbatches: number of microbatches of one iteration.
+        virtual_stages: stages per rank. Required for looped-bfs and the interleaved schedules; the
+            others have a fixed number.
+        group: number of microbatches that go through a stage before the rank's next stage gets its
+            turn, Megatron's `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
+
+    Raises:
+        ScheduleError: If the name is unknown, `virtual_stages` is missing or differs from the
+            schedule's number, the schedule has no groups, or the generator refuses the sizes.
+    """
+    make, fixed = _generator(name)
+    if group is not None and make is not interleaved_1f1b:
+        raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
+    if fixed is None:
+        if virtual_stages is None:
+            raise ScheduleError(
+                f"schedule {name}: how many virtual stages a rank holds is missing; give 2 or more"
+            )
+        groups = {} if group is None else {"group": group}
+        return make(ranks, virtual_stages, microbatches, **groups)
+    if virtual_stages not in (None, fixed):
+        per_rank = counted(fixed, "stage")
+        raise ScheduleError(
+            f"schedule {name}: has {per_rank} per rank, not {virtual_stages}; leave virtual stages "
+            "out"
+        )
+    return make(ranks, microbatches)
+
+
+def generate_for_stages(
+    name: str,
+    stages: int,
+    *,
+    microbatches: int,
+    ranks: int | None = None,
+    virtual_stages: int | None = None,
+    group: int | None = None,
+) -> Schedule:
+    """Make the schedule of that name for a pipeline of `stages` stages; ranks and virtual stages
+    follow from them.
+
+    Args:
+        name: one of `NAMES`.
+        stages: number of stages of the pipeline.
+        microbatches: number of microbatches of one iteration.
+        ranks: number of ranks; None if virtual stages, or the schedule, tell it.
+        virtual_stages: stages per rank; None if the ranks, or the schedule, tell it.
+        group: as `generate` takes it.
+
+    Raises:
+        ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the
+            sizes.
+    """
+    fixed = _generator(name).virtual_stages
+    if ranks is not None and fixed is None and virtual_stages is None and stages % ranks == 0:
+        virtual_stages = stages // ranks
+    per_rank = fixed or virtual_stages or 1
+    if ranks is None and stages % per_rank:
+        raise ScheduleError(
+            f"{stages} stages cannot be shared by ranks of {per_rank} stages each; give the number "
+            "of ranks"
+        )
+    ranks = ranks or stages // per_rank or stages
+    return generate(
+        name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group
+    )
+
+
+def _whole(ranks: int, microbatches: int) -> Schedule:
+    if (ranks, microbatches) != (1, 1):
+        raise ScheduleError(
+            f"schedule {WHOLE.name}: is one computation of one rank; leave ranks and microbatches "
+            "out"
+        )
+    return WHOLE
+
+
+def _generator(name: str) -> Generator:
+    if name == WHOLE.name:  # of profiles that were learnt without a pipeline
+        return Generator(_whole, 1)
+    if name not in NAMES:
+        advice = did_you_mean(name, NAMES) or f"give one of {', '.join(NAMES)}"
+        raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
+    return NAMES[name]

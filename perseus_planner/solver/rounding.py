@@ -19,7 +19,10 @@ in watts, which is the flow of the minimum cut.
    ends and prices of random groups of computations are changed, and plans that cost no more are
    kept. The number of tries and the seed are fixed: equal input, equal plan.
 
-The cheaper of both plans is then polished (`polish.py`).
+The cheaper of both plans is then polished (`planner.py`).
+
+Dispatching is serial schedule generation with a guide, as in resource-constrained scheduling
+(Kolisch 1996).
 """
 
 from __future__ import annotations
@@ -30,13 +33,332 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.dispatch import Guide, improve, mix, try_all_points
+from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.point_problem import PointProblem, compute_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.network import Floats, Integers
+
+_ROUNDING = 1e-11  #: relative; more than the rounding error of a sum of 1e4 floats
+
+
+class Guide(NamedTuple):
+    """The guide of a dispatch. The kernels change it in place."""
+
+    end_s: Floats  #: (n,) when each computation should end
+    price_w: Floats  #: (n,) price of each computation's time
+    stiffness: (
+        Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
+    )
+
+
+@inner_kernel
+def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> None:
+    """Fill `limit_s` with the latest end of each computation that leaves time for all successors
+    at their fastest.
+    """
+    after_start, after, time_s = problem.after_start, problem.after, problem.time_s
+    fastest, lag_s = problem.point_start, problem.after_lag_s
+    for k in range(len(limit_s) - 1, -1, -1):
+        limit_s[k] = deadline_s
+        for i in range(after_start[k], after_start[k + 1]):
+            fastest_s = time_s[fastest[problem.member[after[i]]]]
+            limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
+
+
+@inner_kernel
+def _dispatch(
+    problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats
+) -> None:
+    """Choose a point for each computation in turn; the search begins at the points that `chosen`
+    holds.
+    """
+    member, point_start, time_s, cost_j = (
+        problem.member,
+        problem.point_start,
+        problem.time_s,
+        problem.cost_j,
+    )
+    gain_w, loss_w, before_start, before = (
+        problem.gain_w,
+        problem.loss_w,
+        problem.before_start,
+        problem.before,
+    )
+    lag_s = problem.before_lag_s
+    wanted_s, price_w, early, late = (
+        guide.end_s,
+        guide.price_w,
+        guide.stiffness[0],
+        guide.stiffness[1],
+    )
+    for k in range(len(chosen)):
+        start_s = 0.0
+        for i in range(before_start[k], before_start[k + 1]):
+            start_s = max(start_s, end_s[before[i]] + lag_s[i])
+        first, stop, price = point_start[member[k]], point_start[member[k] + 1], price_w[k]
+        wanted, limit = wanted_s[k] - start_s, limit_s[k] - start_s
+        middle = chosen[k]
+        while middle + 1 < stop and time_s[middle] < wanted:
+            middle += 1
+        while middle > first and (time_s[middle - 1] >= wanted or time_s[middle] > limit):
+            middle -= 1
+        best, least = first, np.inf
+        point = middle
+        while point < stop and (time_s[point] <= limit or point == first):
+            cost = cost_j[point] + price * (time_s[point] + late * max(0.0, time_s[point] - wanted))
+            cost += price * early * max(0.0, wanted - time_s[point])
+            if cost < least:
+                best, least = point, cost
+            if time_s[point] >= wanted and gain_w[point] <= price * (1.0 + late):
+                break  # no slower point can be better
+            point += 1
+        point = middle
+        while point > first and loss_w[point] <= price * (
+            1.0 - early
+        ):  # else no faster point can be better
+            point -= 1
+            cost = cost_j[point] + price * (time_s[point] + early * (wanted - time_s[point]))
+            if cost < least:
+                best, least = point, cost
+        chosen[k] = best
+        end_s[k] = start_s + time_s[best]
+
+
+@inner_kernel
+def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
+    """Slow computations into the slack behind them, last ones first; return the effective energy
+    then, joules.
+
+    `end_s` then holds their latest starts.
+    """
+    point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
+    after_start, after, lag_s = problem.after_start, problem.after, problem.after_lag_s
+    total_j = 0.0
+    for k in range(len(chosen) - 1, -1, -1):
+        latest_s = deadline_s
+        for i in range(after_start[k], after_start[k + 1]):
+            latest_s = min(latest_s, end_s[after[i]] - lag_s[i])
+        point, slowest = chosen[k], point_start[problem.member[k] + 1] - 1
+        room_s = latest_s - (end_s[k] - time_s[point])
+        while point < slowest and time_s[point + 1] <= room_s:
+            point += 1
+        chosen[k] = point
+        end_s[k] = latest_s - time_s[point]
+        total_j += cost_j[point]
+    return total_j
+
+
+@kernel
+def _fill_exactly(
+    problem: PointProblem,
+    deadline_s: float,
+    chosen: Integers,
+    end_s: Floats,
+    before: Integers,
+    worth_j: float,
+) -> float:
+    """Do as `_fill` does, but take what fits exactly, and not what misses by a rounding error.
+
+    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be
+    late. `before` is scratch space.
+    """
+    for k in range(len(before)):
+        before[k] = chosen[k]
+    total_j = _fill(problem, deadline_s * (1 + _ROUNDING), chosen, end_s)
+    if total_j <= worth_j and compute_ends(problem, chosen, end_s) > deadline_s:
+        for k in range(len(before)):
+            chosen[k] = before[k]
+        compute_ends(problem, chosen, end_s)
+        total_j = _fill(problem, deadline_s * (1 - _ROUNDING), chosen, end_s)
+    return total_j
+
+
+def mix(
+    problem: PointProblem,
+    deadline_s: float,
+    early: Integers,
+    late: Integers,
+    order: Integers,
+    chosen: Integers,
+    end_s: Floats,
+) -> float:
+    """Fill `chosen` with `early` for the first computations in `order` and `late` for the rest.
+
+    As much as fits is taken from the slower one of the two. Returns the effective energy, joules,
+    or infinity if not even the faster one fits.
+    """
+    slow_first = problem.time_s[early].sum() > problem.time_s[late].sum()
+    fits, misses = (0, len(order)) if slow_first else (len(order), 0)
+    while True:
+        part = (fits + misses) // 2 if abs(fits - misses) > 1 else fits
+        chosen[order[:part]] = early[order[:part]]
+        chosen[order[part:]] = late[order[part:]]
+        in_time = compute_ends(problem, chosen, end_s) <= deadline_s
+        if part == fits:
+            return (
+                _fill_exactly(problem, deadline_s, chosen, end_s, order.copy(), np.inf)
+                if in_time
+                else np.inf
+            )
+        if in_time:
+            fits = part
+        else:
+            misses = part
+
+
+@inner_kernel
+def _vary_all(guide: Guide, step_s: float, size: float) -> None:
+    """Change one of the two stiffnesses, or move all ends."""
+    what = np.random.randint(0, 3)
+    if what < 2:
+        guide.stiffness[what] *= np.exp(0.5 * size)
+    else:
+        end_s, moved_s = guide.end_s, 0.3 * step_s * size
+        for k in range(len(end_s)):
+            end_s[k] += moved_s
+
+
+@inner_kernel
+def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
+    """Change the ends, or the prices, of a group: some classes, from one computation to a later
+    one or to the last.
+    """
+    count, classes = len(problem.member), len(problem.point_start) - 1
+    first = np.random.randint(0, count)
+    stop = (
+        count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
+    )
+    which, what = np.random.randint(0, classes), np.random.randint(0, 4)
+    moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
+    prices = np.random.random() < 0.25
+    for k in range(first, stop):
+        member = problem.member[k]
+        # the class itself; all classes of its kind; all classes up to it; every class
+        if (member == which, problem.kind[member] == problem.kind[which], member <= which, True)[
+            what
+        ]:
+            if prices:
+                guide.price_w[k] *= np.exp(0.2 * size)
+            else:
+                guide.end_s[k] += moved_s
+
+
+@inner_kernel
+def _copy(source: Guide, target: Guide) -> None:
+    from_s, from_w, to_s, to_w = source.end_s, source.price_w, target.end_s, target.price_w
+    for k in range(len(to_s)):
+        to_s[k], to_w[k] = from_s[k], from_w[k]
+    for what in range(2):
+        target.stiffness[what] = source.stiffness[what]
+
+
+def improve(
+    problem: PointProblem,
+    deadline_s: float,
+    guide: Guide,
+    chosen: Integers,
+    cost_j: float,
+    tries: int,
+    step_s: float,
+    group: bool,
+) -> float:
+    """Dispatch by `guide` and by random changes of it; keep those that cost no more than `cost_j`.
+
+    Args:
+        problem: the problem.
+        deadline_s: seconds.
+        guide: the first guide; holds the best one in the end.
+        chosen: (n,) any points; holds the best ones in the end.
+        cost_j: effective energy of `chosen`, joules; infinity if it does not count yet.
+        tries: number of plans to make.
+        step_s: the size of a change of ends, seconds.
+        group: whether to change parts of the guide too, not only all of it.
+
+    Returns:
+        The effective energy of the final `chosen`, joules.
+    """
+    best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
+    plans, times_s = np.array([chosen, chosen, chosen]), np.empty((2, len(chosen)))
+    cost_j = _improve(
+        problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group
+    )
+    chosen[:] = plans[0]
+    return cost_j
+
+
+@kernel
+def _improve(
+    problem: PointProblem,
+    deadline_s: float,
+    guide: Guide,
+    best: Guide,
+    plans: Integers,
+    times_s: Floats,
+    cost_j: float,
+    tries: int,
+    step_s: float,
+    group: bool,
+) -> float:
+    """Do as `improve` does, with equal guides; the best plan is the first one of `plans`."""
+    np.random.seed(1)
+    chosen, trial, before, limit_s, end_s = plans[0], plans[1], plans[2], times_s[0], times_s[1]
+    _set_limits(problem, deadline_s * (1 - _ROUNDING), limit_s)
+    for attempt in range(tries):
+        if attempt > 0:
+            size = np.random.normal()
+            if group and np.random.random() < 0.75:
+                _vary_group(problem, guide, step_s, size)
+            else:
+                _vary_all(guide, step_s, size)
+        _dispatch(problem, guide, limit_s, trial, end_s)
+        trial_j = _fill_exactly(problem, deadline_s, trial, end_s, before, cost_j)
+        if trial_j <= cost_j:
+            cost_j = trial_j
+            for k in range(len(trial)):
+                chosen[k] = trial[k]
+            _copy(guide, best)
+        else:
+            _copy(best, guide)
+    return cost_j
+
+
+def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
+    """Return the best combination of points by trying all of them."""
+    best = problem.point_start[problem.member]
+    _try_all(problem, deadline_s, best.copy(), best, np.empty(len(best)))
+    return best
+
+
+@kernel
+def _try_all(
+    problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats
+) -> None:
+    """Count `trial` up from the fastest points, and keep the `best` one."""
+    point_start, member, cost_j, best_j = (
+        problem.point_start,
+        problem.member,
+        problem.cost_j,
+        np.inf,
+    )
+    k = 0
+    while k < len(trial):
+        trial_j = 0.0
+        for point in trial:
+            trial_j += cost_j[point]
+        if trial_j < best_j and compute_ends(problem, trial, end_s) <= deadline_s:
+            best_j = trial_j
+            for k in range(len(trial)):
+                best[k] = trial[k]
+        k = 0
+        while k < len(trial) and trial[k] == point_start[member[k] + 1] - 1:
+            trial[k] = point_start[member[k]]
+            k += 1
+        if k < len(trial):
+            trial[k] += 1
+
 
 ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a part of it
 _PAIRS = 8  #: number of pairs of anchors that are mixed

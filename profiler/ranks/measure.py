@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,21 +16,67 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import Gpu, open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.profiler.ranks.group import RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
-from perseus_planner.profiler.row_file import delete_rows, rows_path
 from perseus_planner.profiler.stage import SingleGpu, assemble_profile, with_one_power
-from perseus_planner.profiler.sweep import SweepSettings, measure_stage
-from perseus_planner.profiler.training_check import UNLIKE_TRAINING, difference_from_training
+from perseus_planner.profiler.sweep import SweepSettings, delete_rows, measure_stage, rows_path
 
 if TYPE_CHECKING:
     import torch
 
     from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage, StageRows
     from perseus_planner.profiles.profiles import Profile
+
+UNLIKE_TRAINING = (
+    "over 10% apart, so the profile is not that of the training; profile an iteration after "
+    "the first ones, of several microbatches, while nothing else runs on the GPU"
+)
+"""What `difference_from_training` means, and what to do."""
+
+_TOLERANCE = 0.10
+
+# The same on all GPUs of a stage, which may wait for each other in each repetition.
+_ROUNDS, _REPETITIONS = 3, 3
+
+
+def difference_from_training(stage: Stage, trained_s: Mapping[str, float]) -> str:
+    """Run kinds of a stage again, and return how their times differ from those in training; empty
+    if they do not.
+
+    Args:
+        stage: The stage, at the clock at which the iteration ran.
+        trained_s: Kind -> its time in the iteration, seconds.
+    """
+    texts = []
+    for kind, before_s in trained_s.items():
+        repeated_s = _repeated_s(stage, kind)
+        if abs(repeated_s - before_s) > _TOLERANCE * before_s:
+            texts.append(
+                f"{kind} took {si(before_s, 's')} in the iteration and takes {si(repeated_s, 's')} "
+                "when it is repeated"
+            )
+    return "; ".join(texts)
+
+
+def _repeated_s(stage: Stage, kind: str) -> float:
+    """Return the time of one repetition in the fastest of some rounds, seconds."""
+    timed = stage.runs[kind]
+    timed.run(1)  # gets ready
+    least_s = min(_round_s(stage, kind) for _ in range(_ROUNDS))
+    return least_s - (0.0 if timed.includes is None else _repeated_s(stage, timed.includes))
+
+
+def _round_s(stage: Stage, kind: str) -> float:
+    stage.synchronize()
+    begin_s = time.perf_counter()
+    stage.runs[kind].run(_REPETITIONS)
+    stage.synchronize()
+    return (time.perf_counter() - begin_s) / _REPETITIONS
+
 
 _logger = logging.getLogger("perseus_planner.profiler")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
-    from perseus_planner.runtime.telemetry.counters import Checkpoint
+    from perseus_planner.runtime.telemetry import Checkpoint
     from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
 
 

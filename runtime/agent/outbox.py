@@ -19,7 +19,7 @@ from perseus_planner.base.wires import Board, Record
 from perseus_planner.runs.account import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
-from perseus_planner.runtime.telemetry.counters import Checkpoint, common_checkpoint
+from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
 from perseus_planner.service.models import MOST_RANKS, Counters, ReportRequest, Scope
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -23,7 +25,6 @@ from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.ranks.programs import order_number, order_of
-from perseus_planner.runtime.batches.catching_up import CatchingUp
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     Exchange,
@@ -36,6 +37,7 @@ from perseus_planner.runtime.batches.exchange import (
 from perseus_planner.runtime.batches.laws import LawLearner
 from perseus_planner.runtime.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.runtime.batches.work import WorkFunction, work_of
+from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import WHOLE
 from perseus_planner.schedules.dag import PipelineDag
@@ -49,13 +51,102 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runtime.batches.laws import Key
-    from perseus_planner.runtime.controller.latest import LatestStarts
-    from perseus_planner.runtime.controller.protocol import ToRank
+    from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
     from perseus_planner.runtime.hook import Order
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]
+    from perseus_planner.runtime.batches.exchange import RankPlan
+
+_REMEMBERED, _NEEDED = 20, 3  #: iterations at full clocks that tell how long ranks wait beside
+_LATE_NS = 1_000_000  #: by which a controller may see a request late
+_CHANGES = 4096  #: that are remembered
+
+
+class CatchingUp:
+    """The latest starts of one rank, in its own time.
+
+    The plan knows computations only. What comes between them, such as transfers, is the time from
+    the begin of the first to the end of the last one at full clocks, less that of the plan, for
+    each computation; it is taken to be spread evenly over the time of an iteration.
+
+    Args:
+        profile: The cost of clocks.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._ratios = {
+            key: {row.clock_mhz: row.time_s / rows[0].time_s for row in reversed(rows)}
+            for key, rows in profile.measurements.items()
+        }
+        self._longer_s: tuple[float, ...] = ()
+        self._changes: deque[tuple[int, int]] = deque(maxlen=_CHANGES)  #: since when, which clock
+
+    def see_full_clocks(self, times: IterationTimes, plan: RankPlan) -> None:
+        """Learn from an iteration at full clocks how much longer it is than its plan."""
+        ran_ns = times.spans_ns[-1][1] - times.spans_ns[0][0]
+        longer_s = ran_ns / 1e9 - (plan.full_us[1] - plan.full_us[0]) / 1e6
+        self._longer_s = (*self._longer_s, longer_s / len(times.spans_ns))[-_REMEMBERED:]
+
+    def rows(
+        self, program: Program, full_s: Sequence[float], plan: RankPlan, *, has_begun: bool
+    ) -> list[list[tuple[int, int]]]:
+        """Return the rows of `LatestStarts`; none before enough iterations ran at full clocks.
+
+        Args:
+            program: What the rank runs, at planned clocks.
+            full_s: Seconds of each computation at full clocks.
+            plan: What the rank was told.
+            has_begun: Whether the iteration has begun already, at full clocks.
+        """
+        if len(self._longer_s) < _NEEDED or not plan.latest_us:
+            return []
+        first_us = plan.full_us[0] if has_begun else plan.first_us
+        longer_us = 1e6 * median(self._longer_s) * len(full_s)
+        stretch = 1.0 + longer_us / max(plan.latest_us[-1] - first_us, 1)
+        found = []
+        for c, clock, each_s, latest_us in zip(
+            program.computations, program.clocks, full_s, plan.latest_us, strict=True
+        ):
+            end_ns, row = round(1e3 * stretch * (latest_us - first_us)), list[tuple[int, int]]()
+            for faster, ratio in self._ratios[c.stage, c.kind].items():
+                start_ns = end_ns - round(1e9 * each_s * ratio) + _LATE_NS
+                if faster >= clock and (not row or start_ns > row[-1][1]):
+                    row.append((faster, start_ns))
+            found.append(row)
+        return found
+
+    def take(self, messages: Iterable[ToRank]) -> None:
+        """Take in the changes that the controller has made."""
+        for message in messages:
+            if isinstance(message, ControlChange):
+                self._changes.append((message.ended_ns + SETTLE_NS, message.value))
+
+    def at_full_clocks_s(self, times: IterationTimes, program: Program) -> list[float]:
+        """Return how long the computations of an iteration had taken at full clocks, as they came.
+
+        Args:
+            times: When they ran.
+            program: By what, whose clocks count where nothing was set.
+        """
+        changes = list(self._changes)
+        while len(self._changes) > 1 and self._changes[1][0] <= times.begin_ns:
+            self._changes.popleft()
+        found = []
+        for c, clock, (begin_ns, end_ns) in zip(
+            program.computations, program.clocks, times.spans_ns, strict=True
+        ):
+            ratios, since = self._ratios[c.stage, c.kind], [(begin_ns, clock)]
+            for at_ns, value in changes:
+                if at_ns <= begin_ns:
+                    since = [(begin_ns, value)]
+                elif at_ns < end_ns:
+                    since.append((at_ns, value))
+            parts = pairwise([*since, (end_ns, 0)])
+            found.append(sum((b - a) / ratios.get(each, 1.0) for (a, each), (b, _) in parts) / 1e9)
+        return found
+
 
 _SETTLING = 2  #: iterations until clocks are locked and the training runs as usual
 _AGAIN = 8  #: iterations between two looks at what the ranks have learnt

@@ -20,10 +20,9 @@ from virtual_time import virtual_time as virtual_time
 from perseus_planner.base.errors import GpuError, GpuLost
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus, recover, stale_records
-from perseus_planner.gpu.simulated.chip import SETTLE_S
-from perseus_planner.gpu.simulated.emulated import EmulatedGpu, open_emulated
+from perseus_planner.gpu.simulated.emulated import EmulatedGpu, StateFile, open_emulated
+from perseus_planner.gpu.simulated.gpu import SETTLE_S
 from perseus_planner.gpu.simulated.model import CATALOG, Load, OpCost
-from perseus_planner.gpu.simulated.state_file import StateFile
 
 A100 = CATALOG["a100-sxm"]
 WHICH = "a100-sxm/0?slower=2000&call=2ms"
@@ -352,7 +351,7 @@ def test_changes_of_many_processes_are_all_there():
 def test_a_writer_that_dies_has_written_nothing(state: Path):
     code = """
 import os, signal, sys
-from perseus_planner.gpu.simulated.state_file import StateFile
+from perseus_planner.gpu.simulated.emulated import StateFile
 shared = StateFile("torn", bytes)
 print("open", flush=True)
 os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

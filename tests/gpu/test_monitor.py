@@ -24,8 +24,7 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.host import host_counters
-from perseus_planner.gpu.monitor import PowerSample
+from perseus_planner.gpu.monitor import PowerSample, host_counters
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
 #: far after now on any machine, so that the counter of the stand-in never goes back

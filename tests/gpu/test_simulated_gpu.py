@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
 from perseus_planner.gpu import Gpu, open_gpu
-from perseus_planner.gpu.simulated.chip import COUNTED
-from perseus_planner.gpu.simulated.gpu import SimulatedGpu
+from perseus_planner.gpu.simulated.gpu import COUNTED, SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, REFERENCE_C, GpuModel, Load, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions, format_options, parse_options
 

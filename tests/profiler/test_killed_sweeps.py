@@ -39,7 +39,7 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.profiler.stage import assemble_profile
-from perseus_planner.profiler.row_file import delete_rows, rows_path
+from perseus_planner.profiler.sweep import delete_rows, rows_path
 from perseus_planner.profiler.stage import Stage, TimedRun
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 

@@ -16,9 +16,14 @@ from kept_rows import kept
 from replay_gpu import ReplayGpu
 
 from perseus_planner.base.errors import ProfileError
-from perseus_planner.profiler.row_file import RowFile, delete_rows, rows_path
 from perseus_planner.profiler.stage import StageRows
-from perseus_planner.profiler.sweep import SweepSettings, measure_stage
+from perseus_planner.profiler.sweep import (
+    RowFile,
+    SweepSettings,
+    delete_rows,
+    measure_stage,
+    rows_path,
+)
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 

@@ -9,7 +9,7 @@ import pytest
 from launching import ranks
 
 from perseus_planner.engines.recording import RecordedCall
-from perseus_planner.profiler.training_check import UNLIKE_TRAINING
+from perseus_planner.profiler.ranks.measure import UNLIKE_TRAINING
 
 torch = pytest.importorskip("torch")
 

@@ -24,18 +24,20 @@ from strategies import smooth_profile
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import RunError
-from perseus_planner.runs import Account, IterationRecord, Run, recording, tables
+from perseus_planner.runs import Account, IterationRecord, Run, recording
 from perseus_planner.runs.account import Entry
 from perseus_planner.runs.recording import (
     ATTEMPTS_KEPT,
+    ITERATIONS,
     PLANS_KEPT,
+    TOTALS,
     Attempt,
     RankFiles,
+    add_rows,
     attempt_path,
     attempts_in,
     read_totals,
 )
-from perseus_planner.runs.tables import ITERATIONS, TOTALS, add_rows
 from perseus_planner.views.run import run_text, summarize_run
 
 START = datetime(2026, 1, 1)
@@ -175,7 +177,7 @@ def test_months_of_iterations_and_restarts_stay_within_the_bound_and_are_all_in_
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(recording, "MAX_BYTES", most_bytes)
     monkeypatch.setattr(recording, "PLANS_KEPT", most_plans)
-    monkeypatch.setattr(tables, "MOST_TOTALS", most_totals)
+    monkeypatch.setattr(recording, "MOST_TOTALS", most_totals)
     plan, rng = planned(1), Random(0)
     plan.save(tmp_path / "plan.yaml")
     plan_bytes = (tmp_path / "plan.yaml").stat().st_size

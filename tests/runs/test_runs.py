@@ -23,9 +23,9 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import ComputationRecord, IterationRecord, Run
+from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS
 from perseus_planner.runs.records import change_statistics
 from perseus_planner.runs.run import calibration_of
-from perseus_planner.runs.tables import COMPUTATIONS, ITERATIONS
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
 from perseus_planner.views.run import predict_records, summarize_run

@@ -51,7 +51,7 @@ from perseus_planner.runtime.batches.exchange import (
     sent_profile,
 )
 from perseus_planner.runtime.batches.leader import Leader, Ran
-from perseus_planner.runtime.controller.latest import LATEST_BYTES, LatestStarts
+from perseus_planner.runtime.controller.protocol import LATEST_BYTES, LatestStarts
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import IterationTimes

@@ -14,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner import schedules
-from perseus_planner.runtime.batches.catching_up import CatchingUp
+from perseus_planner.runtime.batches.batches import CatchingUp
 from perseus_planner.runtime.batches.exchange import RankPlan
-from perseus_planner.runtime.controller.latest import LATEST_BYTES, LatestStarts
-from perseus_planner.runtime.controller.protocol import AttachRequest, ControlChange
+from perseus_planner.runtime.controller.protocol import (
+    LATEST_BYTES,
+    AttachRequest,
+    ControlChange,
+    LatestStarts,
+)
 from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import (

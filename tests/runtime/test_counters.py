@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.records import PAUSE, PAUSE_S
+from perseus_planner.runtime import telemetry
 from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.marks import IterationTimes
-from perseus_planner.runtime.telemetry import counters
-from perseus_planner.runtime.telemetry.counters import (
+from perseus_planner.runtime.telemetry import (
     CHECKPOINT_S,
     CHECKPOINTS,
     Checkpoint,
     Checkpoints,
+    Telemetry,
     common_checkpoint,
 )
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
 
 S = 10**9
 
@@ -50,7 +50,7 @@ def reading(now_ns: int, energy_j: float | None) -> GpuSample:
 @pytest.fixture(autouse=True)
 def every_iteration(monkeypatch: pytest.MonkeyPatch):
     """Keep a checkpoint after every iteration."""
-    monkeypatch.setattr(counters, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(telemetry, "CHECKPOINT_S", 0.0)
 
 
 def accounted(ran: list[tuple[int, int]], readings: list[GpuSample]) -> Account:
@@ -116,7 +116,7 @@ def test_an_iteration_whose_joules_are_not_known_is_counted_but_not_metered():
 
 
 def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(counters, "CHECKPOINT_S", 4.0)
+    monkeypatch.setattr(telemetry, "CHECKPOINT_S", 4.0)
     kept = Checkpoints(is_first=True)
     p50_s = [0.9, 0.9, 0.9, 0.9, 0.01, None, 0.03, 0.02]
     for number, each in enumerate(p50_s):
@@ -133,7 +133,7 @@ def test_latencies_are_of_the_iterations_since_the_counts_before(monkeypatch: py
 def test_ranks_have_checkpoints_of_a_common_iteration_at_different_speeds(
     iteration_s: float, one: float, other: float, ahead: int, data: st.DataObject
 ):
-    counters.CHECKPOINT_S = CHECKPOINT_S  # put back by the fixture
+    telemetry.CHECKPOINT_S = CHECKPOINT_S  # put back by the fixture
     ranks = [Checkpoints(is_first=not rank) for rank in range(3)]
     far = data.draw(st.integers(1, 40)) * max(1, int(CHECKPOINT_S / iteration_s))
     stops = [far, far + ahead, far + data.draw(st.integers(0, 3))]

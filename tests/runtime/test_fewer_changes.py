@@ -33,7 +33,7 @@ from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import Marks, clock_request
 from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
 from perseus_planner.runtime.switching.plans import Plans
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
+from perseus_planner.runtime.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)
 CLOCKS = [1410, 855, 1290, 1290, 1290, 1275, 1290, 1305, 1290, 1305, 1275, 1290]

@@ -51,7 +51,7 @@ from perseus_planner.runtime.agent.settings import ServiceSettings
 from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
-from perseus_planner.runtime.telemetry.counters import Checkpoint
+from perseus_planner.runtime.telemetry import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from perseus_planner.runtime.controller.protocol import (
 )
 from perseus_planner.runtime.controller.protocol import create_shared_memory as memory
 from perseus_planner.runtime.controller.rank import Rank
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
+from perseus_planner.runtime.telemetry import Telemetry
 
 
 def sampled(gpu: Gpu, control: Control = "clock") -> GpuSample:

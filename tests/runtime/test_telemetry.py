@@ -28,8 +28,7 @@ from perseus_planner.runtime.controller.protocol import AttachReply, ControlChan
 from perseus_planner.runtime.controller.rank import OUTSIDE_NS
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, IterationTimes, parse_clock_request
-from perseus_planner.runtime.telemetry.counters import WRITTEN_AFTER_S
-from perseus_planner.runtime.telemetry.telemetry import Telemetry
+from perseus_planner.runtime.telemetry import WRITTEN_AFTER_S, Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

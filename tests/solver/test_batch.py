@@ -25,10 +25,9 @@ from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.profiles.measurement import ClockChange, lower_hull, nearest_clock
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.iteration import Iteration
-from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law
+from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law, ScaledDag
 from perseus_planner.solver.curve import TimeEnergyCurve
 from perseus_planner.solver.mincut import walk
-from perseus_planner.solver.scaled import ScaledDag
 
 _FEATURES = 2
 FREE = ClockChange(0.0)

@@ -10,9 +10,9 @@ from hypothesis import given
 from strategies import fixed, graph, problems, shares
 
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.dispatch import try_all_points
+from perseus_planner.solver.planner import polish
 from perseus_planner.solver.point_problem import PointProblem, compute_ends, point_problem
-from perseus_planner.solver.polish import polish
+from perseus_planner.solver.rounding import try_all_points
 
 
 def fastest(problem: PointProblem) -> np.ndarray:

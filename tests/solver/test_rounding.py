@@ -13,9 +13,9 @@ from strategies import any_schedule, furnished, graph, pipeline
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import rounding
-from perseus_planner.solver.dispatch import try_all_points
 from perseus_planner.solver.frontier import Frontier, solve_dag
 from perseus_planner.solver.point_problem import compute_ends, point_problem
+from perseus_planner.solver.rounding import try_all_points
 
 
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:

@@ -22,11 +22,10 @@ from emulation_programs import deepspeed_pipeline, torch_pipeline
 from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
 
-from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime import planner_runtime, telemetry
 from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.autopilot.ranks import coordinator
 from perseus_planner.runtime.emulation import emulate
-from perseus_planner.runtime.telemetry import counters
 
 GPU = "emulated:a100-sxm?slower=1000000&call=1ms"
 SERVED_GPU = "emulated:a100-sxm?slower=200000&call=1ms"
@@ -130,7 +129,7 @@ def served(state: str, address: str, name: str) -> None:
     clock of their program.
     """
     logging.basicConfig(level=logging.INFO)  # on standard error
-    agent._COUNTS_S, counters.CHECKPOINT_S = 0.2, 0.2
+    agent._COUNTS_S, telemetry.CHECKPOINT_S = 0.2, 0.2
     agent._END_S = (
         LONG_S  # a busy machine answers late, and makes ranks slow, of which nothing is to be said
     )

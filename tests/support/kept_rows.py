@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from perseus_planner.base.wires import decode
-from perseus_planner.profiler.row_file import _Kept
+from perseus_planner.profiler.sweep import _Kept
 from perseus_planner.profiles.measurement import Measurement
 
 

@@ -39,9 +39,8 @@ from runtime_training import (
 )
 
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
-from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous
+from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous, telemetry
 from perseus_planner.runtime.switching.agreement import Rejection
-from perseus_planner.runtime.telemetry import counters
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 
@@ -187,7 +186,7 @@ def clocks_go_on(state: str) -> None:
     """Failures outside the clocks, or a rank that leaves, do not affect the clocks of others."""
     with job(state) as result:
         warning_log = WarningLog()
-        with mock.patch.object(counters, "WRITTEN_AFTER_S", 0.1):
+        with mock.patch.object(telemetry, "WRITTEN_AFTER_S", 0.1):
             result["trace removed"] = _recorded(warning_log, Path("removed"), _removed)
             result["trace full"] = _recorded(warning_log, Path("full"), _full)
         result["left early"] = _left_early(warning_log)

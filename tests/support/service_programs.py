@@ -20,10 +20,9 @@ from torch.distributed import pipelining
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.profiler.pipeline import profile_pipeline
-from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime import planner_runtime, telemetry
 from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.emulation import emulate
-from perseus_planner.runtime.telemetry import counters
 from perseus_planner.service.client import Client
 
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
@@ -41,7 +40,7 @@ def train(engine: str, address: str, state: str) -> None:
     `proposed` when plans were last proposed.
     """
     os.environ["PLANNER_STATE_DIR"] = state
-    counters.CHECKPOINT_S, agent._COUNTS_S = (
+    telemetry.CHECKPOINT_S, agent._COUNTS_S = (
         1.0,
         0.5,
     )  # so that who reads what was counted need not wait for long

@@ -18,7 +18,6 @@ from torch.distributed import pipelining
 from perseus_planner.engines import recording
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG
-from perseus_planner.profiler import training_check
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks import measure
 from perseus_planner.profiler.sweep import SweepSettings
@@ -101,7 +100,7 @@ def compared(autocast: str) -> None:
     dist.init_process_group("gloo")
     patch = pytest.MonkeyPatch()
     patch.setattr(recording, "time", CLOCK)
-    patch.setattr(training_check, "time", CLOCK)
+    patch.setattr(measure, "time", CLOCK)
     patch.setattr(measure, "open_gpu", lambda _: MeasuredGpu())
     if autocast == "lost":
         patch.setattr(recording.RecordedCall, "as_recorded", lambda _: nullcontext())

@@ -23,9 +23,8 @@ from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.torch_device import gpu_text
-from perseus_planner.runtime import Runtime, planner_runtime
+from perseus_planner.runtime import Runtime, planner_runtime, telemetry
 from perseus_planner.runtime.agent import agent
-from perseus_planner.runtime.telemetry import counters
 
 GPU = "emulated:a100-sxm?call=1ms&step=0&noise=0&drift=0"
 COST = OpCost(flops=2e12, bytes=5e10)  # an iteration mostly waits for its memory
@@ -35,7 +34,7 @@ def data_parallel(state: str, address: str) -> None:
     """Train with the runtime, until a lower clock ran both before and after the controller was
     killed, and the service has seen the job; then as often without.
     """
-    agent._COUNTS_S, counters.CHECKPOINT_S = 0.2, 0.2
+    agent._COUNTS_S, telemetry.CHECKPOINT_S = 0.2, 0.2
     short = mock.patch.object(Backoff.__init__, "__defaults__", (0.1, LONGEST_PAUSE_S, None))
     with job(state) as result, open_gpu(gpu_text(GPU, torch.device("cpu"))) as gpu:
         warning_log, values = WarningLog(), list[int | None]()

@@ -17,13 +17,13 @@ from typing import TypeVar
 from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.gpu.nvml.device import (
     MAX_MHZ,
+    NVML,
     UNKNOWN,
     NvmlDevice,
     NvmlQuantity,
     find_device,
     read_or_none,
 )
-from perseus_planner.gpu.nvml.library import NVML
 from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
 _SMOOTHING_ENABLED, _SMOOTHING_FLOOR = 251, 255

@@ -29,7 +29,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     turns,
 )
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
-from perseus_planner.runtime.telemetry.telemetry import GpuSamples
+from perseus_planner.runtime.telemetry import GpuSamples
 
 if TYPE_CHECKING:
     from torch.distributed import Store

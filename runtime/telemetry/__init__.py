@@ -1,1 +1,0 @@
-"""What one rank counts, samples and records while it trains."""
