@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from perseus_planner.estimate.configuration import Configuration, schedule_of, stage_ranks
-from perseus_planner.estimate.kernel_times import LayerTimes
+from perseus_planner.estimate.operations import LayerTimes
 from perseus_planner.estimate.system import System
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

@@ -16,7 +16,7 @@ from data import MissingError, folder
 from fast_replay import iteration_s
 
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.kernel_times import LayerTimes, layer_times
+from perseus_planner.estimate.operations import LayerTimes, layer_times
 from perseus_planner.estimate.system import SYSTEMS, System, kernel_key
 from perseus_planner.estimate.transformer import Transformer, split_layers
 

@@ -10,11 +10,18 @@ from data import FULL, MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.inference.cells import Configuration, InferenceProfile, read_inference_profile
-from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan
-from perseus_planner.inference.programme import plan_pools
+from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan, plan_pools
 from perseus_planner.inference.simulation import PREDICTIONS, Settings, replay
-from perseus_planner.inference.workload import Load, Trace, periods_of, read_trace, scaled
+from perseus_planner.inference.workload import (
+    Configuration,
+    InferenceProfile,
+    Load,
+    Trace,
+    periods_of,
+    read_inference_profile,
+    read_trace,
+    scaled,
+)
 
 _GPUS = (64, 128)
 _PUBLISHED = (48, 41, 40, 41, 28, 36, 49, 16, 10)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from perseus_planner.estimate.configuration import Configuration, memory
-from perseus_planner.estimate.kernel_times import layer_times
+from perseus_planner.estimate.operations import layer_times
 from perseus_planner.estimate.system import System
 
 FITTED = (

@@ -19,7 +19,7 @@ from statistics import median
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.acceptance.training import (
+from perseus_planner.acceptance.ranks import (
     DETERMINISTIC,
     STAGES,
     Layout,

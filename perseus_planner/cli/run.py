@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    Gpu,
+    GpuName,
     Natural,
     Option,
     Share,
@@ -68,7 +68,7 @@ class RuntimeOptions:
         "function returns.",
         Option(metavar="MODULE:FUNCTION"),
     ]
-    gpu: Annotated[Gpu | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
+    gpu: Annotated[GpuName | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
     dry_run: Annotated[bool, "Do everything except setting clocks."]
     record: Annotated[
         Path | None,

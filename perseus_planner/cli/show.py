@@ -188,7 +188,7 @@ def _frontier_view(file: Path) -> _View:
 def _plan_view(file: Path) -> _View:
     from perseus_planner.base.prefixes import si
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.views.gantt import chart_plan
+    from perseus_planner.views.figures import chart_plan
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 
@@ -211,7 +211,7 @@ def _plan_view(file: Path) -> _View:
 
 def _run_view(folder: Path) -> _View:
     from perseus_planner.runs.run import Run
-    from perseus_planner.views.gantt import chart_run_beside_plan
+    from perseus_planner.views.figures import chart_run_beside_plan
     from perseus_planner.views.run import (
         run_text,
         summarize_run,

@@ -115,8 +115,7 @@ def simulate(
         )
     iterations = 1000 if iterations is None else iterations
     from perseus_planner.base.files import write_file
-    from perseus_planner.cluster.replay import Cluster
-    from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.cluster.replay import Cluster, read_stragglers
     from perseus_planner.cluster.views import cluster_text, gpu_csv, summarize_cluster
     from perseus_planner.solver.frontier import Frontier
 

@@ -1,5 +1,6 @@
 """Replays a job on a cluster: data-parallel pipelines that end every iteration together, some
-slower for a while.
+slower for a while; under policies, which say what clocks each pipeline runs, given the stragglers
+that are known.
 
 All pipelines are alike. An iteration takes as long as its slowest pipeline; the GPUs of the others
 wait at the blocking power. The stragglers of an iteration are those that are active when it begins.
@@ -10,31 +11,417 @@ Time is simulated, and iterations are replayed from the profile. Between two eve
 begins or ends, or the policy learns of it) all iterations are equal, so the replay goes from event
 to event and its cost does not depend on the number of iterations. Moments are exact fractions, so
 that no rounding moves an event to another iteration.
+
+The file of stragglers has the columns `start,end,slowdown,pipeline,stage`. Start and end are
+seconds after the start of the first iteration; leave the end empty for a straggler that lasts. The
+slowdown is a factor of all times. Pipeline and stage are numbers from 0; leave the stage empty if
+the whole pipeline is slow.
+
+The target is a slowdown of the iteration time with all clocks at maximum. T' is the iteration time
+of the slowest straggling pipeline, at the clocks that it keeps.
+
+| policy          | clocks for the target | straggling pipeline | others, if T' is above it    |
+|-----------------|-----------------------|---------------------|------------------------------|
+| `max`           | all at maximum        | keeps them          | keep them                    |
+| `one-clock`     | one for the whole job | keeps them          | one clock for T'             |
+| `per-stage`     | one per stage (Zeus)  | keeps them          | one per stage for T'         |
+| `envpipe`       | EnvPipe's; no target  | keeps them          | keep them: only one point    |
+| `planner-fixed` | `Frontier.plan_until` | keeps them          | keep them                    |
+| `planner`       | `Frontier.plan_for`   | solved again if a   | `plan_beside_straggler(T')`  |
+|                 |                       | stage is slow       |                              |
+
+Reacting to T' was published for Perseus (SOSP'24). Zeus chooses along a curve of time and energy,
+so it can be asked for another time; one clock is treated the same way, so that only the plans
+differ. A pipeline with a slow stage is solved again for the target if it can still meet it, and
+otherwise for its own time with all clocks at maximum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import Count, Wait
-from perseus_planner.cluster.policies import (
-    Clocks,
-    IterationReplays,
-    Policy,
-    ReplayedIteration,
-    make_policy,
+from perseus_planner.base.tables import CsvFile, CsvRow
+from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT, Count, Wait
+from perseus_planner.cluster import baselines
+from perseus_planner.plans.clock_replay import Task
+from perseus_planner.plans.replay import all_maximum, end_times, replay_changes
+from perseus_planner.profiles.groups import slowed
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import Frontier, solve_dag
+
+if TYPE_CHECKING:
+    from perseus_planner.profiles.measurement import ClockChange
+
+_COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
+_HEADER = ",".join(_COLUMNS)
+_START = WAIT._replace(wanted="a start: write finite seconds of 0 or more, such as 120.5")
+_END = TIME._replace(
+    wanted="an end: write finite seconds above 0, such as 180, or nothing for one that stays"
 )
-from perseus_planner.cluster.stragglers import UNDISTURBED, Condition, Straggler, condition_of
-from perseus_planner.solver.frontier import Frontier
+_SLOWDOWN = FACTOR._replace(
+    wanted="a slowdown: write how many times as long it takes, 1 or more, such as 1.15", least=1.0
+)
+_PIPELINE = STAGE._replace(
+    wanted="a pipeline: write 0 for the first one, 1 for the next, and so on"
+)
+_STAGE = STAGE._replace(
+    wanted="a stage: write 0 for the first one, or nothing for the whole pipeline"
+)
+
+_Start = Annotated[float, _START]
+_Slowdown = Annotated[float, _SLOWDOWN]
+_Pipeline = Annotated[int, _PIPELINE]
+_Stage = Annotated[int, _STAGE]
+
+
+@dataclass(frozen=True)
+class Straggler(Checked, prefix="straggler, "):
+    """A pipeline, or one stage of it, that is slow for a while.
+
+    Raises:
+        UsageError: If a value is out of range.
+    """
+
+    start_s: _Start  #: when it begins, seconds after the start of the first iteration, 0 or more
+    end_s: float  #: when it ends, seconds, above `start_s`; infinite if it lasts
+    #: factor of all times, 1 or more. Power does not change, so energies grow as times do.
+    slowdown: _Slowdown
+    pipeline: _Pipeline  #: number of the pipeline
+    stage: _Stage | None = None  #: number of the slow stage, or None if the whole pipeline is slow
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.end_s != math.inf:
+            object.__setattr__(self, "end_s", _END.check(self.end_s, "straggler, end_s"))
+        if self.end_s <= self.start_s:
+            raise UsageError(
+                f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; "
+                "correct one of them"
+            )
+
+    def check(self, pipelines: int, stages: int) -> None:
+        """Check that the straggler fits a cluster of that many pipelines and stages.
+
+        Raises:
+            UsageError: If its pipeline or stage does not exist.
+        """
+        for name, value, count in (
+            ("pipeline", self.pipeline, pipelines),
+            ("stage", self.stage or 0, stages),
+        ):
+            if value >= count:
+                raise UsageError(
+                    f"straggler, {name}: there is no {value}; {name}s are 0 to {count - 1}"
+                )
+
+
+class Condition(NamedTuple):
+    """How slow a pipeline is at some moment."""
+
+    slowdown: float = 1.0  #: factor of all its times
+    #: (stage, further factor of the times of its computations), in the order of the stages.
+    stages: tuple[tuple[int, float], ...] = ()
+
+
+UNDISTURBED = Condition()  #: the condition of a pipeline without a straggler
+
+
+def condition_of(stragglers: Iterable[Straggler]) -> Condition:
+    """Return the condition of a pipeline with these stragglers; slowdowns of the same stage are
+    multiplied.
+    """
+    slowdown = 1.0
+    stages: dict[int, float] = {}
+    for straggler in stragglers:
+        if straggler.stage is None:
+            slowdown *= straggler.slowdown
+        else:
+            stages[straggler.stage] = stages.get(straggler.stage, 1.0) * straggler.slowdown
+    return Condition(
+        slowdown, tuple(sorted((stage, slow) for stage, slow in stages.items() if slow != 1.0))
+    )
+
+
+def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler, ...]:
+    """Read stragglers from the CSV file at `path`, in its order. Columns other than those five are
+    ignored.
+
+    Args:
+        path: the file.
+        pipelines: number of pipelines of the cluster.
+        stages: number of stages of each pipeline.
+
+    Raises:
+        UsageError: If the file cannot be read or a row is wrong. The text names file, line, column
+            and remedy.
+    """
+    table = CsvFile(path, UsageError, f"the header {_HEADER} and a row for each straggler")
+    for column in _COLUMNS:
+        if table.header.count(column) != 1:
+            wrong = "there twice" if column in table.header else "missing"
+            raise UsageError(f"{table.where}: column {column!r} is {wrong}; write {_HEADER}")
+    stragglers = []
+    for row in table:
+        stragglers.append(_straggler(row))
+        counts = {"pipeline": pipelines, "stage": stages}
+        for column, count in counts.items():
+            if (value := getattr(stragglers[-1], column)) is not None and value >= count:
+                raise UsageError(
+                    f"{row.place(column)}: there is no {column} {value}; {column}s are 0 to "
+                    f"{count - 1}"
+                )
+    return tuple(stragglers)
+
+
+def _straggler(row: CsvRow) -> Straggler:
+    start_s = row.read("start", _START)
+    end_s = row.read("end", _END) if row["end"] else math.inf
+    if end_s <= start_s:
+        raise UsageError(
+            f"{row.place('end')}: {row['end']!r} is not after the start {row['start']!r}; correct "
+            "one of them"
+        )
+    slowdown = row.read("slowdown", _SLOWDOWN)
+    stage = row.read("stage", _STAGE) if row["stage"] else None
+    return Straggler(start_s, end_s, slowdown, row.read("pipeline", _PIPELINE), stage)
+
+
+Clocks = tuple[int, ...]  #: the clock of each of `dag.computations`, MHz
+Table = Mapping[int, Measurement]
+
+
+class ReplayedIteration(NamedTuple):
+    """One replayed iteration of one pipeline."""
+
+    time_s: float  #: iteration time with the calibrated overhead, seconds
+    busy_s: NDArray[np.float64]  #: (ranks,) time for which the GPUs of each rank work, seconds
+    busy_j: NDArray[np.float64]  #: (ranks,) energy of that work over all GPUs of the rank, joules
+
+
+class IterationReplays:
+    """Replays iterations of one pipeline, each combination of clocks and slow stages once.
+
+    The slowdown of a stage applies to its computations. The slowdown of a pipeline applies to
+    everything: computations, fixed operations, transfers and overhead. The power of a GPU does not
+    change, so energies grow as times do.
+    """
+
+    def __init__(self, dag: PipelineDag) -> None:
+        self.dag = dag
+        keys = dag.iteration.keys
+        self._tables_of = {
+            key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)
+        }
+        self._tables = [self._tables_of[key] for key in keys]
+        self._slow_tables: dict[tuple[tuple[int, float], ...], dict[tuple[int, str], Table]] = {}
+        self._rank_of = np.array(dag.iteration.rank_of)
+        self._replays: dict[tuple[Clocks, tuple[tuple[int, float], ...]], ReplayedIteration] = {}
+
+    def replay(self, clocks: Clocks, condition: Condition) -> ReplayedIteration:
+        """Return an iteration at `clocks` of a pipeline in `condition`.
+
+        Complexity: one replay for each new pair of clocks and slow stages, and a look-up after
+        that.
+        """
+        key = clocks, condition.stages
+        if key not in self._replays:
+            self._replays[key] = self._replay(clocks, dict(condition.stages))
+        iteration, slowdown = self._replays[key], condition.slowdown
+        return (
+            iteration
+            if slowdown == 1
+            else ReplayedIteration(
+                iteration.time_s * slowdown,
+                iteration.busy_s * slowdown,
+                iteration.busy_j * slowdown,
+            )
+        )
+
+    def _replay(self, clocks: Clocks, slow: Mapping[int, float]) -> ReplayedIteration:
+        iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
+        if self.dag.profile.clock_change is not None:
+            return self._replay_with_changes(clocks, slow, self.dag.profile.clock_change)
+        points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
+        slowdowns = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
+        times_s = [
+            point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
+        ]
+        energies_j = [
+            point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
+        ]
+        time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
+        for operation in iteration.operations:
+            times_s.append(operation.time_s)
+            energies_j.append(
+                waiting_w[operation.rank] * operation.time_s
+                if operation.energy_j is None
+                else operation.energy_j
+            )
+        return ReplayedIteration(time_s, self._per_rank(times_s), self._per_rank(energies_j))
+
+    def _replay_with_changes(
+        self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange
+    ) -> ReplayedIteration:
+        """Replay with the time that clock changes take, which no slowdown applies to."""
+        key = tuple(sorted(slow.items()))
+        if key not in self._slow_tables:
+            tables = {
+                stage_kind: _slow_down(table, slow.get(stage_kind[0], 1.0))
+                for stage_kind, table in self._tables_of.items()
+            }
+            self._slow_tables[key] = tables
+        tables = self._slow_tables[key]
+        tasks = [
+            Task(tables[stage_kind], mhz)
+            for stage_kind, mhz in zip(self.dag.iteration.keys, clocks, strict=True)
+        ]
+        waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
+        replayed = replay_changes(self.dag.iteration, tasks, change, waiting_w, gpus)
+        time_s = max(replayed.ends_s) + self.dag.profile.overhead_s
+        return ReplayedIteration(
+            time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j)
+        )
+
+    def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
+        ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
+        return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
+
+
+def _slow_down(table: Table, slowdown: float) -> Table:
+    return {
+        mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown)
+        for mhz, m in table.items()
+    }
+
+
+SlowStages = tuple[tuple[int, float], ...]
+Policy = Callable[[frozenset[Condition]], Mapping[Condition, Clocks]]
+"""Returns the clocks for each of the conditions that pipelines are known to be in."""
+ClockRule = Callable[[PipelineDag, float], Mapping[str, int]]
+
+#: In the order of the table above
+POLICIES = ("max", "one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
+
+
+def make_policy(
+    name: str, frontier: Frontier, slowdown: float, replays: IterationReplays
+) -> Policy:
+    """Make the policy called `name`.
+
+    Args:
+        name: one of `POLICIES`.
+        frontier: the frontier of a pipeline without a straggler.
+        slowdown: the target, as a multiple of the iteration time with all clocks at maximum.
+        replays: the replayed iterations of `frontier.dag`.
+
+    Raises:
+        InfeasibleError: If no iteration is as fast as the target.
+        UsageError: If there is no such policy, or it does not apply to this schedule or profile.
+    """
+    if name not in POLICIES:
+        raise UsageError(f"policy {shown(name)} is unknown; choose from {', '.join(POLICIES)}")
+    target_s = slowdown * frontier.baseline_time_s
+    if name in _RULES:
+        clocks_for = _BaselineClocks(_RULES[name], frontier, replays)
+        kept = clocks_for(target_s)
+        return _reacting(replays, target_s, clocks_for, lambda _: kept)
+    if name == "planner-fixed":
+        kept = _planned(frontier, target_s)
+    elif name != "planner":
+        rule = all_maximum if name == "max" else baselines.envpipe
+        kept = _checked_clocks(frontier, rule(frontier.dag))
+    else:
+        kept = _planned(frontier, target_s)
+
+        @cache
+        def with_slow_stages(stages: SlowStages) -> Clocks:
+            if not stages:
+                return kept
+            profile = slowed(frontier.profile, dict(stages))
+            again = solve_dag(frontier.dag.with_profile(profile))
+            return _planned(again, max(again.baseline_time_s, target_s))
+
+        return _reacting(replays, target_s, partial(_planned, frontier), with_slow_stages)
+    return lambda conditions: dict.fromkeys(conditions, kept)
+
+
+def _reacting(
+    replays: IterationReplays,
+    target_s: float,
+    clocks_for: Callable[[float], Clocks],
+    straggler_clocks: Callable[[SlowStages], Clocks],
+) -> Policy:
+    """Return the policy that slows pipelines without a straggler down to the slowest with one.
+
+    Args:
+        replays: the replayed iterations of a pipeline.
+        target_s: the iteration time to meet without stragglers, seconds.
+        clocks_for: returns the clocks of a pipeline without a straggler for an iteration time,
+            seconds.
+        straggler_clocks: returns the clocks of a straggling pipeline for its slow stages; () if all
+            of it is slow.
+    """
+
+    def clocks_in(conditions: frozenset[Condition]) -> Mapping[Condition, Clocks]:
+        clocks = {condition: straggler_clocks(condition.stages) for condition in conditions}
+        slowest_s = max(replays.replay(own, condition).time_s for condition, own in clocks.items())
+        if UNDISTURBED in clocks and slowest_s > target_s:
+            clocks[UNDISTURBED] = clocks_for(slowest_s)
+        return clocks
+
+    return clocks_in
+
+
+class _BaselineClocks:
+    """A baseline's clocks for an iteration time, with few calls of its rule.
+
+    A rule takes the cheapest plan that meets a deadline. So its choice for one deadline is also its
+    choice for every tighter deadline down to the time of that plan.
+    """
+
+    def __init__(self, rule: ClockRule, frontier: Frontier, replays: IterationReplays) -> None:
+        self._rule, self._frontier, self._replays = rule, frontier, replays
+        self._chosen: list[tuple[float, float, Clocks]] = []
+
+    def __call__(self, deadline_s: float) -> Clocks:
+        for least_s, most_s, clocks in self._chosen:
+            if least_s <= deadline_s <= most_s:
+                return clocks
+        clocks = _checked_clocks(self._frontier, self._rule(self._frontier.dag, deadline_s))
+        time_s = self._replays.replay(clocks, UNDISTURBED).time_s
+        self._chosen.append((min(time_s, deadline_s), deadline_s, clocks))
+        return clocks
+
+
+def _planned(frontier: Frontier, deadline_s: float) -> Clocks:
+    """Return the clocks of the plan for a deadline; all deadlines beyond `max_time_s` share one
+    plan. The rows are what the simulated cluster runs by, so plans take them for the truth.
+    """
+    plan = frontier.plan_until(min(deadline_s, frontier.max_time_s), on_time=None)
+    return tuple(plan.clocks.values())
+
+
+def _checked_clocks(frontier: Frontier, clocks: Mapping[str, int]) -> Clocks:
+    return tuple(frontier.plan_of(clocks).clocks.values())
+
+
+_RULES: Mapping[str, ClockRule] = {
+    "one-clock": baselines.one_clock,
+    "per-stage": baselines.one_per_stage,
+}
+
 
 Floats = NDArray[np.float64]
 

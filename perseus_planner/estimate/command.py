@@ -30,10 +30,9 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.cli.calibrate import KernelOptions
-    from perseus_planner.estimate.candidates import Choices
+    from perseus_planner.cli.profiling import KernelOptions
     from perseus_planner.estimate.configuration import Configuration
-    from perseus_planner.estimate.explore import Objective, Prices
+    from perseus_planner.estimate.explore import Choices, Objective, Prices
     from perseus_planner.estimate.system import System
     from perseus_planner.estimate.transformer import Transformer
 
@@ -179,7 +178,8 @@ def estimate(
     stage corrects all others. The profile is marked as simulated; `planner solve` reads it like any
     other.
     """
-    from perseus_planner.estimate import estimate as estimating
+    from perseus_planner.estimate.curves import calibration_of
+    from perseus_planner.estimate.curves import estimate as estimating
     from perseus_planner.estimate.system import with_link
     from perseus_planner.estimate.transformer import name_of
     from perseus_planner.estimate.views import estimate_text, summarize_estimate
@@ -196,9 +196,9 @@ def estimate(
         # A CSV does not contain the blocking power, so that of the GPU model is used.
         is_csv = calibrate.suffix.lower() == ".csv"
         measured = Profile.load(calibrate, system.gpu.blocking_power_w if is_csv else None)
-        calibration = estimating.calibration_of(measured, job, system, str(calibrate))
+        calibration = calibration_of(measured, job, system, str(calibrate))
     kinds = "FBIW" if split_backward else "FB"
-    profile = estimating.estimate(job, system, calibration, kinds=kinds)
+    profile = estimating(job, system, calibration, kinds=kinds)
     profile.save(output)
     summary = summarize_estimate(name_of(model), profile, job)
     files = [output, output.with_suffix(".csv")]
@@ -239,7 +239,7 @@ class _Gpus:
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
-        from perseus_planner.estimate.candidates import RECOMPUTATIONS, SCHEDULES, Choices
+        from perseus_planner.estimate.explore import RECOMPUTATIONS, SCHEDULES, Choices
 
         for option, words, explored in (
             ("--recompute", self.recomputations, RECOMPUTATIONS),

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.kernel_times import LayerTimes, Phases, layer_times, sum_s
+from perseus_planner.estimate.operations import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipeline_iteration
@@ -298,6 +298,15 @@ class Memory:
     def fits(self) -> bool:
         """Whether the device has as much."""
         return self.total <= self.available
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits in memory."""
+
+    job: Configuration
+    times: LayerTimes
+    memory: Memory
 
 
 def memory(job: Configuration, system: System) -> Memory:

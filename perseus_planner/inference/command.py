@@ -39,10 +39,10 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
-    from perseus_planner.inference.cells import InferenceProfile
-    from perseus_planner.inference.metrics import MetricsReader
-    from perseus_planner.inference.programme import ChangeCosts
+    from perseus_planner.inference.online import MetricsReader
+    from perseus_planner.inference.plan import ChangeCosts
     from perseus_planner.inference.serving import ServedRow
+    from perseus_planner.inference.workload import InferenceProfile
 
 
 _ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
@@ -154,14 +154,14 @@ class _Service:
 
     def costs(self) -> ChangeCosts:
         """Return what changes cost."""
-        from perseus_planner.inference.programme import Change, ChangeCosts
+        from perseus_planner.inference.plan import Change, ChangeCosts
 
         times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
         return ChangeCosts(*(Change(time_s, time_s * self.change_power_w) for time_s in times_s))
 
     def read_profile(self, path: Path) -> InferenceProfile:
         """Return the inference profile in a file."""
-        from perseus_planner.inference.cells import Objectives, read_inference_profile
+        from perseus_planner.inference.workload import Objectives, read_inference_profile
 
         return read_inference_profile(
             path,
@@ -237,8 +237,12 @@ def profile(
     as it is measured.
     """
     from perseus_planner.gpu import open_gpu
-    from perseus_planner.inference.serving import ServingSettings, measure_serving, save_served
-    from perseus_planner.inference.targets import Server
+    from perseus_planner.inference.serving import (
+        Server,
+        ServingSettings,
+        measure_serving,
+        save_served,
+    )
 
     chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s, windows)
     rows: list[ServedRow] = []
@@ -278,8 +282,7 @@ def read(
     Each file has the clock in MHz that was set, and the mean power of the server's GPUs meanwhile,
     for example as `planner measure` prints it. Rows without a power have no energy.
     """
-    from perseus_planner.inference.results import read_results
-    from perseus_planner.inference.serving import save_served
+    from perseus_planner.inference.serving import read_results, save_served
 
     rows: list[ServedRow] = []
     for each in results:
@@ -456,8 +459,7 @@ class _Kept:
         self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool], as_json: bool
     ) -> None:
         """Keep the clocks of its GPUs, and report what became of it."""
-        from perseus_planner.inference.attend import attend
-        from perseus_planner.inference.online import OnlineSettings
+        from perseus_planner.inference.online import OnlineSettings, attend
 
         settings = OnlineSettings(self.ttft_s, self.tbt_s, self.late)
         reader.read()
@@ -480,7 +482,7 @@ class _Kept:
     def opened(self) -> Iterator[list[Gpu]]:
         """Yield the GPUs, whose clocks can be set."""
         from perseus_planner.gpu import open_gpu
-        from perseus_planner.inference.attend import check_gpus
+        from perseus_planner.inference.online import check_gpus
 
         with ExitStack() as stack:
             gpus = [stack.enter_context(open_gpu(text)) for text in self.gpus]
@@ -509,7 +511,7 @@ def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
     SERVER is the address of a server of vLLM or SGLang, whose metrics are read. The command runs
     until it is interrupted or gets SIGTERM.
     """
-    from perseus_planner.inference.metrics import MetricsReader
+    from perseus_planner.inference.online import MetricsReader
 
     with kept.opened() as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
         try:
@@ -542,7 +544,7 @@ def run(
     COMMAND starts a server of vLLM or SGLang, whose metrics are read. The planner ends with the
     command, and with its exit status.
     """
-    from perseus_planner.inference.metrics import MetricsReader
+    from perseus_planner.inference.online import MetricsReader
 
     with (
         kept.opened() as gpus,

@@ -26,15 +26,28 @@ from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
-from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
+from perseus_planner.views.figures import (
+    GanttChart,
+    chart_plan,
+    chart_run,
+    draw_curves,
+    draw_frontier,
+    draw_gantt,
+)
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
-from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
 from perseus_planner.views.run import account_text, tables_of_run
-from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
+from perseus_planner.views.savings import (
+    PHASES,
+    EnergyRates,
+    IterationSize,
+    Saving,
+    WhereEnergyGoes,
+    savings_of,
+    where_energy_goes,
+)
 from perseus_planner.views.web import page_file
-from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

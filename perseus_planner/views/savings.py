@@ -1,20 +1,27 @@
-"""What plans and runs save against all clocks at maximum: energy, money and carbon, and energy
-per token or sample.
+"""What plans and runs save against all clocks at maximum: energy, money and carbon, and energy per
+token or sample; where the energy of an iteration goes, per rank and phase, computing apart from
+waiting; and why, in sentences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
 
 from perseus_planner.base.fields import Checked
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.units import COUNT, Rule
-from perseus_planner.views.context import Comparison, compare, origin_label
+from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
+from perseus_planner.views.context import Comparison, compare, origin_label, share
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.plans.replay import Span
     from perseus_planner.runs.run import Run
+    from perseus_planner.solver.frontier import Frontier
     from perseus_planner.views.run import RunSummary
     from perseus_planner.views.sources import Sources
 
@@ -206,3 +213,331 @@ def _efficiency(size: IterationSize, energy_j: float) -> EnergyEfficiency:
         None if size.tokens is None else energy_j / size.tokens,
         None if size.samples is None or energy_j <= 0 else size.samples / energy_j,
     )
+
+
+PHASES = ("warm-up", "steady state", "drain")
+"""A rank's warm-up lasts until its first backward begins; its drain begins when its last forward
+has ended.
+"""
+
+_ALIKE = 0.005  #: ranks whose times differ by less, relative to each other, are not told apart
+_LOW = 0.995  #: of the highest clock; a rank below it runs at lower clocks
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """Joules of computing, with operations of fixed time, and joules of waiting."""
+
+    computing_j: float
+    waiting_j: float
+
+    @property
+    def energy_j(self) -> float:
+        """Both together, joules."""
+        return self.computing_j + self.waiting_j
+
+
+@dataclass(frozen=True)
+class IterationEnergy:
+    """Where the energy of one iteration of one pipeline goes."""
+
+    name: str  #: what the iteration is of
+    kind: str  #: "baseline", "plan" or "run"
+    origin: str  #: where the numbers come from
+    time_s: float  #: iteration time, seconds
+    ranks: tuple[EnergyUse, ...]  #: the energy of all GPUs of each rank
+    #: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases are not
+    #: recorded.
+    phases: tuple[EnergyUse, ...]
+    busy_s: tuple[float, ...]  #: seconds of computations and operations of each rank
+    #: mean clock of each rank over its computations, weighted by time, MHz or watts; empty for a
+    #: run.
+    clocks: tuple[float, ...]
+
+    @property
+    def computing_j(self) -> float:
+        """Joules of computing of all ranks."""
+        return math.fsum(rank.computing_j for rank in self.ranks)
+
+    @property
+    def waiting_j(self) -> float:
+        """Joules of waiting of all ranks."""
+        return math.fsum(rank.waiting_j for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The ranks whose computations take longest with all clocks at maximum."""
+
+    ranks: tuple[int, ...]  #: their numbers; empty if most ranks are about as busy
+    busy_s: float  #: seconds of computations and operations of the busiest rank
+    excess_share: float  #: by how much that is more than the median of all ranks
+    balanced_time_s: float  #: iteration time if every rank were as busy as the mean of all, seconds
+    time_s: float  #: iteration time as it is, seconds
+
+
+@dataclass(frozen=True)
+class WhereEnergyGoes:
+    """The first picture of a report."""
+
+    #: all clocks at maximum, the first plan, and the first run, as far as they are known.
+    iterations: tuple[IterationEnergy, ...]
+    bottleneck: Bottleneck | None  #: the busiest rank, or None if it is not known
+    #: what the picture shows, in words; the first one says what is saved, and why.
+    sentences: tuple[str, ...]
+
+
+def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnergyGoes:
+    """Return where the energy goes before, by the first plan, and in the first run.
+
+    It is not known if the plans are of another machine than that of a run.
+
+    Args:
+        sources: what the report is made of.
+        savings: what each run and plan saves; the sentences are about the first.
+    """
+    if sources.unlike_plan:
+        return WhereEnergyGoes((), None, ())
+    before = bottleneck = None
+    if sources.frontier is not None and sources.before is not None:
+        before = energy_of_plan(ALL_MAXIMUM, sources.before, "baseline")
+        bottleneck = find_bottleneck(sources.frontier, sources.before, before)
+    planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
+    runs = (
+        _energy_of_run(name, run, sources.summaries[name]) for name, run in sources.runs.items()
+    )
+    ran = next(filter(None, runs), None)
+    sentences = _sentences(savings, before, planned, ran, bottleneck)
+    iterations = tuple(filter(None, (before, planned, ran)))
+    return WhereEnergyGoes(iterations, bottleneck, tuple(sentences))
+
+
+def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
+    """Return where the energy of a replayed iteration goes; its sum is the plan's energy."""
+    iteration, time_s = plan.iteration, plan.timeline.time_s
+    spans = list(plan.timeline.spans.values())
+    uses: list[list[EnergyUse]] = []
+    busy_s, clocks = [], []
+    for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
+        in_order = [spans[place] for place in program]
+        computed = [
+            (iteration.computations[place].kind, plan.clocks[iteration.names[place]], spans[place])
+            for place in program
+            if place < len(iteration.computations)
+        ]
+        ends_s = _phase_ends_s([(kind, span) for kind, _, span in computed], time_s)
+        uses.append(list(_phases(in_order, ends_s, waiting_w)))
+        busy_s.append(math.fsum(span.time_s for span in in_order))
+        computed_s = math.fsum(span.time_s for _, _, span in computed)
+        clocks.append(math.fsum(clock * span.time_s for _, clock, span in computed) / computed_s)
+    return IterationEnergy(
+        name=name,
+        kind=kind,
+        origin=origin_label(plan.origin),
+        time_s=time_s,
+        ranks=tuple(map(_sum, uses)),
+        phases=tuple(map(_sum, zip(*uses, strict=True))),
+        busy_s=tuple(busy_s),
+        clocks=tuple(clocks),
+    )
+
+
+def _phase_ends_s(computed: Sequence[tuple[str, Span]], time_s: float) -> tuple[float, ...]:
+    """Return when each phase of a rank ends; without backwards, all is steady state."""
+    backwards = [span.start_s for kind, span in computed if kind != "F"]
+    if not backwards:
+        return 0.0, time_s, time_s
+    forward_s = max((span.end_s for kind, span in computed if kind == "F"), default=0.0)
+    return min(backwards), max(min(backwards), forward_s), time_s
+
+
+def _phases(
+    spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float
+) -> Iterator[EnergyUse]:
+    begin_s = 0.0
+    for number, end_s in enumerate(ends_s, 1):
+        # With a negative calibrated overhead, spans begin after the iteration's end.
+        before_s = math.inf if number == len(ends_s) else end_s
+        inside = [span for span in spans if begin_s <= span.start_s < before_s]
+        busy_s = math.fsum(span.time_s for span in inside)
+        computing_j = math.fsum(span.energy_j for span in inside)
+        yield EnergyUse(computing_j, waiting_w * (end_s - begin_s - busy_s))
+        begin_s = end_s
+
+
+def _sum(uses: Sequence[EnergyUse]) -> EnergyUse:
+    return EnergyUse(
+        math.fsum(use.computing_j for use in uses), math.fsum(use.waiting_j for use in uses)
+    )
+
+
+def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy | None:
+    """Return where the energy of a run's mean iteration goes, or None if it is not known.
+
+    Only the energy of a whole iteration is read from a GPU: that of waiting is the time without
+    computations at the blocking power of the plan, and the rest is that of computing.
+    """
+    time_s = summary.current.time_s
+    if time_s is None or summary.current.energy_j is None:
+        return None
+    plan = run.plan(summary.version, summary.ranks[0].pipeline)
+    uses, busy_s = [], []
+    for number, waiting_w in enumerate(plan.rank_waiting_w):
+        ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
+        busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
+        # Each rank's own time: it may have waited for less than the slowest one took.
+        own_s = fmean(rank.mean("inside_s") or 0.0 for rank in ranks)
+        waiting_j = waiting_w * max(0.0, own_s - busy_s[-1])
+        energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks)
+        energy_j /= summary.pipelines_of_plan
+        uses.append(EnergyUse(energy_j - waiting_j, waiting_j))
+    return IterationEnergy(
+        name=name,
+        kind="run",
+        origin=summary.origin,
+        time_s=time_s,
+        ranks=tuple(uses),
+        phases=(),
+        busy_s=tuple(busy_s),
+        clocks=(),
+    )
+
+
+def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> Bottleneck:
+    """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks
+    were equally busy.
+    """
+    most_s, mean_s = max(before.busy_s), fmean(before.busy_s)
+    ranks = tuple(
+        rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s
+    )
+    # Fixed operations keep their time; the computations of a rank are scaled alike.
+    balanced_s = [
+        plan.measurement(computation).time_s * mean_s / before.busy_s[rank]
+        for computation, rank in zip(
+            plan.iteration.computations, plan.iteration.rank_of, strict=False
+        )
+    ]
+    return Bottleneck(
+        ranks if 2 * len(ranks) <= len(before.busy_s) else (),
+        most_s,
+        most_s / median(before.busy_s) - 1,
+        max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
+        before.time_s,
+    )
+
+
+# --- In words
+
+
+def _sentences(
+    savings: Sequence[Saving],
+    before: IterationEnergy | None,
+    planned: IterationEnergy | None,
+    ran: IterationEnergy | None,
+    bottleneck: Bottleneck | None,
+) -> Iterator[str]:
+    after = ran or planned
+    if savings:
+        yield from _saving_sentences(savings[0], before, after)
+    if before is not None:
+        waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
+        yield (
+            f"With {ALL_MAXIMUM}, {waiting:.0f} % of the energy is drawn while GPUs wait for "
+            f"their neighbours, and {100 - waiting:.0f} % while they compute."
+        )
+    if bottleneck is not None and before is not None:
+        yield from _bottleneck_sentences(bottleneck, before, planned)
+    if before is not None and planned is not None and savings:
+        yield from _phase_sentences(before, planned)
+
+
+def _saving_sentences(
+    saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None
+) -> Iterator[str]:
+    """Yield what all pipelines of the job save together, then where one of them does."""
+    subject = f"The run in the folder {saving.name}" if saving.is_run else saving.name
+    many = f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
+    time_share = 100 * (saving.time_ratio - 1)
+    slower = (
+        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
+        if abs(time_share) >= 0.05
+        else "as long"
+    )
+    yield (
+        f"{subject}{many} takes {si(saving.energy_j, 'J', 3)} and {si(saving.time_s, 's', 3)} per "
+        f"iteration: {100 * abs(saving.saved_share):.1f} % "
+        f"{'less' if saving.saved_j >= 0 else 'more'} energy than {saving.baseline}, and {slower}."
+    )
+    if before is None or after is None:
+        return
+    lower = sum(
+        clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
+    )
+    because = (
+        f", as {lower} of {counted(len(after.clocks), 'rank')} run at lower clocks" if lower else ""
+    )
+    yield (
+        f"In {'each' if saving.pipelines > 1 else 'its'} pipeline computing takes "
+        f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "
+        f"{_change(before.waiting_j - after.waiting_j)}."
+    )
+
+
+def _change(saved_j: float) -> str:
+    return f"{si(abs(saved_j), 'J', 3)} {'less' if saved_j >= 0 else 'more'}"
+
+
+def _bottleneck_sentences(
+    found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None
+) -> Iterator[str]:
+    busy = f"{si(found.busy_s, 's', 3)} of {si(found.time_s, 's', 3)}"
+    if len(before.ranks) == 1:
+        return
+    if not found.ranks:
+        yield (
+            f"No rank is the bottleneck: most compute for about as long ({busy}). They wait "
+            "because the schedule fills and empties the pipeline; more microbatches make that a "
+            "smaller part."
+        )
+        return
+    first, *more = found.ranks
+    name, verb = (
+        (f"Ranks {first} and {len(more)} more are", "they compute")
+        if more
+        else (f"Rank {first} is", "it computes")
+    )
+    text = (
+        f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer "
+        "than the median rank"
+    )
+    shorter = 1 - found.balanced_time_s / found.time_s
+    if shorter > _ALIKE:
+        text += (
+            f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
+        )
+    if planned is not None:
+        parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
+        others = [part for rank, part in enumerate(parts) if rank not in found.ranks]
+        kept = fmean(parts[rank] for rank in found.ranks)
+        them = "them" if more else "it"
+        text += (
+            f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, "
+            "the others at "
+        )
+        text += f"{100 * fmean(others):.0f} %"
+    yield f"{text}."
+
+
+def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Iterator[str]:
+    saved_j = [
+        was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)
+    ]
+    whole_j = math.fsum(saved_j)
+    if whole_j <= 0:
+        return
+    first, second, third = (
+        f"{100 * phase_j / whole_j:.0f} % is in the {name}"
+        for name, phase_j in zip(PHASES, saved_j, strict=True)
+    )
+    yield f"Of the saving, {second}, {first} and {third}."

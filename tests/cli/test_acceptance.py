@@ -21,7 +21,7 @@ from launching import Ended, ended, started, torchrun
 from waiting import LONG_S
 
 from perseus_planner.acceptance.command import AcceptanceReport, page
-from perseus_planner.acceptance.ranks import Rank
+from perseus_planner.acceptance.ranks import Layout, Rank, Trained
 from perseus_planner.acceptance.steps import (
     CHECKS,
     Acceptance,
@@ -30,7 +30,6 @@ from perseus_planner.acceptance.steps import (
     alike,
     mark_error_s,
 )
-from perseus_planner.acceptance.training import Layout, Trained
 from perseus_planner.base.checks import CheckResult, run_check
 from perseus_planner.base.errors import GpuError, RankError
 

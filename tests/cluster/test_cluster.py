@@ -18,9 +18,14 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.policies import Clocks
-from perseus_planner.cluster.replay import Cluster, replay_under, simulate
-from perseus_planner.cluster.stragglers import Condition, Straggler
+from perseus_planner.cluster.replay import (
+    Clocks,
+    Cluster,
+    Condition,
+    Straggler,
+    replay_under,
+    simulate,
+)
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag

@@ -17,9 +17,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, solve
 from perseus_planner.cluster.command import simulate as command
 from perseus_planner.cluster.lengths import POLICIES as LENGTHS_POLICIES
-from perseus_planner.cluster.policies import POLICIES
-from perseus_planner.cluster.replay import Cluster, simulate
-from perseus_planner.cluster.stragglers import read_stragglers
+from perseus_planner.cluster.replay import POLICIES, Cluster, read_stragglers, simulate
 from perseus_planner.cluster.views import cluster_text, summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 

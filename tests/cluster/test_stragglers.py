@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.stragglers import (
+from perseus_planner.cluster.replay import (
     UNDISTURBED,
     Condition,
     Straggler,

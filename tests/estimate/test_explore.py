@@ -13,17 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.candidates import Choices, candidates, split_choices
 from perseus_planner.estimate.curves import CurveMaker, measurements_of
 from perseus_planner.estimate.explore import (
+    Choices,
     Exploration,
     Objective,
     Prices,
+    candidates,
     explore,
     forecast,
+    split_choices,
     worth_measuring,
 )
-from perseus_planner.estimate.kernel_times import layer_times
+from perseus_planner.estimate.operations import layer_times
 from perseus_planner.estimate.system import SYSTEMS, KernelTimes
 from perseus_planner.estimate.transformer import PRESETS, Transformer
 

@@ -15,8 +15,14 @@ from measured_iterations import TimeEstimates, measured
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.kernel_times import Phases, layer_times, sum_s
-from perseus_planner.estimate.operations import Exchange, Product, layer_operations
+from perseus_planner.estimate.operations import (
+    Exchange,
+    Phases,
+    Product,
+    layer_operations,
+    layer_times,
+    sum_s,
+)
 from perseus_planner.estimate.system import SYSTEMS, KernelTimes, kernel_key
 from perseus_planner.estimate.transformer import PRESETS, Transformer, split_layers
 from perseus_planner.plans.replay import end_times

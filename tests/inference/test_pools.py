@@ -14,16 +14,23 @@ from hypothesis import strategies as st
 from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import (
+from perseus_planner.inference.plan import (
+    POLICIES,
+    Change,
+    ChangeCosts,
+    Pool,
+    make_plan,
+    plan_policy,
+    plan_pools,
+)
+from perseus_planner.inference.workload import (
     Cell,
     Configuration,
     InferenceProfile,
+    Load,
     Objectives,
     RequestClass,
 )
-from perseus_planner.inference.plan import POLICIES, make_plan, plan_policy
-from perseus_planner.inference.programme import Change, ChangeCosts, Pool, plan_pools
-from perseus_planner.inference.workload import Load
 
 Demand = dict[RequestClass, Load]
 _PERIOD_S = 600.0

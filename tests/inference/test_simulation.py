@@ -16,19 +16,28 @@ from hypothesis import strategies as st
 from inference_cases import LONG, PROFILE, SHORT, steady
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import (
+from perseus_planner.inference.plan import Change, ChangeCosts, Pool, plan_pools
+from perseus_planner.inference.serving import Shape, save_served
+from perseus_planner.inference.simulation import (
+    BatchingServer,
+    Pace,
+    Replay,
+    Request,
+    Served,
+    Settings,
+    read_paces,
+    replay,
+)
+from perseus_planner.inference.workload import (
     Cell,
     Configuration,
     InferenceProfile,
     Objectives,
     RequestClass,
+    Trace,
     read_inference_profile,
+    read_trace,
 )
-from perseus_planner.inference.programme import Change, ChangeCosts, Pool, plan_pools
-from perseus_planner.inference.servers import BatchingServer, Pace, Request, Served, read_paces
-from perseus_planner.inference.serving import Shape, save_served
-from perseus_planner.inference.simulation import Replay, Settings, replay
-from perseus_planner.inference.workload import Trace, read_trace
 
 ONE, TWO, FAST = Configuration(1, 1000), Configuration(2, 1000), Configuration(2, 2000)
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.cells import (
+from perseus_planner.inference.plan import largest_share, make_plan, plan_pools
+from perseus_planner.inference.workload import (
     Configuration,
     InferenceProfile,
+    Load,
     RequestClass,
+    periods_of,
     read_inference_profile,
+    read_trace,
 )
-from perseus_planner.inference.plan import make_plan
-from perseus_planner.inference.programme import largest_share, plan_pools
-from perseus_planner.inference.workload import Load, periods_of, read_trace
 
 BEST = {
     "short/short": (2, 1200, 48),

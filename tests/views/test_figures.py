@@ -22,6 +22,7 @@ from perseus_planner.profiles.measurement import Evidence, Measurement, pareto_f
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.figures import (
+    chart_plan,
     check_figure_path,
     draw_curves,
     draw_frontier,
@@ -29,7 +30,6 @@ from perseus_planner.views.figures import (
     save_figure,
 )
 from perseus_planner.views.frontier import chart_frontier
-from perseus_planner.views.gantt import chart_plan
 from perseus_planner.views.report import FIGURES, chart_sources
 from perseus_planner.views.sources import Sources
 from perseus_planner.views.web import page_file
