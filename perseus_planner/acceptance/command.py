@@ -38,9 +38,7 @@ class AcceptanceReport:
     checks: tuple[CheckResult, ...]  #: In order
 
 
-def accept(
-    gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path, as_json: bool
-) -> None:
+def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path) -> None:
     """Accept this node, on all ranks together; rank 0 prints and writes the result, and all exit
     with 1 if a check fails.
 
@@ -49,7 +47,6 @@ def accept(
         rehearses: Whether to check only what a profile needs, on any number of nodes.
         read_only: Whether to set nothing.
         folder: Where to write.
-        as_json: Whether to print JSON.
 
     Raises:
         UsageError: If the GPU cannot train, or the folder cannot be written.
@@ -81,7 +78,7 @@ def accept(
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):
         results.append(run_check(check, acceptance))
-        if rank.rank == 0 and not as_json:
+        if rank.rank == 0 and not console.is_json():
             click.echo(_line(number, results[-1]))
     report = _report(acceptance, results)
     if rank.rank == 0:
@@ -91,7 +88,7 @@ def accept(
         }
         for path, text in files.items():
             write_file(path, text.encode(), UsageError)
-        console.report(report, _verdict(report), [*files], as_json=as_json)
+        console.report(report, _verdict(report), [*files])
     rank.gather(None)  # torchrun ends all others as soon as one ends with an error
     if not report.has_passed:
         click.get_current_context().exit(1)

@@ -136,24 +136,29 @@ def _is_of_output(error: Exception) -> bool:
     return isinstance(error, OSError) and frames[-1].name == "echo"
 
 
+def is_json() -> bool:
+    """Tell whether the option --json of the command is given."""
+    return bool(click.get_current_context().params["as_json"])
+
+
 def report(
     summary: DataclassInstance | Mapping[str, Any],
     text: str,
     files: Sequence[Path],
     *,
-    as_json: bool,
     counts: Sequence[int] = (),
+    as_json: bool | None = None,
 ) -> None:
-    """Print the result of a command.
+    """Print the result of a command: as text, or as one JSON object if its option --json is given.
 
     Args:
         summary: the result, for JSON.
         text: the result, for people.
         files: the files that were written.
-        as_json: whether to print one JSON object instead of text.
         counts: for how many pipelines each file is, if the files are for pipelines.
+        as_json: the option, if the command has one of its own.
     """
-    if as_json:
+    if is_json() if as_json is None else as_json:
         import json
         from dataclasses import asdict
 

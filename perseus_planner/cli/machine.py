@@ -28,7 +28,6 @@ from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     GpuName,
     Option,
     OutputFile,
@@ -104,7 +103,6 @@ def doctor(
         "takes; then reset them.",
     ],
     acceptance: AcceptanceOptions,
-    as_json: AsJson,
 ) -> None:
     """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
 
@@ -131,7 +129,6 @@ def doctor(
             rehearses=acceptance.rehearse,
             read_only=acceptance.read_only,
             folder=folder,
-            as_json=as_json,
         )
         return
     if acceptance.read_only or acceptance.into is not None:
@@ -157,7 +154,7 @@ def doctor(
         ),
         "remarks": [*remarks, *problems, *read_records()[1]],
     }
-    console.report(diagnosis, _text(diagnosis), [], as_json=as_json)
+    console.report(diagnosis, _text(diagnosis), [])
     if not verdict.observe and not verdict.set_clocks:
         click.get_current_context().exit(1)
 
@@ -385,7 +382,6 @@ def measure(
     table: Annotated[
         Path | None, "Write all samples there.", Option("--csv", type=OutputFile(".csv"))
     ],
-    as_json: AsJson,
 ) -> None:
     """Run COMMAND, and print on stderr its time and the energy that GPUs use meanwhile.
 
@@ -404,10 +400,10 @@ def measure(
         record = stack.enter_context(_recording(table)) if table is not None else None
         monitor = stack.enter_context(Monitor(gpus or None, sample_s=every_s, on_sample=record))
         with monitor.window(command[0]) as window:
-            exit_status = _run(command, into_stderr=as_json)
+            exit_status = _run(command, into_stderr=console.is_json())
     counts = {"token": tokens, "sample": samples}
     handled = {name: count for name, count in counts.items() if count is not None}
-    if as_json:
+    if console.is_json():
         content = {"command": command, "status": exit_status, **_content(window, handled)}
         click.echo(json.dumps(content, indent=2, allow_nan=False))
     else:
@@ -511,7 +507,6 @@ def reset(
     ],
     power_limit: Annotated[bool, "Also set the power limit of these GPUs back to its default."],
     force: Annotated[bool, "Also reset GPUs that a living process has leased."],
-    as_json: AsJson,
 ) -> None:
     """Reset locked clocks.
 
@@ -541,7 +536,7 @@ def reset(
         invalid = read_records()[1]
         nothing = "Nothing to reset: no dead process has left a GPU set."
     problems = [result.problem for result in results if result.problem is not None]
-    if as_json or len(problems) < len(results) or not problems:
+    if console.is_json() or len(problems) < len(results) or not problems:
         lines = [
             f"Reset {result.gpu} ({result.name})"
             + (f", left set by {result.left_by}" if result.left_by else "")
@@ -549,7 +544,7 @@ def reset(
             if result.problem is None
         ]
         text = "\n".join([*(lines if results else [nothing]), *invalid])
-        console.report({"gpus": results, "invalid_records": invalid}, text, [], as_json=as_json)
+        console.report({"gpus": results, "invalid_records": invalid}, text, [])
     if problems:
         raise GpuError("; ".join(problems))
 
@@ -572,7 +567,7 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
     "planner warm-up",
     "NUMBA_CACHE_DIR=/opt/planner-cache planner warm-up  # in an image whose containers set it too",
 )
-def warm_up(*, as_json: AsJson) -> None:
+def warm_up() -> None:
     """Compile what solving, planning and training need, once.
 
     Otherwise, the first command that needs compiled code compiles for about 20 s, and keeps the
@@ -586,7 +581,7 @@ def warm_up(*, as_json: AsJson) -> None:
     with console.progress("Warming up"), when_compiling(lambda: compiled.append(1)):
         _use_all_kernels()
     text = f"Compiled {len(compiled)} functions." if compiled else "Everything is compiled already."
-    console.report({"compiled": len(compiled)}, text, [], as_json=as_json)
+    console.report({"compiled": len(compiled)}, text, [])
 
 
 def _use_all_kernels() -> None:

@@ -16,7 +16,6 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import FACTOR, ON_TIME, STAGE
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Certainty,
     Counts,
@@ -180,7 +179,6 @@ def solve(
     output: Annotated[
         Path, output_file("the frontier, which `planner plan` and `planner show` read", ".npz")
     ],
-    as_json: AsJson,
 ) -> None:
     """Find the least energy of an iteration for every iteration time.
 
@@ -207,7 +205,7 @@ def solve(
     summaries = [summarize_frontier(frontier) for frontier in frontiers]
     summary = summaries[0] if len(summaries) == 1 else {"frontiers": summaries}
     text = "\n".join(map(frontier_text, summaries))
-    console.report(summary, text, targets, as_json=as_json, counts=job.counts)
+    console.report(summary, text, targets, counts=job.counts)
 
 
 @dataclass(frozen=True)
@@ -284,7 +282,6 @@ def plan(
         bool, "Also say how far the plan is above a closer bound, which takes a second or two."
     ],
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
-    as_json: AsJson,
 ) -> None:
     """Choose a clock for every computation.
 
@@ -330,7 +327,7 @@ def plan(
     else:
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)
         text = plans_text(summary)
-    console.report(summary, text, files, as_json=as_json, counts=pipelines.counts)
+    console.report(summary, text, files, counts=pipelines.counts)
 
 
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
@@ -410,7 +407,7 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
     return targets
 
 
-@command(hidden=True)
+@command(has_json=False, hidden=True)
 def run_job(
     job: Annotated[Path, SourceFile("job")],
     *,

@@ -15,7 +15,6 @@ from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.base.units import COUNT, MINUTES_LIMIT, SHARE_WITHIN
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Counts,
     GpuCount,
@@ -130,7 +129,6 @@ def profile(
         "[default: the profile of the job file]",
         Option("--output", "-o", type=OutputFile(".yaml", ".yml")),
     ],
-    as_json: AsJson,
 ) -> None:
     """Measure the time and energy of every stage's computations over the clocks, and the power of a
     waiting GPU.
@@ -165,7 +163,7 @@ def profile(
         return  # rank 0 prints the profile
     summary = summarize_profile(result)
     files = [target, target.with_suffix(".csv")]
-    console.report(summary, profile_text(summary), files, as_json=as_json)
+    console.report(summary, profile_text(summary), files)
     if difference := result.conditions.get("unlike training"):
         from perseus_planner.profiler.training_check import UNLIKE_TRAINING
 
@@ -316,7 +314,6 @@ def calibrate(
         "read; with --kernels a system file.  [default: only print]",
         Option("--output", "-o", type=OutputFile(".yaml", ".yml")),
     ],
-    as_json: AsJson,
 ) -> None:
     """Correct predicted iteration times by measured ones.
 
@@ -343,7 +340,7 @@ def calibrate(
         from perseus_planner.base import registry
 
         measure_kernels = registry.load(registry.MEASURE_KERNELS)
-        measure_kernels(kernels, output, as_json=as_json)
+        measure_kernels(kernels, output)
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
@@ -358,7 +355,7 @@ def calibrate(
     else:
         write_file(output, content, UsageError)
         written.append(output)
-    console.report(result, text, written, as_json=as_json)
+    console.report(result, text, written)
 
 
 def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredPlan]:

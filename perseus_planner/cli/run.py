@@ -108,6 +108,7 @@ class RuntimeOptions:
     "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
     "planner run --work lengths:work --no-learn --state profile.yaml -- deepspeed train.py",
     "srun planner run -- python train.py",
+    has_json=False,
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
 )
 def run(

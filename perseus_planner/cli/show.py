@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,7 +15,6 @@ import click
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Number,
     Option,
@@ -42,7 +40,8 @@ class _View(NamedTuple):
 
     summary: Any
     text: str
-    draw: Callable[[Any], Figure]  #: a function of the module `views.figures`
+    #: a function of the module `views.figures`; None if there is no figure.
+    draw: Callable[[Any], Figure] | None = None
     #: a function of the file to write and of the files beside it; None if there is no timeline.
     write_trace: Callable[[Path, tuple[Path, ...]], None] | None = None
 
@@ -84,7 +83,6 @@ def show(
         BlockingPower | None,
         "Power of a waiting GPU, e.g. 85W, for a folder of plans of Kareus.",
     ],
-    as_json: AsJson,
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
@@ -108,15 +106,17 @@ def show(
     if plot is not None:
         from perseus_planner.views import figures
 
-        if figure is None:
+        if figure is not None:
+            drawn = _draw(figure, (file, *beside), blocking_power_w)
+        elif view.draw is not None:
             drawn = view.draw(figures)
         else:
-            drawn = _draw(figure, (file, *beside), blocking_power_w)
+            raise UsageError(f"{file}: has no figure; leave --plot out")
         figures.save_figure(drawn, plot)
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
     written = [path for path in (plot, perfetto) if path is not None]
-    console.report(view.summary, view.text, written, as_json=as_json)
+    console.report(view.summary, view.text, written)
 
 
 def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) -> Figure:
@@ -136,24 +136,19 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     if kind == "kareus":
         plans = registry.load(registry.KAREUS)(path, blocking_power_w)
         text = "\n".join(each.sheet.text() for each in plans)
-        return _View({"kareus": plans}, text, partial(_refuse_figure, path))
+        return _View({"kareus": plans}, text)
     if blocking_power_w is not None:
         raise UsageError(
             f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
         )
     if kind is not None and kind in registry.SHOWN:
-        summary, text, draw = registry.load(registry.SHOWN[kind])(path)
-        return _View(summary, text, lambda _: draw())
+        return _View(*registry.load(registry.SHOWN[kind])(path))
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
             "folder"
         )
     return readers.get(kind or "", _plan_view)(path)
-
-
-def _refuse_figure(path: Path, _: Any) -> Any:
-    raise UsageError(f"{path}: there is no figure of plans of Kareus; leave --plot out")
 
 
 def _profile_view(file: Path) -> _View:
@@ -230,14 +225,8 @@ def _run_view(folder: Path) -> _View:
             lambda path, _: trace_run(run, path),
         )
 
-    def refuse(_: Any) -> Any:
-        raise UsageError(
-            f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot "
-            "out"
-        )
-
     unplanned = summarize_unplanned(run, run.autopilot)
-    return _View(unplanned, unplanned_text(unplanned), refuse)
+    return _View(unplanned, unplanned_text(unplanned))
 
 
 @dataclass(frozen=True)
@@ -294,7 +283,6 @@ def report(
         "Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV or plans of Kareus.",
     ],
     output: Annotated[Path, output_file("the page", ".html", ".htm")],
-    as_json: AsJson,
 ) -> None:
     """Write a page that shows where the energy goes, what a plan changes, and what it saves.
 
@@ -320,13 +308,13 @@ def report(
     for kind in registry.REPORTED.keys() & set(map(kind_of, source)):
         content, text, html = registry.load(registry.REPORTED[kind])(source, rates)
         write_file(output, html, UsageError)
-        console.report(content, text, [output], as_json=as_json)
+        console.report(content, text, [output])
         return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power_w)
         job_report = make_report(sources, rates, _size(sources, size))
         write_file(output, page(job_report), UsageError)
-    console.report(job_report, report_text(job_report), [output], as_json=as_json)
+    console.report(job_report, report_text(job_report), [output])
 
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:

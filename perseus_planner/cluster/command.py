@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     Lag,
     Option,
     OutputFile,
@@ -91,7 +90,6 @@ def simulate(
         "Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
         Option("--csv"),
     ],
-    as_json: AsJson,
 ) -> None:
     """Replay a job on a cluster under several policies, with stragglers or different microbatches.
 
@@ -106,7 +104,7 @@ def simulate(
         for name, value in given.items():
             if value is not None:
                 raise UsageError(f"{name}: does not go with --lengths; leave it out")
-        _simulate_lengths(frontier, lengths, iterations, slowdown, policies, as_json=as_json)
+        _simulate_lengths(frontier, lengths, iterations, slowdown, policies)
         return
     if pipelines is None:
         raise UsageError(
@@ -139,7 +137,7 @@ def simulate(
     if table is not None:
         write_file(table, gpu_csv(outcomes), UsageError)
     summary = summarize_cluster(cluster, outcomes, slowdown, left_out)
-    console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
+    console.report(summary, cluster_text(summary), [table] if table else [])
 
 
 def _simulate_lengths(
@@ -148,8 +146,6 @@ def _simulate_lengths(
     iterations: int | None,
     slowdown: float,
     policies: Sequence[str],
-    *,
-    as_json: bool,
 ) -> None:
     """Replay a job whose microbatches differ, and print what it comes to."""
     from perseus_planner.base.units import COUNT
@@ -169,7 +165,7 @@ def _simulate_lengths(
             if progress is not None:
                 progress(len(outcomes), len(names))
     summary = summarize_lengths(job, outcomes, slowdown)
-    console.report(summary, lengths_text(summary), [], as_json=as_json)
+    console.report(summary, lengths_text(summary), [])
 
 
 def _outcomes(

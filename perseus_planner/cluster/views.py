@@ -5,10 +5,9 @@ row for each GPU; what `planner show` prints of a file of lengths.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
@@ -16,8 +15,6 @@ from perseus_planner.views.context import context_of_profile, pipeline_text, sha
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from matplotlib.figure import Figure
 
     from perseus_planner.cluster.lengths import BatchOutcome, Lengths, UnlikeJob
     from perseus_planner.cluster.replay import Cluster, Outcome
@@ -227,16 +224,13 @@ def _order_note(reordered_share: float) -> str:
     )
 
 
-def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
+def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
     """Return a file of lengths as `planner show` wants it: what plans of the batch would bring, on
     pipelines of a simulated GPU.
     """
     from perseus_planner.cluster.lengths import UnlikeJob, read_lengths
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
     from perseus_planner.solver.frontier import solve
-
-    def refuse() -> Figure:
-        raise UsageError(f"{path}: has no figure; leave --plot out")
 
     lengths = read_lengths(path)
     summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}
@@ -288,4 +282,4 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]
         f"What plans of the batch would bring on {_SHOWN_GPU} (simulated: no GPU was touched), "
         f"1F1B, replayed: {counted(len(replayed.work), 'iteration')}"
     )
-    return summary, Sheet(title, source, columns, "\n".join(notes)).text(), refuse
+    return summary, Sheet(title, source, columns, "\n".join(notes)).text()

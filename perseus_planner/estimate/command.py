@@ -14,7 +14,6 @@ from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     Counts,
     Option,
     OutputFile,
@@ -169,7 +168,6 @@ def estimate(
     output: Annotated[
         Path, output_file("the profile, with its table beside it as .csv,", ".yaml", ".yml")
     ],
-    as_json: AsJson,
 ) -> None:
     """Estimate the profile of a model without a GPU.
 
@@ -202,7 +200,7 @@ def estimate(
     profile.save(output)
     summary = summarize_estimate(name_of(model), profile, job)
     files = [output, output.with_suffix(".csv")]
-    console.report(summary, estimate_text(summary), files, as_json=as_json)
+    console.report(summary, estimate_text(summary), files)
 
 
 def _changed(model: str, **changes: object) -> Transformer:
@@ -308,7 +306,7 @@ class _Run:
 
 
 @command(
-    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --plot explored.png",
+    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64",
     "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o "
     "found.yaml",
 )
@@ -320,7 +318,6 @@ def explore(
     goal: _Goal,
     power_limit_w: Annotated[Power | None, "Power limit of each GPU, e.g. 500W."],
     run: _Run,
-    plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     job: Annotated[
         int,
         click.IntRange(1, 3),
@@ -332,7 +329,6 @@ def explore(
         "File to write: the job file of one of the first three configurations.",
         Option("--output", "-o"),
     ],
-    as_json: AsJson,
 ) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.
 
@@ -345,10 +341,7 @@ def explore(
     from perseus_planner.estimate import views
     from perseus_planner.estimate.explore import explore as exploring
     from perseus_planner.estimate.transformer import name_of
-    from perseus_planner.views.figures import check_figure_path, save_figure
 
-    if plot is not None:
-        check_figure_path(plot, "--plot")
     shape = _changed(
         model,
         sequence=job_gpus.sequence,
@@ -368,16 +361,13 @@ def explore(
         name_of(model), job_gpus.gpus, explored, run.tokens, run.prices()
     )
     written: list[Path] = []
-    if plot is not None:
-        save_figure(views.exploration_figure(result), plot)
-        written.append(plot)
     if output is not None:
         row = explored.first[min(job, len(explored.first)) - 1]
         written += views.write_job(row, explored, output)
-    console.report(result, views.exploration_text(result), written, as_json=as_json)
+    console.report(result, views.exploration_text(result), written)
 
 
-def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
+def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
     from perseus_planner.base.units import TIME
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
@@ -435,4 +425,4 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
     )
     save_system(system, output, names)
     view = system_view(system, names)
-    console.report(view, system_text(view), [output], as_json=as_json)
+    console.report(view, system_text(view), [output])

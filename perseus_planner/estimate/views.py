@@ -19,8 +19,6 @@ from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Exploration, Row
     from perseus_planner.profiles.profiles import Profile
@@ -266,35 +264,6 @@ def _energy_remarks(rows: Sequence[dict[str, Any]]) -> Iterable[str]:
             "Joules are an upper bound: narrow products were measured at the power limit only half "
             "as often as bf16 ones."
         )
-
-
-def exploration_figure(view: dict[str, Any]) -> Figure:
-    """Return tokens per second against joules per token."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["configuration"] for row in view["frontier"]):
-        rows = [row for row in view["frontier"] if row["configuration"] == name]
-        axes.plot(
-            [row["tokens_per_s"] for row in rows],
-            [row["j_per_token"] for row in rows],
-            "o-",
-            label=name,
-        )
-    first = view["first"]
-    axes.plot(
-        [r["tokens_per_s"] for r in first],
-        [r["j_per_token"] for r in first],
-        "k*",
-        label="measure these",
-        markersize=12,
-    )
-    axes.set_xlabel("tokens/s")
-    axes.set_ylabel("GPU energy, J/token")
-    axes.set_title(f"{view['model']} on {view['gpu']} ({view['origin']})")
-    axes.legend(fontsize="small")
-    return figure
 
 
 def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:

@@ -22,7 +22,6 @@ from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Counts,
     Lag,
@@ -228,7 +227,6 @@ def profile(
         Time, "Longest time between two events of an answer.", Option("--timeout", default="10min")
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
-    as_json: AsJson,
 ) -> None:
     """Measure what requests to a server cost under traffic, at several clocks: energy, throughput
     and latency, input and output tokens apart.
@@ -257,7 +255,7 @@ def profile(
             rows.append(row)
             save_served(rows, control, origin, output)
     summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
-    console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
+    console.report(summary, _text(rows, control, origin), [output])
 
 
 @command(
@@ -275,7 +273,6 @@ def read(
         Option("--class", metavar="IN/OUT"),
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
-    as_json: AsJson,
 ) -> None:
     """Make an inference profile of what genai-perf, guidellm or `vllm bench serve` measured.
 
@@ -297,7 +294,7 @@ def read(
     if any(row.energy_j is None for row in rows):
         click.echo("planner: rows without an energy count as too slow; give MHZ@WATTS", err=True)
     summary = {"rows": [asdict(row) for row in rows]}
-    console.report(summary, _text(rows, "clock", "read from files"), [output], as_json=as_json)
+    console.report(summary, _text(rows, "clock", "read from files"), [output])
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -338,7 +335,6 @@ def plan(
     epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
     service: _Service,
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
-    as_json: AsJson,
 ) -> None:
     """Choose instances, tensor degree and clock of the pools that serve each class of requests.
 
@@ -364,7 +360,7 @@ def plan(
     inference_plan.save(output)
     view = plan_view(inference_plan)
     service.warn(measured, profile)
-    console.report(view, plan_text(view), [output], as_json=as_json)
+    console.report(view, plan_text(view), [output])
 
 
 @command()
@@ -389,7 +385,6 @@ def simulate(
     ],
     plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     service: _Service,
-    as_json: AsJson,
 ) -> None:
     """Replay a trace through pools that are planned again and again.
 
@@ -436,7 +431,7 @@ def simulate(
     result = views.simulation_view(requests, settings, replays, left_out)
     if plot is not None:
         save_figure(views.simulation_figure(result), plot)
-    console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
+    console.report(result, views.simulation_text(result), [plot] if plot else [])
 
 
 @dataclass(frozen=True)
@@ -455,9 +450,7 @@ class _Kept:
     ]
     dry_run: Annotated[bool, "Set nothing; say what would be set."]
 
-    def keep(
-        self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool], as_json: bool
-    ) -> None:
+    def keep(self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool]) -> None:
         """Keep the clocks of its GPUs, and report what became of it."""
         from perseus_planner.inference.online import OnlineSettings, attend
 
@@ -476,7 +469,7 @@ class _Kept:
             f"{result.requests:.0f} requests in {result.time_s:.0f} s, {late:.2f} % late; "
             f"{result.energy_j:.4g} J; clocks were set {result.changes} times"
         )
-        console.report(asdict(result), text, [], as_json=as_json)
+        console.report(asdict(result), text, [])
 
     @contextmanager
     def opened(self) -> Iterator[list[Gpu]]:
@@ -505,7 +498,7 @@ def _until_ended() -> Iterator[Callable[[], bool]]:
 
 
 @command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
-def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
+def attach(server: str, *, kept: _Kept) -> None:
     """Set the clocks of a running server for the least energy within latency objectives.
 
     SERVER is the address of a server of vLLM or SGLang, whose metrics are read. The command runs
@@ -522,7 +515,7 @@ def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
                 "address that it prints"
             ) from error
         with _until_ended() as is_over:
-            kept.keep(gpus, reader, is_over, as_json)
+            kept.keep(gpus, reader, is_over)
 
 
 @command(
@@ -537,7 +530,6 @@ def run(
         str, "Address of the server.", Option(metavar="URL", default="http://127.0.0.1:8000")
     ],
     start_s: Annotated[Time, "Longest time until the server answers.", Option(default="30min")],
-    as_json: AsJson,
 ) -> None:
     """Run a server, and set its clocks for the least energy within latency objectives.
 
@@ -560,9 +552,7 @@ def run(
             while process.poll() is None and not is_over():
                 with suppress(OSError, HTTPException):
                     reader.read()
-                    kept.keep(
-                        gpus, reader, lambda: is_over() or process.poll() is not None, as_json
-                    )
+                    kept.keep(gpus, reader, lambda: is_over() or process.poll() is not None)
                     break
                 if time.monotonic() > end_s:
                     raise UsageError(

@@ -1,12 +1,11 @@
-"""What is shown of plans of pools and of replays of traces: tables, JSON, figures, and the report,
+"""What is shown of plans of pools and of replays of traces: tables, JSON, a figure, and the report,
 one HTML file without scripts that opens offline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +60,41 @@ def plan_view(plan: InferencePlan) -> dict[str, Any]:
     }
 
 
-def show_plan(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
-    """Return a plan in a file as `planner show` wants it: for JSON, as text, and what draws it."""
+def show_plan(path: Path) -> tuple[dict[str, Any], str]:
+    """Return a plan in a file as `planner show` wants it: for JSON, and as text."""
     view = plan_view(InferencePlan.load(path))
-    return view, plan_text(view), lambda: plan_figure(view)
+    return view, plan_text(view)
 
 
-def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[PoolsReport, str, str]:
-    """Return the report of a plan in a file as `planner report` wants it: its values, text and
-    page.
+def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, Any], str, str]:
+    """Return the report of a plan in a file as `planner report` wants it: for JSON, as text, and as
+    a page. Names are escaped, whatever they contain.
 
     Raises:
         UsageError: If there are more files.
     """
+    from perseus_planner.views.report import page_of_sheets
+
     if len(paths) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
-    report = make_pools_report(paths[0].name, plan_view(InferencePlan.load(paths[0])), rates)
-    return report, pools_text(report), pools_page(report)
+    file, view = paths[0].name, plan_view(InferencePlan.load(paths[0]))
+    baseline_j, saved = view["policies"][0]["energy_j"], None
+    if baseline_j is not None:
+        saved = rates.cost(baseline_j - view["energy_j"])
+    headline = _headline(view, saved)
+    assumed = (
+        f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
+        f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
+    )
+    page = page_of_sheets(
+        f"Pools for inference: {file}",
+        "Energy of pools for inference",
+        ("Where the energy goes", headline, assumed),
+        plan_sheets(view)[::-1],
+    )
+    cost = rates.cost(view["energy_j"])
+    report = {"file": file, "rates": rates, "cost": cost, "saved": saved, "plan": view}
+    return report, f"{plan_text(view)}\n{headline}\n{assumed}\n", page
 
 
 def plan_text(view: dict[str, Any]) -> str:
@@ -116,31 +133,6 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
             "\n".join(notes),
         ),
     ]
-
-
-def plan_figure(view: dict[str, Any]) -> Figure:
-    """Return the energy of each policy as bars."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in view["policies"] if row["energy_j"] is not None]
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(
-        [row["description"] for row in rows], [(row["energy_j"] or 0.0) / 3.6e6 for row in rows]
-    )
-    axes.bar_label(
-        bars,
-        [f"{_percent(row['saved_share'])} % saved" for row in rows],
-        padding=3,
-        fontsize="small",
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("energy (kWh)")
-    axes.set_title(
-        f"Pools for inference on {counted(view['gpus'], 'GPU')} (replayed)", fontsize="medium"
-    )
-    return figure
 
 
 def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
@@ -273,74 +265,12 @@ def _percent(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f}"
 
 
-_STYLE = """
-.bars { width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
-.bars rect { fill: var(--series-7); }
-.bars .plan { fill: var(--good); }
-.bars text { fill: var(--ink); font-size: 13px; }
-.panel p { white-space: pre-line; }
-"""
-
-
-@dataclass(frozen=True)
-class PoolsReport:
-    """A plan for inference with what it costs and saves."""
-
-    file: str  #: name of the plan
-    rates: EnergyRates  #: what a kilowatt-hour costs
-    cost: EnergyCost  #: of all periods of the plan
-    saved: EnergyCost | None  #: against the baseline; None if that cannot meet the objectives
-    plan: dict[str, Any]  #: the plan
-
-
-def make_pools_report(file: str, plan: dict[str, Any], rates: EnergyRates) -> PoolsReport:
-    """Return the report of a plan."""
-    baseline_j = next(row["energy_j"] for row in plan["policies"] if row["policy"] == BASELINE)
-    saved = None if baseline_j is None else rates.cost(baseline_j - plan["energy_j"])
-    return PoolsReport(file, rates, rates.cost(plan["energy_j"]), saved, plan)
-
-
-def pools_text(report: PoolsReport) -> str:
-    """Return the text that `planner report` prints."""
-    return f"{plan_text(report.plan)}\n{_headline(report)}\n{_assumed(report)}\n"
-
-
-def pools_page(report: PoolsReport) -> str:
-    """Return the page of a report. Names are escaped, whatever they contain."""
-    from perseus_planner.views.report import page_environment, page_of_sheets
-
-    rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
-    template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
-    figure = (
-        page_environment()
-        .from_string(template)
-        .render(rows=rows, most_j=max(row["energy_j"] for row in rows))
-    )
-    return page_of_sheets(
-        f"Pools for inference: {report.file}",
-        "Energy of pools for inference",
-        ("Where the energy goes", _headline(report), _assumed(report)),
-        plan_sheets(report.plan)[::-1],
-        figure=figure,
-        style=_STYLE,
-    )
-
-
-def _headline(report: PoolsReport) -> str:
-    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan["epochs"]) / 3600
+def _headline(plan: dict[str, Any], saved: EnergyCost | None) -> str:
+    hours = sum(epoch["length_s"] for epoch in plan["epochs"]) / 3600
     said = f"{plan['energy_j'] / 3.6e6:.4g} kWh of {plan['gpus']} GPUs in {hours:.3g} h."
-    if report.saved is None or plan["saved_share"] is None:
+    if saved is None or plan["saved_share"] is None:
         return f"{said} The baseline violates the latency objective of a class."
-    saved = report.saved
     return (
         f"{said} That is {100 * plan['saved_share']:.1f} % less than with {AGAINST}: "
         f"{saved.kwh:.4g} kWh at the meter, {saved.usd:.4g} USD, {saved.co2e_kg:.4g} kg of CO2e."
-    )
-
-
-def _assumed(report: PoolsReport) -> str:
-    rates = report.rates
-    return (
-        f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
-        f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
     )

@@ -464,9 +464,6 @@ def page_of_sheets(
     heading: str,
     first: tuple[str, str, str],
     sheets: Sequence[Sheet],
-    *,
-    figure: str = "",
-    style: str = "",
 ) -> str:
     """Return a page. Texts are escaped, whatever they contain.
 
@@ -475,10 +472,8 @@ def page_of_sheets(
         heading: Its heading.
         first: Its first section: the heading, the sentence under it, and a note.
         sheets: Its tables.
-        figure: HTML of a figure between sentence and note.
-        style: CSS of the figure.
     """
-    styles = [page_file("theme.css"), page_file("report.css"), *([style] if style else [])]
+    styles = [page_file("theme.css"), page_file("report.css")]
     return (
         page_environment()
         .from_string(page_file("sheets.html.j2"))
@@ -487,7 +482,6 @@ def page_of_sheets(
             heading=heading,
             first=first,
             sheets=[(sheet.title, Markup(sheet.html())) for sheet in sheets],
-            figure=Markup(figure),
             styles=[Markup(text) for text in styles],
             policy=Markup(content_policy([], styles)),
         )

@@ -93,8 +93,12 @@ def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder
 
 def test_show_and_report_take_a_plan(folder: Path):
     text = done(f"{PLAN} --gpus 16 -o 'po<b>ols.yaml'").partition("Wrote")[0]
-    assert text == done("show 'po<b>ols.yaml' --plot pools.svg").partition("Wrote")[0]
-    assert "planner" in Path("pools.svg").read_text()
+    assert text == done("show 'po<b>ols.yaml'")
+    assert refusal("show 'po<b>ols.yaml' --plot pools.svg") == (
+        2,
+        "",
+        "Error: po<b>ols.yaml: has no figure; leave --plot out\n",
+    )
     found = json.loads(done("report 'po<b>ols.yaml' --price 0.2 --pue 1.5 -o page.html --json"))
     baseline_j = found["plan"]["policies"][0]["energy_j"]
     assert found["saved"]["kwh"] == pytest.approx(
@@ -118,11 +122,6 @@ def test_the_page_has_no_barrier_and_fits_a_phone(folder: Path):
             browser, (folder / "page.html").as_uri(), color_scheme="dark", viewport=phone
         ) as page,
     ):
-        assert page.locator(".bars rect").count() == len(POLICIES)
-        assert (
-            page.evaluate("getComputedStyle(document.querySelector('.bars .plan')).fill")
-            != "rgb(0, 0, 0)"
-        )
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert barriers(page) == []
 
