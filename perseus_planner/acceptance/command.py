@@ -52,11 +52,14 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
         UsageError: If the GPU cannot train, or the folder cannot be written.
         RankError: If another rank has ended.
     """
-    from perseus_planner.acceptance.ranks import Rank
-    from perseus_planner.acceptance.steps import CHECKS, REHEARSED, Acceptance
     from perseus_planner.profiler.build import require_torch
 
     require_torch()
+    # Otherwise a look for devices would begin CUDA here.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from perseus_planner.acceptance.ranks import Rank
+    from perseus_planner.acceptance.steps import CHECKS, REHEARSED, Acceptance
+
     if gpu.removeprefix("dry-run:").startswith("simulated:"):
         emulated = gpu.replace("simulated:", "emulated:")
         raise UsageError(f"GPU {gpu!r} has a time of its own; train on {emulated}")

@@ -30,31 +30,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.rendezvous import rendezvous
+from torch.nn import functional
+
 from perseus_planner.base.errors import PlannerError, RankError
 from perseus_planner.base.loops import in_background
 from perseus_planner.engines.microbatch import describe_error
+from perseus_planner.profiler.build import torch_device
+from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.emulation import emulate
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    import torch
-    from torch import nn
     from torch.distributed import Store
 
     from perseus_planner.gpu import Gpu
     from perseus_planner.runtime import Runtime
 
-_IMPORTED = (
-    "torch._dynamo",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.utils.flop_counter",
-    "perseus_planner.profiler.pipeline",
-    "perseus_planner.profiler.rehearsal",
-    "perseus_planner.runtime",
-    "perseus_planner.runtime.emulation",
-)  #: by the rank, so that the process of each step has them
+_IMPORTED = ("torch._dynamo", "torch.distributed.optim", "torch.utils.flop_counter")
+"""What the rank imports, so that the process of each step has it."""
 _POLL_S = 0.05
 _OTHERS_S = 10.0  #: how long a step goes on after it has failed on another rank
 _ANSWER_S = 60.0  #: how much later than its limit another rank may answer
@@ -89,11 +89,6 @@ class Rank:
     _gathered: int = 0
 
     def __post_init__(self) -> None:
-        import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
-
-        # Otherwise a look for devices would begin CUDA here.
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         for module in _IMPORTED:
             import_module(module)
         if "RANK" not in os.environ:
@@ -119,15 +114,11 @@ class Rank:
     @property
     def device(self) -> torch.device:
         """The device that the process of a step computes on, which becomes torch's current one."""
-        from perseus_planner.profiler.build import torch_device
-
         return torch_device(self.gpu.replace("emulated:", "simulated:"))
 
     @contextmanager
     def process_group(self) -> Iterator[None]:
         """Join torch's process group of all ranks inside the block, in the process of a step."""
-        import torch.distributed as dist
-
         client = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
         store = dist.PrefixStore(f"step/{self._turn}", client)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -338,10 +329,7 @@ class Training:
     """
 
     def __init__(self, rank: Rank) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch.distributed import pipelining
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
 
         self._rank, self.device = rank, rank.device
         self.size = size_on(self.device)
@@ -402,8 +390,6 @@ class Training:
 
     def iterate(self) -> list[Any]:
         """Run one iteration; return its losses on the last stage."""
-        import torch
-
         size, losses = self.size, list[Any]()
         generator = torch.Generator().manual_seed(1000 * self._steps + self._pipeline)
         shape = (size.microbatches * size.rows, size.sequence + 1)
@@ -430,9 +416,6 @@ class Training:
 
     def train(self, iterations: int, gpu: Gpu | None = None, *, warm_up: int = 1) -> Trained:
         """Run iterations; the first ones are not counted, but their losses are."""
-        import torch
-        import torch.distributed as dist
-
         losses = [loss for _ in range(warm_up) for loss in self.iterate()]
         self._synchronize()
         dist.barrier()
@@ -452,9 +435,6 @@ class Training:
         """Have computations take as long as on an emulated GPU, if there is one, inside the block;
         with a plan, by the runtime with these options.
         """
-        from perseus_planner.runtime import planner_runtime
-        from perseus_planner.runtime.emulation import emulate
-
         gpu = self._rank.gpu
         with ExitStack() as stack:
             if self._rank.is_emulated:
@@ -470,22 +450,17 @@ class Training:
                 self._begin_to_reduce(parameter)
 
     def _begin_to_reduce(self, parameter: Any) -> None:
-        import torch.distributed as dist
-
         if self._replicas > 1:
             work = dist.all_reduce(parameter.grad, group=self._group, async_op=True)
             self._works.append(work)
 
     def _synchronize(self) -> None:
-        import torch
-
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _stage(size: Size, number: int) -> nn.Module:
     """Return a stage: the first has the embedding, the last the head."""
-    from torch import nn
 
     def layer() -> Any:
         """Return a layer in which no token sees later ones."""
@@ -507,8 +482,6 @@ def _stage(size: Size, number: int) -> nn.Module:
 
 def _examples(size: Size, device: torch.device) -> tuple[Any, Any, Any]:
     """Return what the first stage gets, what it sends, and what the last one makes."""
-    import torch
-
     shape = (size.rows, size.sequence)
     return (
         torch.zeros(shape, dtype=torch.long, device=device),
@@ -519,6 +492,4 @@ def _examples(size: Size, device: torch.device) -> tuple[Any, Any, Any]:
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of the next token, in nats."""
-    from torch.nn import functional
-
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -370,6 +370,9 @@ def explore(
 def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
     from perseus_planner.base.units import TIME
+    from perseus_planner.profiler.build import require_torch
+
+    require_torch()
     from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
     from perseus_planner.estimate.system import save_system, system_of, system_view
     from perseus_planner.estimate.transformer import named_transformer, shared_by

@@ -12,15 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.estimate.system import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
-    import torch
-
     from perseus_planner.estimate.transformer import Transformer
 
 _LAYERS = 4
@@ -60,8 +63,6 @@ def measured_names(ranks: int) -> tuple[str, ...]:
 
 
 def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
-    import torch
-
     device, dtype = _device()
     group = _group(shape.tensor_degree)
     layer, head = _Layer(shape, group), _Head(shape, group)
@@ -90,8 +91,6 @@ def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
 
 def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, float]:
     """Return the seconds of a forward and of its backward: medians, the longest of all ranks."""
-    import torch
-
     forwards, backwards = [], []
     for turn in range(repetitions + min(3, repetitions)):
         _barrier()
@@ -124,15 +123,11 @@ class _Layer:
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the forward, with recomputation where the shape has it."""
-        from torch.utils.checkpoint import checkpoint
-
         if self._shape.recomputation == "full":
             return checkpoint(self._forward, hidden, use_reentrant=False)
         return self._forward(hidden)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        from torch.nn import functional
-
         shape = self._shape
         into, summed = _exchanges(shape, self._group)
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))
@@ -178,8 +173,6 @@ class _Head:
 
     def run(self, words: torch.Tensor) -> torch.Tensor:
         """Run embedding, norm, head and loss."""
-        from torch.nn import functional
-
         into, summed = _exchanges(self._shape, self._group)
         hidden = summed(functional.embedding(words, self._table))
         logits = functional.linear(
@@ -198,11 +191,10 @@ def _exchanges(
     """
     if group is None:
         return lambda value: value, lambda value: value
-    through = _through()
     before, after = (_gathered, _scattered) if shape.sequence_parallel else (_kept, _summed)
     return (
-        lambda value: through.apply(value, group, before, after),
-        lambda value: through.apply(value, group, after, before),
+        lambda value: _Through.apply(value, group, before, after),
+        lambda value: _Through.apply(value, group, after, before),
     )
 
 
@@ -211,60 +203,43 @@ def _kept(value: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _summed(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch.distributed as dist
-
     value = value.clone()
     dist.all_reduce(value, group=group)
     return value
 
 
 def _gathered(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch
-    import torch.distributed as dist
-
     parts = [torch.empty_like(value).contiguous() for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, value.contiguous(), group=group)
     return torch.cat(parts, 1)
 
 
 def _scattered(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch
-    import torch.distributed as dist
-
     parts = [part.contiguous() for part in value.chunk(dist.get_world_size(group), 1)]
     found = torch.empty_like(parts[0])
     dist.reduce_scatter(found, parts, group=group)
     return found
 
 
-@cache
-def _through() -> Any:
-    import torch
+class _Through(torch.autograd.Function):  # type: ignore[misc]
+    """A step over a group on the way forth, and another one on the way back: Megatron's f and g, or
+    those of sequence parallelism.
+    """
 
-    class Through(torch.autograd.Function):  # type: ignore[misc]
-        """A step over a group on the way forth, and another one on the way back: Megatron's f and
-        g, or those of sequence parallelism.
-        """
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
+        context.group, context.back = group, steps[1]
+        return steps[0](value, group)
 
-        @staticmethod
-        def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
-            context.group, context.back = group, steps[1]
-            return steps[0](value, group)
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-            return context.back(gradient, context.group), None, None, None
-
-    return Through
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return context.back(gradient, context.group), None, None, None
 
 
 def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     """Return the system with the times of two all-reduces over all ranks: fixed time and
     bandwidth.
     """
-    import torch
-    import torch.distributed as dist
-
     device, _ = _device()
     values = [torch.ones(size // 4, device=device) for size in plan.exchange_bytes]
     times_s = [_median_s(partial(dist.all_reduce, value), plan.repetitions) for value in values]
@@ -281,8 +256,6 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
 
 
 def _copy_bytes_per_s(plan: KernelPlan) -> float:
-    import torch
-
     device, _ = _device()
     source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -302,23 +275,17 @@ def _median_s(run: Callable[[], object], repetitions: int) -> float:
 
 
 def _weight(*sizes: int) -> torch.Tensor:
-    import torch
-
     device, dtype = _device()
     return (0.02 * torch.randn(*sizes, device=device)).to(dtype).requires_grad_()
 
 
 def _device() -> tuple[torch.device, torch.dtype]:
-    import torch
-
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     return torch.device("cpu"), torch.float32
 
 
 def _ranks() -> int:
-    import torch.distributed as dist
-
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -328,14 +295,11 @@ def _group(degree: int) -> Any:
     """
     if degree == 1:
         return None
-    import torch.distributed as dist
 
     return dist.new_subgroups(degree)[0]
 
 
 def _wait() -> None:
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -343,16 +307,12 @@ def _wait() -> None:
 def _barrier() -> None:
     _wait()
     if _ranks() > 1:
-        import torch.distributed as dist
-
         dist.barrier()
 
 
 def _longest(seconds: float) -> float:
     if _ranks() == 1:
         return seconds
-    import torch
-    import torch.distributed as dist
 
     value = torch.tensor([seconds], device=_device()[0], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)

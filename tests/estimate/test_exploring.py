@@ -55,9 +55,7 @@ def test_the_json_holds_rows_and_forecasts_in_si_units(folder: Path):
 
 
 def test_the_job_of_a_row_takes_its_time(folder: Path):
-    found = json.loads(
-        done(f"{SMALL} --schedule interleaved-1f1b --job 2 -o job.yaml --json")
-    )
+    found = json.loads(done(f"{SMALL} --schedule interleaved-1f1b --job 2 -o job.yaml --json"))
     row = found["first"][1]
     job = Job.load("job.yaml")
     assert sum(job.counts) == row["data_degree"]
