@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from perseus_planner import Plan, Profile, solve
+from perseus_planner import Plan, Profile, Run, solve
 from perseus_planner.acceptance.ranks import (
     DETERMINISTIC,
     STAGES,
@@ -57,7 +57,6 @@ from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.rehearsal import rehearse_gpu, surroundings, unlocked_mhz
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiles.measurement import ClockChange, Measurement
-from perseus_planner.runs import Run
 
 if TYPE_CHECKING:
     from perseus_planner.acceptance.ranks import Rank

@@ -9,11 +9,11 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -23,6 +23,7 @@ from perseus_planner.base.prefixes import counted
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+T = TypeVar("T")
 _UNPRINTABLE = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
@@ -173,6 +174,15 @@ def report(
         if sum(counts) > 1:
             ending = f", for {counted(counts[number], 'pipeline')}"
         click.echo(f"Wrote {click.format_filename(file)}{ending}")
+
+
+def each(what: str, items: Collection[T]) -> Iterator[T]:
+    """Yield the items, and show how many are done, as `progress` does."""
+    with progress(what) as update:
+        for done, item in enumerate(items, 1):
+            yield item
+            if update is not None:
+                update(done, len(items))
 
 
 @contextmanager

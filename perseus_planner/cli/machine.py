@@ -388,7 +388,7 @@ def measure(
     Nothing is set. The exit status is that of the command. With --json, the command's output goes
     to stderr, so that stdout has one JSON object.
     """
-    from perseus_planner.gpu.monitor import Monitor
+    from perseus_planner import Monitor
 
     for gpu in gpus:
         if gpu.startswith("simulated:"):
@@ -588,12 +588,12 @@ def _use_all_kernels() -> None:
     """Solve, plan within a switch budget, and search as training does, on a small pipeline."""
     import numpy as np
 
+    from perseus_planner import solve
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
     from perseus_planner.runtime.autopilot.planning import Costs, Searcher
     from perseus_planner.schedules import one_f_one_b
-    from perseus_planner.solver.frontier import solve
 
     profile = profile_simulated("simulated:a100-sxm", 2)
     for microbatches in (

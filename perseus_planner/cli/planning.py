@@ -41,10 +41,8 @@ from perseus_planner.cli.profiling import profile
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from perseus_planner.plans.plan import Plan
+    from perseus_planner import Frontier, Plan, Replicas
     from perseus_planner.plans.settings import Settings
-    from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.solver.replicas import Replicas
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
 SCHEDULES = (
@@ -191,8 +189,7 @@ def solve(
     If the replicas of a job differ, there is a frontier for each kind: FILE gets -0, -1 and so on
     before its ending.
     """
-    from perseus_planner.plans.job import Job
-    from perseus_planner.solver.frontier import solve_dag
+    from perseus_planner import Job, solve_dag
     from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     refuse_same([profile_or_job], output)
@@ -307,8 +304,7 @@ def plan(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
             "instead"
         )
-    from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.solver.replicas import Replicas
+    from perseus_planner import Frontier, Replicas
     from perseus_planner.views.plan import plan_text, plans_text, summarize_plan, summarize_plans
 
     files = _numbered(output, len(frontier), frontier)

@@ -31,10 +31,10 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from perseus_planner import Profile
     from perseus_planner.plans.calibration import MeasuredPlan
     from perseus_planner.plans.settings import Settings
     from perseus_planner.profiler.sweep import SweepSettings
-    from perseus_planner.profiles.profiles import Profile
 
 
 @dataclass(frozen=True)
@@ -362,10 +362,10 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     """Yield the plans with the mean times of an iteration; `texts` are those of the plans that
     are files.
     """
+    from perseus_planner import Plan, Run
     from perseus_planner.base.units import DURATION
     from perseus_planner.plans.calibration import MeasuredPlan
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.run import Run, calibration_of
+    from perseus_planner.runs.run import calibration_of
 
     times_s = [DURATION.read(text, "--measured") for text in texts]
     plans = [path for path in paths if not path.is_dir()]

@@ -125,7 +125,7 @@ def run(
 
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
-    from perseus_planner.plans.plan import Plan
+    from perseus_planner import Plan
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.work import check_options
     from perseus_planner.runtime.unmodified.options import write_options

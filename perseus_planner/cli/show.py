@@ -152,7 +152,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
 
 
 def _profile_view(file: Path) -> _View:
-    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner import Profile
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
     beside = next(
@@ -168,7 +168,7 @@ def _profile_view(file: Path) -> _View:
 
 
 def _frontier_view(file: Path) -> _View:
-    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner import Frontier
     from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
@@ -181,8 +181,8 @@ def _frontier_view(file: Path) -> _View:
 
 
 def _plan_view(file: Path) -> _View:
+    from perseus_planner import Plan
     from perseus_planner.base.prefixes import si
-    from perseus_planner.plans.plan import Plan
     from perseus_planner.views.figures import chart_plan
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
@@ -205,7 +205,7 @@ def _plan_view(file: Path) -> _View:
 
 
 def _run_view(folder: Path) -> _View:
-    from perseus_planner.runs.run import Run
+    from perseus_planner import Run
     from perseus_planner.views.figures import chart_run_beside_plan
     from perseus_planner.views.run import (
         run_text,

@@ -44,9 +44,9 @@ from perseus_planner.plans.replay import all_maximum, end_times, time_and_energy
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
+    from perseus_planner import PipelineDag
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules import Computation
-    from perseus_planner.schedules.dag import PipelineDag
 
 _BRIEF = 2000
 """EnvPipe replays the iteration up to computations x clocks times; more take minutes."""

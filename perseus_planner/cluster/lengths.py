@@ -15,8 +15,6 @@ measured for a microbatch of mean work, and for others in proportion.
 |-----------------|--------------------------------------------------------------------------------|
 | `max`           | all at maximum                                                                 |
 | `planner-fixed` | the plan for microbatches that are alike, in every iteration                   |
-| `on-time`       | the same, made to be on time for 95 % of such iterations: `Profile.jitter`     |
-| `own-time`      | plans of the batch, each for the time of its own pipeline at maximum clocks    |
 | `one-clock`     | one for each pipeline and iteration, which ends with the slowest pipeline      |
 | `batch`         | plans of the batch, which end with the slowest pipeline                        |
 """
@@ -37,15 +35,14 @@ from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.tables import CsvFile
 from perseus_planner.base.units import COUNT, INDEX, SHARE
 from perseus_planner.profiles.measurement import ClockChange
-from perseus_planner.schedules.dag import PipelineDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner import Frontier
     from perseus_planner.solver.batch import BatchPlan
-    from perseus_planner.solver.frontier import Frontier
 
-POLICIES = ("max", "planner-fixed", "on-time", "own-time", "one-clock", "batch")
+POLICIES = ("max", "planner-fixed", "one-clock", "batch")
 MOST_CHANGES = 8  #: of a rank's clock in an iteration, if changes cost time
 _HEADER = "step,pipeline,microbatch,length, or step,pipeline,microbatch_0,microbatch_1 and so on"
 _WORK = SHARE._replace(wanted="a work: write a number of 0 or more")
@@ -169,7 +166,8 @@ class UnlikeJob:
         dag, change = frontier.dag, frontier.profile.clock_change
         rows = dag.profile.measurements
         laws = {key: Law(0.0, (rows[key][0].time_s,)) for key in dict.fromkeys(dag.iteration.keys)}
-        self.planner = BatchPlanner(dag, laws, max_changes=None if change is None else MOST_CHANGES)
+        self._most_changes = None if change is None else MOST_CHANGES
+        self.planner = BatchPlanner(dag, laws, max_changes=self._most_changes)
         self._change = change or ClockChange(0.0)
         self._as_said = np.ones(len(dag.computations))
 
@@ -188,15 +186,15 @@ class UnlikeJob:
         make = self._maker(policy)
         for iteration, pipelines in enumerate(self.lengths.work):
             target_s = self._slowdown * max(self.full_clocks_s(iteration))
-            came = []
-            for work in pipelines[:, :, None]:
-                plan = make(work, target_s)
-                is_catching_up = policy in ("batch", "own-time")
-                came.append(
-                    self.planner.replay(
-                        plan, self._as_said, self._change, is_catching_up=is_catching_up
-                    )
+            came = [
+                self.planner.replay(
+                    make(work, target_s),
+                    self._as_said,
+                    self._change,
+                    is_catching_up=policy == "batch",
                 )
+                for work in pipelines[:, :, None]
+            ]
             times_s.append(max(each.time_s for each in came))
             effective_j += [each.effective_j for each in came]
         waiting_w = self.frontier.dag.waiting_w * self.lengths.work.shape[1]
@@ -210,8 +208,6 @@ class UnlikeJob:
             return planner.plan
         if policy == "one-clock":
             return planner.one_clock
-        if policy == "own-time":
-            return lambda work, _: planner.plan(work, self._slowdown * planner.full_clocks_s(work))
         if policy == "max":
             return lambda work, target_s: planner.plan_of(work, None, target_s)
         if policy not in POLICIES:
@@ -219,25 +215,11 @@ class UnlikeJob:
                 f"policy {shown(policy)} does not apply to lengths; choose from "
                 f"{', '.join(POLICIES)}"
             )
-        deadline_s = self._slowdown * frontier.baseline_time_s
-        most = None if frontier.profile.clock_change is None else MOST_CHANGES
-        if policy == "planner-fixed":
-            plan = frontier.plan_until(deadline_s, max_changes=most, on_time=None)
-        else:
-            plan = self._wary_frontier().plan_until(deadline_s, max_changes=most)
-        # A plan that is on time may have clocks that were not measured: the next higher ones are.
-        rows = frontier.profile.measurements
-        clocks = [
-            min(m.clock_mhz for m in rows[key] if m.clock_mhz >= mhz)
-            for key, mhz in zip(frontier.dag.iteration.keys, plan.clocks.values(), strict=True)
-        ]
+        plan = frontier.plan_until(
+            self._slowdown * frontier.baseline_time_s, max_changes=self._most_changes, on_time=None
+        )
+        clocks = list(plan.clocks.values())
         return lambda work, target_s: planner.plan_of(work, clocks, target_s)
-
-    def _wary_frontier(self) -> Frontier:
-        from perseus_planner.solver.frontier import solve_dag
-
-        profile = replace(self.frontier.profile, jitter=self.lengths.spread)
-        return solve_dag(PipelineDag(profile, self.frontier.dag.iteration))
 
     def reordered_s(self) -> tuple[float, float]:
         """Return the seconds of all iterations at full clocks: as they are, and if each pipeline

@@ -44,25 +44,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus_planner import Frontier, PipelineDag, solve_dag
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.tables import CsvFile, CsvRow
 from perseus_planner.base.units import FACTOR, STAGE, TIME, WAIT, Count, Wait
 from perseus_planner.cluster import baselines
 from perseus_planner.plans.clock_replay import Task
-from perseus_planner.plans.replay import all_maximum, end_times, replay_changes
+from perseus_planner.plans.replay import all_maximum, replay_changes
 from perseus_planner.profiles.groups import slowed
-from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import Frontier, solve_dag
-
-if TYPE_CHECKING:
-    from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.profiles.measurement import ClockChange, Measurement
 
 _COLUMNS = ("start", "end", "slowdown", "pipeline", "stage")
 _HEADER = ",".join(_COLUMNS)
@@ -80,51 +76,17 @@ _STAGE = STAGE._replace(
     wanted="a stage: write 0 for the first one, or nothing for the whole pipeline"
 )
 
-_Start = Annotated[float, _START]
-_Slowdown = Annotated[float, _SLOWDOWN]
-_Pipeline = Annotated[int, _PIPELINE]
-_Stage = Annotated[int, _STAGE]
-
 
 @dataclass(frozen=True)
-class Straggler(Checked, prefix="straggler, "):
-    """A pipeline, or one stage of it, that is slow for a while.
+class Straggler:
+    """A pipeline, or one stage of it, that is slow for a while."""
 
-    Raises:
-        UsageError: If a value is out of range.
-    """
-
-    start_s: _Start  #: when it begins, seconds after the start of the first iteration, 0 or more
+    start_s: float  #: when it begins, seconds after the start of the first iteration, 0 or more
     end_s: float  #: when it ends, seconds, above `start_s`; infinite if it lasts
     #: factor of all times, 1 or more. Power does not change, so energies grow as times do.
-    slowdown: _Slowdown
-    pipeline: _Pipeline  #: number of the pipeline
-    stage: _Stage | None = None  #: number of the slow stage, or None if the whole pipeline is slow
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.end_s != math.inf:
-            object.__setattr__(self, "end_s", _END.check(self.end_s, "straggler, end_s"))
-        if self.end_s <= self.start_s:
-            raise UsageError(
-                f"straggler, end_s: {self.end_s!r} is not after its start {self.start_s!r}; "
-                "correct one of them"
-            )
-
-    def check(self, pipelines: int, stages: int) -> None:
-        """Check that the straggler fits a cluster of that many pipelines and stages.
-
-        Raises:
-            UsageError: If its pipeline or stage does not exist.
-        """
-        for name, value, count in (
-            ("pipeline", self.pipeline, pipelines),
-            ("stage", self.stage or 0, stages),
-        ):
-            if value >= count:
-                raise UsageError(
-                    f"straggler, {name}: there is no {value}; {name}s are 0 to {count - 1}"
-                )
+    slowdown: float
+    pipeline: int  #: number of the pipeline
+    stage: int | None = None  #: number of the slow stage, or None if the whole pipeline is slow
 
 
 class Condition(NamedTuple):
@@ -220,14 +182,12 @@ class IterationReplays:
 
     def __init__(self, dag: PipelineDag) -> None:
         self.dag = dag
-        keys = dag.iteration.keys
-        self._tables_of = {
-            key: {m.clock_mhz: m for m in dag.profile.measurements[key]} for key in set(keys)
+        self._tables = {
+            key: {m.clock_mhz: m for m in dag.profile.measurements[key]}
+            for key in dict.fromkeys(dag.iteration.keys)
         }
-        self._tables = [self._tables_of[key] for key in keys]
-        self._slow_tables: dict[tuple[tuple[int, float], ...], dict[tuple[int, str], Table]] = {}
         self._rank_of = np.array(dag.iteration.rank_of)
-        self._replays: dict[tuple[Clocks, tuple[tuple[int, float], ...]], ReplayedIteration] = {}
+        self._replays: dict[tuple[Clocks, SlowStages], ReplayedIteration] = {}
 
     def replay(self, clocks: Clocks, condition: Condition) -> ReplayedIteration:
         """Return an iteration at `clocks` of a pipeline in `condition`.
@@ -238,58 +198,24 @@ class IterationReplays:
         key = clocks, condition.stages
         if key not in self._replays:
             self._replays[key] = self._replay(clocks, dict(condition.stages))
-        iteration, slowdown = self._replays[key], condition.slowdown
-        return (
-            iteration
-            if slowdown == 1
-            else ReplayedIteration(
-                iteration.time_s * slowdown,
-                iteration.busy_s * slowdown,
-                iteration.busy_j * slowdown,
-            )
-        )
+        (time_s, busy_s, busy_j), slowdown = self._replays[key], condition.slowdown
+        return ReplayedIteration(time_s * slowdown, busy_s * slowdown, busy_j * slowdown)
 
     def _replay(self, clocks: Clocks, slow: Mapping[int, float]) -> ReplayedIteration:
-        iteration, waiting_w = self.dag.iteration, self.dag.rank_waiting_w
-        if self.dag.profile.clock_change is not None:
-            return self._replay_with_changes(clocks, slow, self.dag.profile.clock_change)
-        points = [table[clock] for table, clock in zip(self._tables, clocks, strict=True)]
-        slowdowns = [slow.get(stage, 1.0) for stage, _ in iteration.keys]
-        times_s = [
-            point.time_s * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
-        ]
-        energies_j = [
-            point.energy_j * slowdown for point, slowdown in zip(points, slowdowns, strict=True)
-        ]
-        time_s = max(end_times(self.dag, times_s)) + self.dag.profile.overhead_s
-        for operation in iteration.operations:
-            times_s.append(operation.time_s)
-            energies_j.append(
-                waiting_w[operation.rank] * operation.time_s
-                if operation.energy_j is None
-                else operation.energy_j
-            )
-        return ReplayedIteration(time_s, self._per_rank(times_s), self._per_rank(energies_j))
-
-    def _replay_with_changes(
-        self, clocks: Clocks, slow: Mapping[int, float], change: ClockChange
-    ) -> ReplayedIteration:
         """Replay with the time that clock changes take, which no slowdown applies to."""
-        key = tuple(sorted(slow.items()))
-        if key not in self._slow_tables:
-            tables = {
-                stage_kind: _slow_down(table, slow.get(stage_kind[0], 1.0))
-                for stage_kind, table in self._tables_of.items()
-            }
-            self._slow_tables[key] = tables
-        tables = self._slow_tables[key]
+        dag = self.dag
+        tables = {
+            key: _slow_down(table, slow[key[0]]) if key[0] in slow else table
+            for key, table in self._tables.items()
+        }
         tasks = [
-            Task(tables[stage_kind], mhz)
-            for stage_kind, mhz in zip(self.dag.iteration.keys, clocks, strict=True)
+            Task(tables[key], mhz) for key, mhz in zip(dag.iteration.keys, clocks, strict=True)
         ]
-        waiting_w, gpus = self.dag.rank_waiting_w, self.dag.profile.gpus_per_stage
-        replayed = replay_changes(self.dag.iteration, tasks, change, waiting_w, gpus)
-        time_s = max(replayed.ends_s) + self.dag.profile.overhead_s
+        change = dag.profile.clock_change or ClockChange(0.0)
+        replayed = replay_changes(
+            dag.iteration, tasks, change, dag.rank_waiting_w, dag.profile.gpus_per_stage
+        )
+        time_s = max(replayed.ends_s) + dag.profile.overhead_s
         return ReplayedIteration(
             time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j)
         )
@@ -431,8 +357,7 @@ class Cluster(Checked):
     """A training job on a cluster, with its stragglers.
 
     Raises:
-        UsageError: If a number is out of range, or a straggler names a pipeline or stage that does
-            not exist.
+        UsageError: If a number is out of range.
     """
 
     frontier: Frontier  #: the frontier of each pipeline; all pipelines are alike
@@ -443,15 +368,12 @@ class Cluster(Checked):
     delay_s: Wait = 1.0  #: how late a policy learns of a change, seconds, 0 or more
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stragglers", tuple(self.stragglers))
         super().__post_init__()
         if self.frontier.dag.has_open_modes:
             raise UsageError(
                 "modes: a cluster is replayed in one way of running; leave the other modes out of "
                 "the profile"
             )
-        for straggler in self.stragglers:
-            straggler.check(self.pipelines, self.frontier.schedule.stages)
 
     @cached_property
     def replays(self) -> IterationReplays:

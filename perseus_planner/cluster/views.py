@@ -228,9 +228,9 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
     """Return a file of lengths as `planner show` wants it: what plans of the batch would bring, on
     pipelines of a simulated GPU.
     """
+    from perseus_planner import solve
     from perseus_planner.cluster.lengths import UnlikeJob, read_lengths
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
-    from perseus_planner.solver.frontier import solve
 
     lengths = read_lengths(path)
     summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}

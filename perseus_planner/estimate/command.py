@@ -176,12 +176,12 @@ def estimate(
     stage corrects all others. The profile is marked as simulated; `planner solve` reads it like any
     other.
     """
+    from perseus_planner import Profile
     from perseus_planner.estimate.curves import calibration_of
     from perseus_planner.estimate.curves import estimate as estimating
     from perseus_planner.estimate.system import with_link
     from perseus_planner.estimate.transformer import name_of
     from perseus_planner.estimate.views import estimate_text, summarize_estimate
-    from perseus_planner.profiles.profiles import Profile
 
     refuse_same([Path(model)], output)
     system, job = of.system().limited(power_limit_w), pipeline.of(model)

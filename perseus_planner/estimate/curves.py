@@ -24,24 +24,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from perseus_planner import PipelineDag, Profile, solve_dag
 from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.configuration import stage_ranks
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
 from perseus_planner.profiles.measurement import Measurement, lower_hull, pareto_front
-from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner import Frontier
     from perseus_planner.estimate.configuration import Candidate, Configuration
     from perseus_planner.estimate.operations import Phases
     from perseus_planner.estimate.system import System
     from perseus_planner.gpu.simulated.model import GpuModel
-    from perseus_planner.solver.frontier import Frontier
 
 Floats = "NDArray[np.float64]"
 _SLOPES = 200

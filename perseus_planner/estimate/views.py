@@ -19,9 +19,9 @@ from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
+    from perseus_planner import Profile
     from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Exploration, Row
-    from perseus_planner.profiles.profiles import Profile
 
 
 def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:

@@ -416,17 +416,13 @@ def simulate(
         most_requests=most,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
-    with console.progress("Replaying") as progress:
-        names = tuple(dict.fromkeys((BASELINE, *(policies or POLICIES))))
-        for done, name in enumerate(names):
-            try:
-                replays.append(replay(measured, requests, settings, name))
-            except (InfeasibleGpus, UsageError) as error:
-                if name in policies or name == "planner":
-                    raise
-                left_out.append(f"{POLICIES[name]}: {error}")
-            if progress is not None:
-                progress(done + 1, len(names))
+    for name in console.each("Replaying", dict.fromkeys((BASELINE, *(policies or POLICIES)))):
+        try:
+            replays.append(replay(measured, requests, settings, name))
+        except (InfeasibleGpus, UsageError) as error:
+            if name in policies or name == "planner":
+                raise
+            left_out.append(f"{POLICIES[name]}: {error}")
     service.warn(measured, profile)
     result = views.simulation_view(requests, settings, replays, left_out)
     if plot is not None:

@@ -39,13 +39,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from perseus_planner import Monitor
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import write_file
 from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import Count, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.gpu.monitor import Monitor
 from perseus_planner.profiler.control import common_settings, opened_control
 from perseus_planner.profiler.lock_check import LockCheck
 

@@ -229,14 +229,6 @@ def test_a_billion_iterations_take_no_longer(smooth: Frontier):
             {"delay_s": -1.0},
             "delay_s: -1.0 is not a wait: give finite seconds of 0 or more, such as 0.002",
         ),
-        (
-            {"stragglers": [Straggler(0, 1, 2, 2)]},
-            "straggler, pipeline: there is no 2; pipelines are 0 to 1",
-        ),
-        (
-            {"stragglers": [Straggler(0, 1, 2, 1, 3)]},
-            "straggler, stage: there is no 3; stages are 0 to 2",
-        ),
     ],
 )
 def test_an_impossible_cluster_is_refused(
