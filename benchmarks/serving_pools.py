@@ -11,7 +11,7 @@ from results import Check, Section, Table
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan, plan_pools
-from perseus_planner.inference.simulation import PREDICTIONS, Settings, replay
+from perseus_planner.inference.simulation import Settings, replay
 from perseus_planner.inference.workload import (
     Configuration,
     InferenceProfile,
@@ -116,7 +116,7 @@ def _replays(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[s
     full = size == FULL
     for gpus in _GPUS if full else _GPUS[1:]:
         plan = make_plan(profile, periods_of(trace, profile, 7200.0), gpus)
-        for prediction in PREDICTIONS if full else PREDICTIONS[:1]:
+        for prediction in ("last", "perfect") if full else ("last",):
             baseline_j = 0.0
             for name, policy in POLICIES.items():
                 if full or name in (BASELINE, "planner"):

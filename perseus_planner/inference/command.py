@@ -460,12 +460,12 @@ class _Kept:
             is_dry=self.dry_run,
             tell=lambda line: click.echo(f"planner: {line}", err=True),
         )
-        late = 100 * result.late / max(1.0, result.requests)
+        late = 100 * result["late"] / max(1.0, result["requests"])
         text = (
-            f"{result.requests:.0f} requests in {result.time_s:.0f} s, {late:.2f} % late; "
-            f"{result.energy_j:.4g} J; clocks were set {result.changes} times"
+            f"{result['requests']:.0f} requests in {result['time_s']:.0f} s, {late:.2f} % late; "
+            f"{result['energy_j']:.4g} J; clocks were set {result['changes']} times"
         )
-        console.report(asdict(result), text, [])
+        console.report(result, text, [])
 
     @contextmanager
     def opened(self) -> Iterator[list[Gpu]]:

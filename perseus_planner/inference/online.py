@@ -33,7 +33,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -459,21 +459,6 @@ _TELL_S = 10.0
 _CLOCKS = 16  #: that are tried
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What became of a server."""
-
-    time_s: float  #: how long its clocks were kept, seconds
-    energy_j: float  #: of its GPUs, joules
-    requests: float  #: how many got their first token
-    late: float  #: how many of these got it later than the objective
-    tokens: float  #: output tokens after the first of each request
-    late_tokens: float  #: those that came at longer distances than the objective, on average
-    changes: int  #: how often clocks were set
-    failures: int  #: how often the server did not answer
-    saving: float | None  #: expected saving of power at the last clock, a share; None if unknown
-
-
 def attend(
     reader: MetricsReader,
     gpus: Sequence[Gpu],
@@ -482,8 +467,8 @@ def attend(
     *,
     is_dry: bool = False,
     tell: Callable[[str], None] = lambda _: None,
-) -> Attended:
-    """Keep the clocks of the GPUs of a server until it is over.
+) -> dict[str, Any]:
+    """Keep the clocks of the GPUs of a server until it is over; return what became of it.
 
     Args:
         reader: Reads its metrics; it has answered once.
@@ -523,17 +508,17 @@ def attend(
                 tell(_line(chooser, is_dry))
             time.sleep(max(0.0, poll_s + _POLL_S - time.monotonic()))
         energy_j = sum(gpu.energy_j() for gpu in gpus) - begin_j
-    return Attended(
-        time.monotonic() - begin_s,
-        energy_j,
-        chooser.requests,
-        chooser.late,
-        chooser.tokens,
-        chooser.late_tokens,
-        changes,
-        failures,
-        chooser.saving,
-    )
+    return {
+        "time_s": time.monotonic() - begin_s,
+        "energy_j": energy_j,  # of its GPUs
+        "requests": chooser.requests,  # that got their first token
+        "late": chooser.late,  # of these, later than the objective
+        "tokens": chooser.tokens,  # after the first of each request
+        "late_tokens": chooser.late_tokens,  # at longer distances than the objective, on average
+        "changes": changes,  # how often clocks were set
+        "failures": failures,  # how often the server did not answer
+        "saving": chooser.saving,  # expected saving of power at the last clock, a share
+    }
 
 
 def check_gpus(gpus: Sequence[Gpu]) -> None:

@@ -29,7 +29,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,12 +99,8 @@ class ChangeCosts:
     @property
     def prices_j(self) -> tuple[float, float, float]:
         """What each of `changed_gpus` adds, joules."""
-        changed_j, resharded_j, new_j = (
-            self.clock.energy_j,
-            self.resharding.energy_j,
-            self.instance.energy_j,
-        )
-        return changed_j, resharded_j - changed_j, new_j - resharded_j
+        changed_j, resharded_j = self.clock.energy_j, self.resharding.energy_j
+        return changed_j, resharded_j - changed_j, self.instance.energy_j - resharded_j
 
 
 PUBLISHED = ChangeCosts()
@@ -578,16 +574,13 @@ class InferencePlan:
             "control": self.control,
             "gpus": self.gpus,
             "classes": {
-                request_class.name: [
-                    _finite(request_class.input_tokens),
-                    _finite(request_class.output_tokens),
+                of.name: [
+                    None if tokens == math.inf else int(tokens)
+                    for tokens in (of.input_tokens, of.output_tokens)
                 ]
-                for request_class in sorted(classes)
+                for of in sorted(classes)
             },
-            "policies": {
-                name: {"energy_j": total.energy_j, "gpus": total.gpus}
-                for name, total in self.policies.items()
-            },
+            "policies": {name: asdict(total) for name, total in self.policies.items()},
             "epochs": [epoch_content(epoch) for epoch in self.epochs],
         }
 
@@ -678,32 +671,17 @@ def allowed(
 ) -> dict[RequestClass, list[Configuration]] | None:
     """Return the configurations that a policy allows each class; None for all."""
     every = profile.configurations
-    degree, setting = (
-        max(configuration.tensor_degree for configuration in every),
-        max(configuration.setting for configuration in every),
-    )
+    degree, setting = map(max, zip(*every, strict=True))
     fixed_degree, fixed_setting = policy in (BASELINE, "clock"), policy in (BASELINE, "degree")
     if not (fixed_degree or fixed_setting):
         return None
     chosen = [
-        configuration
-        for configuration in every
-        if configuration.tensor_degree == degree or not fixed_degree
-    ]
-    chosen = [
-        configuration
-        for configuration in chosen
-        if configuration.setting == setting or not fixed_setting
+        at
+        for at in every
+        if (at.tensor_degree == degree or not fixed_degree)
+        and (at.setting == setting or not fixed_setting)
     ]
     return dict.fromkeys(demand, chosen)
-
-
-def _finite(tokens: float) -> int | None:
-    return None if tokens == math.inf else int(tokens)
-
-
-def _tokens(bound: int | None) -> float:
-    return math.inf if bound is None else float(bound)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -741,7 +719,7 @@ def epoch_content(epoch: Epoch) -> dict[str, Any]:
 def _from_content(content: Mapping[str, Any]) -> InferencePlan:
     """Return the plan of a content whose digest is right, so that this planner wrote it."""
     classes = {
-        name: RequestClass(_tokens(first), _tokens(second), name)
+        name: RequestClass(first or math.inf, second or math.inf, name)
         for name, (first, second) in content["classes"].items()
     }
     epochs = []

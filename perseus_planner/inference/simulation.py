@@ -310,7 +310,6 @@ class Fluid(Instance):
         return power_w if parts else idle_w
 
 
-PREDICTIONS = ("last", "perfect")
 _GAP = 1e-3  #: of the energy of a period above its bound
 _TICK_S = 300.0  #: after which energy is counted
 _SPARE = 0.999  #: of the load that too few GPUs carry
@@ -362,7 +361,7 @@ class Replay:
     energy_j: float  #: joules, changes included
     change_j: float  #: joules of the changes
     most_gpus: int  #: most GPUs in use
-    changes: tuple[int, int, int]  #: how often instances, sharding and clocks changed
+    changes: tuple[int, ...]  #: how often instances, sharding and clocks changed
     short_periods: int  #: periods in which the GPUs did not carry the predicted load
     periods: tuple[Period, ...]  #: what happened, in the order of time
 
@@ -435,7 +434,7 @@ class _Cluster:
             energy_j=self._energy_j(),
             change_j=self.change_j,
             most_gpus=max(gpus for _, _, gpus in periods),
-            changes=(self.changes[0], self.changes[1], self.changes[2]),
+            changes=tuple(self.changes),
             short_periods=self.short_periods,
             periods=tuple(
                 Period(

@@ -31,7 +31,7 @@ _CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
 _SAVING = (
     Column("chosen how", "description", "<"),
     Column("energy kWh", lambda row: row["energy_j"] and row["energy_j"] / 3.6e6, ".4g"),
-    Column("saved %", lambda row: _percent(row["saved_share"])),
+    Column("saved %", "saved_share", "%"),
 )
 
 
@@ -105,7 +105,7 @@ def plan_text(view: dict[str, Any]) -> str:
 def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
-    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"))
+    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"), digits=3)
     proved = (
         f"at most {100 * view['gap']:.2g} % above its bound"
         if view["gap"] > 1e-6
@@ -196,12 +196,13 @@ def simulation_text(view: dict[str, Any]) -> str:
     columns = lay_out(
         rows,
         *_SAVING,
-        Column("late %", lambda row: _percent(row["late_share"], 2)),
+        Column("late %", lambda row: row["late_share"] and 100 * row["late_share"], ".2f"),
         Column("TTFT p95 (ms)", lambda row: row["ttft_p95_s"] and 1e3 * row["ttft_p95_s"], ".4g"),
         Column("TBT p95", lambda row: row["tbt_p95_s"] and 1e3 * row["tbt_p95_s"], ".4g"),
         Column("GPUs", "gpus", ".0f"),
         Column("most", "most_gpus"),
         Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
+        digits=3,
     )
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
@@ -259,10 +260,6 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
         f"{view['requests']} requests on {view['gpus']} GPUs (replayed)", fontsize="medium"
     )
     return figure
-
-
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f}"
 
 
 def _headline(plan: dict[str, Any], saved: EnergyCost | None) -> str:

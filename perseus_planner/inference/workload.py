@@ -358,39 +358,31 @@ class Trace:
         Raises:
             UsageError: If the profile lacks a class.
         """
-        inputs = {
-            request_class.input_tokens: request_class.name.partition("/")[0]
-            for request_class in profile.classes
-        }
-        outputs = {
-            request_class.output_tokens: request_class.name.partition("/")[2]
-            for request_class in profile.classes
-        }
-        order = {
-            (request_class.input_tokens, request_class.output_tokens): number
-            for number, request_class in enumerate(profile.classes)
-        }
-        table = np.array(
-            [
-                [order.get((first, second), -1) for second in sorted(outputs)]
-                for first in sorted(inputs)
-            ]
-        )
-        place, other = (
-            np.minimum(np.searchsorted(sorted(bounds), tokens), len(bounds) - 1)
-            for bounds, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
-        )
-        class_numbers = table[place, other]
-        if class_numbers.min() < 0:
-            request = int(np.argmin(class_numbers))
-            of_input, of_output = sorted(inputs)[place[request]], sorted(outputs)[other[request]]
-            missing = f"{inputs[of_input]}/{outputs[of_output]}"
+        bounds = [(of.input_tokens, of.output_tokens) for of in profile.classes]
+        numbers = {longest: number for number, longest in enumerate(bounds)}
+        steps = [sorted(set(each)) for each in zip(*bounds, strict=True)]
+        places = [
+            np.minimum(np.searchsorted(most, tokens), len(most) - 1)
+            for most, tokens in zip(steps, (self.input_tokens, self.output_tokens), strict=True)
+        ]
+        table = np.array([[numbers.get((a, b), -1) for b in steps[1]] for a in steps[0]])
+        found = table[places[0], places[1]]
+        if found.min() < 0:
+            request = int(np.argmin(found))
+            missing = "/".join(
+                next(
+                    of.name.split("/")[k]
+                    for of, longest in zip(profile.classes, bounds, strict=True)
+                    if longest[k] == steps[k][places[k][request]]
+                )
+                for k in (0, 1)
+            )
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
                 f"{self.output_tokens[request]} output tokens, but the profile has no class "
                 f"{missing}; measure it"
             )
-        return class_numbers
+        return found
 
     def demand(
         self,
