@@ -41,7 +41,7 @@ from perseus_planner.cli.profiling import profile
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from perseus_planner import Frontier, Plan, Replicas
+    from perseus_planner import Plan, Replicas
     from perseus_planner.plans.settings import Settings
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
@@ -327,28 +327,23 @@ def plan(
 
 
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
+    frontier, *others = pipelines.frontiers
+    arguments = limits.arguments()
     if target.power_budget_w is not None:
-        (frontier,) = pipelines.frontiers
-        return (frontier.plan_within_power(target.power_budget_w, **limits.arguments()),)
-    source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
-    if any(frontier.dag.has_tied_modes for frontier in pipelines.frontiers):
-        if len(pipelines.frontiers) > 1:
-            raise UsageError(
-                "modes that are tied to each other are planned for one kind of pipeline; give one "
-                "frontier"
-            )
-        return (_plan_tied(pipelines.frontiers[0], target, limits),)
+        return (frontier.plan_within_power(target.power_budget_w, **arguments),)
+    has_tied_modes = any(each.dag.has_tied_modes for each in pipelines.frontiers)
+    if has_tied_modes and others:
+        raise UsageError(
+            "modes that are tied to each other are planned for one kind of pipeline; give one "
+            "frontier"
+        )
+    source = pipelines if others else frontier
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
-    fastest_s = source.least_deadline_s(limits.arguments().get("on_time", ON_TIME))
     wanted_s = target.deadline_s
     if target.slowdown is not None:
         wanted_s = target.slowdown * source.baseline_time_s
-    if target.straggler_time_s is not None:
-        wanted_s = max(target.straggler_time_s, fastest_s)
-    elif wanted_s is None:
-        wanted_s = max(least_s, fastest_s)
-    elif wanted_s > least_s:
+    if wanted_s is not None and wanted_s > least_s and not has_tied_modes:
         from perseus_planner.base.prefixes import si
 
         click.echo(
@@ -357,22 +352,18 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
             "until then anyway, give --straggler-time",
             err=True,
         )
-        wanted_s = max(least_s, fastest_s)
-    return pipelines.plans_for(wanted_s, **limits.arguments())
-
-
-def _plan_tied(frontier: Frontier, target: Target, limits: PlanLimits) -> Plan:
-    """Return a plan whose modes are tied to each other: which time takes the least energy depends
-    on those that are chosen.
-    """
-    arguments = limits.arguments()
+    if others:
+        fastest_s = source.least_deadline_s(arguments.get("on_time", ON_TIME))
+        if target.straggler_time_s is not None:
+            wanted_s = max(target.straggler_time_s, fastest_s)
+        elif wanted_s is None or wanted_s > least_s:
+            wanted_s = max(least_s, fastest_s)
+        return pipelines.plans_for(wanted_s, **arguments)
     if target.straggler_time_s is not None:
-        return frontier.plan_beside_straggler(target.straggler_time_s, **arguments)
-    if target.slowdown is not None:
-        return frontier.plan_for(target.slowdown * frontier.baseline_time_s, **arguments)
-    if target.deadline_s is not None:
-        return frontier.plan_for(target.deadline_s, **arguments)
-    return frontier.plan_for_least_energy(**arguments)
+        return (frontier.plan_beside_straggler(target.straggler_time_s, **arguments),)
+    if wanted_s is None:
+        return (frontier.plan_for_least_energy(**arguments),)
+    return (frontier.plan_for(wanted_s, **arguments),)
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.operations import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages
@@ -58,11 +57,6 @@ class Configuration:
 
     def __post_init__(self) -> None:
         check_split(self.shape, self.split)
-        if len(self.split) % self.virtual_stages:
-            raise UsageError(
-                f"virtual_stages: {self.virtual_stages} does not divide the {len(self.split)} "
-                "stages; choose a divisor"
-            )
 
     @property
     def ranks(self) -> int:

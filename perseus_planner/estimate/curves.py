@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,23 +78,17 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
     load, gpu = phases.load(system), system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
     top_mhz = load.achieved_mhz(clocks[0])
-    above = int(np.count_nonzero(clocks > top_mhz))
-    first = max(0, above - 1)
-    set_mhz, achieved = clocks[first:], np.minimum(clocks[first:], top_mhz)
-    arithmetic_s = load.megacycles / achieved
-    times_s = arithmetic_s + load.memory_s
-    w_per_mhz = (
-        load.arithmetic_w_per_mhz * arithmetic_s + load.memory_w_per_mhz * load.memory_s
-    ) / times_s
-    voltage = 1 + load.voltage_slope_per_mhz * np.maximum(0.0, achieved - load.ridge_mhz)
-    energies_j = (load.static_w + w_per_mhz * achieved * voltage**2) * times_s
+    set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
+    achieved: Any = np.minimum(set_mhz, top_mhz)
+    times_s: Any = load.free_time_s(achieved)
+    energies_j: Any = load.free_power_w(achieved) * times_s
     places = np.arange(len(set_mhz))
     if count:
         least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
         places = np.unique(np.linspace(0, least, count).round().astype(int))
-    rows = zip(set_mhz[places], times_s[places], energies_j[places], strict=True)
     return tuple(
-        Measurement(int(clock), float(time_s), float(energy_j)) for clock, time_s, energy_j in rows
+        Measurement(int(set_mhz[place]), float(times_s[place]), float(energies_j[place]))
+        for place in places
     )
 
 

@@ -338,31 +338,30 @@ def stage_totals(shape: Transformer, split: Sequence[int]) -> list[dict[str, Tot
     The first stage also has the embedding; the last has the final norm, the language-model head and
     the loss.
     """
-    layer, embedding, head = (
-        {kind: _total(some, shape.tensor_degree) for kind, some in operations(shape).items()}
-        for operations in (layer_operations, embedding_operations, head_operations)
-    )
+    parts = layer_operations(shape), embedding_operations(shape), head_operations(shape)
     stages = []
     for stage, layers in enumerate(split):
-        found = {}
-        for kind in "FIW":
-            parts = [Total(*(layers * value for value in layer[kind]))]
-            parts += [embedding[kind]] if stage == 0 else []
-            parts += [head[kind]] if stage == len(split) - 1 else []
-            found[kind] = Total(*map(sum, zip(*parts, strict=True)))
+        times = layers, stage == 0, stage == len(split) - 1
+        found = {
+            kind: _total(zip(times, (part[kind] for part in parts), strict=True), shape)
+            for kind in "FIW"
+        }
         found["B"] = Total(*map(sum, zip(found["I"], found["W"], strict=True)))
         stages.append(found)
     return stages
 
 
-def _total(operations: Sequence[Operation], degree: int) -> Total:
-    share = 2 * (degree - 1) / degree
-    sums = [each for each in operations if isinstance(each, Exchange) and each.group == "tensor"]
-    return Total(
-        sum(each.flops for each in operations if isinstance(each, Product)),
-        sum(each.bytes for each in operations if isinstance(each, Pass)),
-        sum(share * each.bytes * each.sums for each in sums),
-    )
+def _total(parts: Iterable[tuple[int, Iterable[Operation]]], shape: Transformer) -> Total:
+    flops = moved = sent = 0.0
+    for times, operations in parts:
+        for each in operations:
+            if isinstance(each, Product):
+                flops += times * each.flops
+            elif isinstance(each, Pass):
+                moved += times * each.bytes
+            elif isinstance(each, Exchange) and each.group == "tensor":
+                sent += times * each.bytes * each.sums
+    return Total(flops, moved, 2 * (1 - 1 / shape.tensor_degree) * sent)
 
 
 @dataclass(frozen=True)

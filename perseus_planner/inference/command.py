@@ -28,6 +28,7 @@ from perseus_planner.cli.options import (
     Listed,
     Option,
     OutputFile,
+    Text,
     Time,
     Tolerance,
     command,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
     from perseus_planner.inference.online import MetricsReader
     from perseus_planner.inference.plan import ChangeCosts
-    from perseus_planner.inference.serving import ServedRow
+    from perseus_planner.inference.serving import ServedRow, Shape
     from perseus_planner.inference.workload import InferenceProfile
 
 
@@ -60,40 +61,30 @@ def inference() -> None:
     """
 
 
-class _Class(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: input and output tokens of a class of requests."""
+def _read_class(text: str, option: str) -> Shape:
+    """Return the class that a text writes: input and output tokens."""
+    from perseus_planner.inference.serving import Shape
 
-    name = "in/out"
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the class that a text writes."""
-        from perseus_planner.inference.serving import Shape
-
-        tokens = [units.COUNT.parse(part) for part in value.partition("/")[::2]]
-        if None in tokens:
-            raise UsageError(
-                f"--class: {value!r} is not a class; write input/output tokens, as 256/100"
-            )
-        return Shape(*tokens)
-
-
-def _checked_bounds(
-    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
-) -> tuple[int, ...]:
-    if len(bounds) != 2 or bounds[0] >= bounds[1]:
-        text = ",".join(map(str, bounds))
+    tokens = [units.COUNT.parse(part) for part in text.partition("/")[::2]]
+    if None in tokens:
         raise UsageError(
-            f"{parameter.opts[0]}: {text!r} are not the most tokens of short and medium; write "
-            "two, such as 256,1024"
+            f"{option}: {text!r} is not a class; write input/output tokens, as 256/100"
+        )
+    return Shape(*tokens)
+
+
+def _read_bounds(text: str, option: str) -> tuple[int, ...]:
+    bounds = tuple(units.COUNT.read(part, option) for part in text.split(","))
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        raise UsageError(
+            f"{option}: {text!r} are not the most tokens of short and medium; write two, such as "
+            "256,1024"
         )
     return bounds
 
 
-_Bounds = Annotated[
-    tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
-]
+_Class = Annotated[Any, Text("in/out", _read_class)]
+_Bounds = Annotated[Any, Text("tokens,tokens,…", _read_bounds)]
 
 
 def _read_key(_: click.Context, __: click.Parameter, key: str | None) -> str | None:
@@ -192,7 +183,7 @@ def profile(
         Option("--gpu", metavar="GPU", required=True),
     ],
     shapes: Annotated[
-        tuple[Annotated[Any, _Class()], ...],
+        tuple[_Class, ...],
         "Class of requests: input and output tokens; repeat it for several.",
         Option("--class", metavar="IN/OUT", required=True),
     ],
@@ -268,7 +259,7 @@ def read(
         int, click.IntRange(1), "GPUs of the server.", Option(metavar="N", default=1)
     ],
     shape: Annotated[
-        Annotated[Any, _Class()] | None,
+        _Class | None,
         "Class of the requests.  [default: their mean tokens]",
         Option("--class", metavar="IN/OUT"),
     ],

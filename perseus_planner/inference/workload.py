@@ -23,8 +23,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from functools import cached_property, lru_cache
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -303,10 +303,9 @@ _COLUMNS = (
     ("input_tokens", "contexttokens"),
     ("output_tokens", "generatedtokens"),
 )
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(?:(Z)|([+-])(\d\d):?(\d\d))?")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d+)?(?:Z|([+-]\d\d):?(\d\d))?")
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
 _RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
-_DAY_S = 86400
 _BUSIEST_S = 60.0
 """The period whose load instances must carry: the busiest minute."""
 
@@ -532,27 +531,17 @@ def _parse_time(text: str) -> tuple[float, bool] | None:
     if (seconds := WAIT.parse(text)) is not None:
         return seconds, False
     match = _DATE.fullmatch(text)
-    moment_s = _moment_s(match[1], match[2]) if match else None
-    offset_s = 3600 * int(match[6] or 0) + 60 * int(match[7] or 0) if match else 0
-    if match is None or moment_s is None or offset_s >= _DAY_S:
+    if match is None:
         return None
-    return moment_s - (-offset_s if match[5] == "-" else offset_s) + float(match[3] or 0), True
+    day, part, hours, minutes = match.groups()
+    try:
+        moment = datetime.fromisoformat(f"{day}{hours or '+00'}:{minutes or '00'}")
+    except ValueError:
+        return None
+    return moment.timestamp() + float(part or 0), True
 
 
 _TIME = Text(
     _parse_time,
     "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979",
 )
-
-
-@lru_cache(1024)
-def _moment_s(day: str, time: str) -> float | None:
-    """Return a date as seconds since 1970, or None if there is no such date."""
-    try:
-        return (
-            datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S")
-            .replace(tzinfo=timezone.utc)
-            .timestamp()
-        )
-    except ValueError:
-        return None

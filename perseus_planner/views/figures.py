@@ -25,7 +25,6 @@ from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import origin_label
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
-from perseus_planner.views.run import predict_records
 from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
@@ -133,50 +132,39 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
-        records = [rank.computations[number] for rank in ranks]
+        plan, lanes, programs = run.plan(version, pipeline), list[Lane](), list[str]()
+        for rank, row in zip(ranks, rows, strict=True):
+            records = rank.computations[number]
+            waiting_w = plan.rank_waiting_w[rank.pipeline_rank]
+            in_mhz = plan.control != "power-limit"
+            lanes.append(_recorded_lane(records, row.begin_s, waiting_w, in_mhz))
+            programs.append(" ".join(str(each.computation) for each in records))
         note = (
             f"recorded: iteration {number} by plan {version}, each rank from the start of its "
             "iteration"
         )
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
-        origins = {row.origin for row in rows}
-        origin = "times measured" + "".join(
-            f", clocks {clock_origin}"
-            for clock_origin in origins
-            if clock_origin and len(origins) == 1
-        )
-        time_s, begins_s = max(row.time_s for row in rows), [row.begin_s for row in rows]
-        places = [rank.pipeline_rank for rank in ranks]
-        charts.append(
-            _chart_records(
-                (name, note, origin), run.plan(version, pipeline), places, records, begins_s, time_s
-            )
-        )
+        origin, origins = "times measured", {row.origin for row in rows}
+        if len(origins) == 1 and (of_clocks := origins.pop()):
+            origin += f", clocks {of_clocks}"
+        time_us = round(_US * max(row.time_s for row in rows))
+        charts.append(GanttChart(name, note, origin, time_us, tuple(lanes), tuple(programs)))
     return charts
 
 
 def chart_run_beside_plan(run: Run) -> list[GanttChart]:
-    """Return the charts of `chart_run`, each below the chart of the records that its plan predicts.
+    """Return the charts of `chart_run`, each below the chart of its plan.
 
     Raises:
         RunError: If there is no iteration that can be charted.
     """
     _, version = last_as_planned(run)
+    pipelines = sorted({rank.pipeline for rank in run.ranks})
     charts = []
-    for pipeline, recorded in zip(
-        sorted({rank.pipeline for rank in run.ranks}), chart_run("run", run), strict=True
-    ):
+    for pipeline, recorded in zip(pipelines, chart_run("run", run), strict=True):
         plan = run.plan(version, pipeline)
-        records = predict_records(plan)
-        head, begins_s = (
-            (f"plan {version}", "predicted", origin_label(plan.origin)),
-            [0.0] * len(records),
-        )
-        charts += [
-            _chart_records(head, plan, range(len(records)), records, begins_s, plan.time_s),
-            recorded,
-        ]
+        charts += [chart_plan(f"plan {version}", plan, "predicted"), recorded]
     return charts
 
 
@@ -202,22 +190,6 @@ def _kept_as_planned(rank: RankRecord) -> set[tuple[int, int]]:
         for row in rank.iterations
         if row.version is not None and row.is_as_planned and row.iteration in rank.computations
     }
-
-
-def _chart_records(
-    head: tuple[str, str, str],
-    plan: Plan,
-    ranks: Sequence[int],
-    records: Sequence[Sequence[ComputationRecord]],
-    begins_s: Sequence[float],
-    time_s: float,
-) -> GanttChart:
-    lanes = tuple(
-        _recorded_lane(rows, begin_s, plan.rank_waiting_w[rank], plan.control != "power-limit")
-        for rank, rows, begin_s in zip(ranks, records, begins_s, strict=True)
-    )
-    programs = tuple(" ".join(str(row.computation) for row in rows) for rows in records)
-    return GanttChart(*head, round(_US * time_s), lanes, programs)
 
 
 def _recorded_lane(
