@@ -141,14 +141,14 @@ def _simulate_lengths(
     """Replay a job whose microbatches differ, and print what it comes to."""
     from perseus_planner import Frontier
     from perseus_planner.base.units import COUNT
-    from perseus_planner.cluster.lengths import POLICIES, UnlikeJob, read_lengths
+    from perseus_planner.cluster.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
     from perseus_planner.cluster.views import lengths_text, summarize_lengths
 
     lengths = read_lengths(path)
     if iterations is not None:
         lengths = lengths.first(COUNT.check(iterations, "iterations"))
     job = UnlikeJob(Frontier.load(frontier), lengths, slowdown)
-    names = dict.fromkeys((_BASELINE, *(policies or POLICIES)))
+    names = dict.fromkeys((_BASELINE, *(policies or LENGTH_POLICIES)))
     outcomes = [job.outcome(name) for name in console.each("Simulating", names)]
     summary = summarize_lengths(job, outcomes, slowdown)
     console.report(summary, lengths_text(summary), [])

@@ -16,8 +16,7 @@ from perseus_planner.views.context import context_of_profile, pipeline_text, sha
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from perseus_planner.cluster.lengths import BatchOutcome, Lengths, UnlikeJob
-    from perseus_planner.cluster.replay import Cluster, Outcome
+    from perseus_planner.cluster.replay import BatchOutcome, Cluster, Lengths, Outcome, UnlikeJob
 
 _SHOWN_GPU = "simulated:a100-sxm"
 _SHOWN_STAGES = 1, 4, 8  #: of the pipelines that `planner show` replays a file of lengths on
@@ -204,7 +203,7 @@ def lengths_text(summary: dict[str, Any]) -> str:
 
 
 def _spread_notes(spread: dict[str, Any]) -> list[str]:
-    from perseus_planner.cluster.lengths import WORK_OF_LENGTHS
+    from perseus_planner.cluster.replay import WORK_OF_LENGTHS
 
     notes = [
         f"Microbatches: work spreads by {100 * spread['spread']:.1f} %, the longest has "
@@ -229,7 +228,7 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
     pipelines of a simulated GPU.
     """
     from perseus_planner import solve
-    from perseus_planner.cluster.lengths import UnlikeJob, read_lengths
+    from perseus_planner.cluster.replay import UnlikeJob, read_lengths
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     lengths = read_lengths(path)

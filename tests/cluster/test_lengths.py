@@ -14,7 +14,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, solve
 from perseus_planner.base.documents import kind_of
 from perseus_planner.cluster import views
-from perseus_planner.cluster.lengths import POLICIES, UnlikeJob, read_lengths
+from perseus_planner.cluster.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.schedules import one_f_one_b
 
@@ -77,7 +77,7 @@ def test_lengths_are_added_up_for_each_microbatch(folder: Path):
 
 def test_plans_of_the_batch_save_the_most_in_no_time(work: Path, frontier: Frontier):
     job = UnlikeJob(frontier, read_lengths(Path("work.csv")))
-    came = {name: job.outcome(name) for name in POLICIES}
+    came = {name: job.outcome(name) for name in LENGTH_POLICIES}
     full_s = [max(job.full_clocks_s(i)) for i in range(STEPS)]
     assert came["max"].times_s == pytest.approx(full_s, rel=1e-12)
     for name in ("one-clock", "batch"):
@@ -101,7 +101,7 @@ def test_what_changes_cost_is_caught_up(work: Path, frontier: Frontier):
 
 def test_text_and_json_have_a_row_for_each_policy(work: Path):
     text = done("simulate frontier.npz --lengths lengths.csv")
-    assert [line.split()[0] for line in text.splitlines()[4:8]] == list(POLICIES)
+    assert [line.split()[0] for line in text.splitlines()[4:8]] == list(LENGTH_POLICIES)
     assert "Work of a microbatch: tokens + squared lengths / 49152" in text
     content = json.loads(
         done("simulate frontier.npz --lengths work.csv --iterations 2 --policy batch --json")
