@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import counted, si
-from perseus_planner.base.tables import Column, Sheet, lay_out
+from perseus_planner.base.tables import Column, Sheet, csv_text, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SHOWN_GPU = "simulated:a100-sxm"
 _SHOWN_STAGES = 1, 4, 8  #: of the pipelines that `planner show` replays a file of lengths on
 _MOST_PLANS = 320  #: that it makes for each of them
-_HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"
+_COLUMNS = ("policy", "pipeline", "rank", "gpu", "energy_j", "busy_s", "idle_s")
 
 
 def summarize_cluster(
@@ -107,10 +107,12 @@ def gpu_csv(outcomes: Sequence[Outcome]) -> bytes:
 
     The column `gpu` counts within a rank.
     """
-    return "".join([_HEADER, *(row for outcome in outcomes for row in _gpu_rows(outcome))]).encode()
+    return csv_text(
+        [_COLUMNS, *(row for outcome in outcomes for row in _gpu_rows(outcome))]
+    ).encode()
 
 
-def _gpu_rows(outcome: Outcome) -> Iterator[str]:
+def _gpu_rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
     columns = zip(
         outcome.energy_per_gpu_j.tolist(),
         outcome.busy_s.tolist(),
@@ -118,10 +120,9 @@ def _gpu_rows(outcome: Outcome) -> Iterator[str]:
         strict=True,
     )
     for pipeline, ranks in enumerate(columns):
-        for rank, (energy_j, busy_s, idle_s) in enumerate(zip(*ranks, strict=True)):
-            figures = f"{energy_j!r},{busy_s!r},{idle_s!r}\n"
+        for rank, figures in enumerate(zip(*ranks, strict=True)):
             for gpu in range(outcome.gpus_per_stage):
-                yield f"{outcome.policy},{pipeline},{rank},{gpu},{figures}"
+                yield outcome.policy, pipeline, rank, gpu, *figures
 
 
 def summarize_lengths(

@@ -373,7 +373,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     from perseus_planner.profiler.build import require_torch
 
     require_torch()
-    from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
+    from perseus_planner.estimate.kernels import measure_kernels, measured_names
     from perseus_planner.estimate.system import save_system, system_of, system_view
     from perseus_planner.estimate.transformer import named_transformer, shared_by
     from perseus_planner.estimate.views import system_text
@@ -419,7 +419,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
             for degree in sorted(degrees)
             for size in sorted(set(options.microbatch))
         ]
-        system = measure_kernels(KernelPlan(shapes), system)
+        system = measure_kernels(shapes, system)
         if rank:
             return
     names = (

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -593,37 +593,25 @@ class Prices:
     g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """A whole training run."""
+def forecast(row: Row, tokens: float, system: System, prices: Prices) -> dict[str, Any]:
+    """Return what training on `tokens` tokens takes in the configuration of a row.
 
-    tokens: float  #: Tokens to train on
-    hours: float  #: Time
-    gpu_kwh: float  #: Energy of the GPUs
-    #: Energy at the meter, the least and the most: with the rest of the nodes and the data center's
-    #: share.
-    meter_kwh: tuple[float, float]
-    cost: tuple[float, float]  #: Price of that energy
-    co2e_kg: tuple[float, float]  #: Emissions of that energy, kilograms
-    node_overhead_w: tuple[float, float]  #: What was assumed for each node beside its GPUs, watts
-    pue: float  #: What was assumed for the data center
-
-
-def forecast(row: Row, tokens: float, system: System, prices: Prices) -> Forecast:
-    """Return what training on `tokens` tokens takes in the configuration of a row."""
+    Energy at the meter, its price and its emissions are the least and the most: with the rest of
+    the nodes and the data center's share.
+    """
     job = row.candidate.job
     seconds = tokens / row.tokens_per_s
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
     beside_w = system.node_overhead_w, system.node_overhead_most_w
     nodes = job.gpus / system.gpus_per_node  # parts of a node count as such
-    least, most = ((gpu_kwh + w * nodes * seconds / _J_PER_KWH) * prices.pue for w in beside_w)
-    return Forecast(
-        tokens=tokens,
-        hours=seconds / 3600,
-        gpu_kwh=gpu_kwh,
-        meter_kwh=(least, most),
-        cost=(least * prices.per_kwh, most * prices.per_kwh),
-        co2e_kg=(least * prices.g_per_kwh / 1e3, most * prices.g_per_kwh / 1e3),
-        node_overhead_w=beside_w,
-        pue=prices.pue,
-    )
+    kwh = [(gpu_kwh + w * nodes * seconds / _J_PER_KWH) * prices.pue for w in beside_w]
+    return {
+        "tokens": tokens,
+        "hours": seconds / 3600,
+        "gpu_kwh": gpu_kwh,
+        "meter_kwh": kwh,
+        "cost": [each * prices.per_kwh for each in kwh],
+        "co2e_kg": [each * prices.g_per_kwh / 1e3 for each in kwh],
+        "node_overhead_w": beside_w,
+        "pue": prices.pue,
+    }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,31 +27,25 @@ if TYPE_CHECKING:
     from perseus_planner.estimate.transformer import Transformer
 
 _LAYERS = 4
+_REPETITIONS = 10  # of what is timed
 _EXCHANGES = (1 << 16, 1 << 26)  # bytes of the two all-reduces
 _COPIED = 1 << 28  # bytes of the copy
 
 
-@dataclass(frozen=True)
-class KernelPlan:
-    """What to measure."""
-
-    #: The model with each tensor degree, which divides the ranks, microbatch and recomputation.
-    shapes: Sequence[Transformer]
-    #: How often each is timed, after as many runs to warm up, but at most three.
-    repetitions: int = 10
-    exchange_bytes: tuple[int, int] = _EXCHANGES  #: Sizes of the two all-reduces
-    copied_bytes: int = _COPIED  #: Size of the copy
-
-
-def measure_kernels(plan: KernelPlan, system: System) -> System:
+def measure_kernels(shapes: Sequence[Transformer], system: System) -> System:
     """Return `system` with measured kernels, links and memory; every rank of a process group
     calls it.
+
+    Args:
+        shapes: The model with each tensor degree, which divides the ranks, microbatch and
+            recomputation.
+        system: The GPUs.
     """
     ranks = _ranks()
-    kernels = {kernel_key(shape): _measure_shape(shape, plan.repetitions) for shape in plan.shapes}
-    copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
+    kernels = {kernel_key(shape): _measure_shape(shape) for shape in shapes}
+    copied = _copy_bytes_per_s() / system.gpu.bytes_per_s
     measured = replace(system, kernels=kernels, memory_share=min(1.0, copied))
-    return measured if ranks == 1 else _with_links(measured, plan, ranks)
+    return measured if ranks == 1 else _with_links(measured, ranks)
 
 
 def measured_names(ranks: int) -> tuple[str, ...]:
@@ -62,7 +56,7 @@ def measured_names(ranks: int) -> tuple[str, ...]:
     )
 
 
-def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
+def _measure_shape(shape: Transformer) -> KernelTimes:
     device, dtype = _device()
     group = _group(shape.tensor_degree)
     layer, head = _Layer(shape, group), _Head(shape, group)
@@ -84,15 +78,15 @@ def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
             value = layer.run(value)
         return value
 
-    forward_s, backward_s = _timed(layers, repetitions)
-    head_s = sum(_timed(lambda: head.run(words), repetitions))
+    forward_s, backward_s = _timed(layers)
+    head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
 
 
-def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, float]:
+def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Return the seconds of a forward and of its backward: medians, the longest of all ranks."""
     forwards, backwards = [], []
-    for turn in range(repetitions + min(3, repetitions)):
+    for turn in range(_REPETITIONS + 3):
         _barrier()
         begin_s = time.perf_counter()
         out = run()
@@ -101,7 +95,7 @@ def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, fl
         out.backward(torch.ones_like(out))
         _wait()
         end_s = time.perf_counter()
-        if turn >= min(3, repetitions):
+        if turn >= 3:
             forwards.append(middle_s - begin_s)
             backwards.append(end_s - middle_s)
     return _longest(median(forwards)), _longest(median(backwards))
@@ -236,14 +230,14 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
         return context.back(gradient, context.group), None, None, None
 
 
-def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
+def _with_links(system: System, ranks: int) -> System:
     """Return the system with the times of two all-reduces over all ranks: fixed time and
     bandwidth.
     """
     device, _ = _device()
-    values = [torch.ones(size // 4, device=device) for size in plan.exchange_bytes]
-    times_s = [_median_s(partial(dist.all_reduce, value), plan.repetitions) for value in values]
-    few, many = plan.exchange_bytes
+    values = [torch.ones(size // 4, device=device) for size in _EXCHANGES]
+    times_s = [_median_s(partial(dist.all_reduce, value)) for value in values]
+    few, many = _EXCHANGES
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
     usual_s = system.exchange_s + system.exchange_gpu_s * (ranks - 2)
@@ -255,17 +249,17 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     )
 
 
-def _copy_bytes_per_s(plan: KernelPlan) -> float:
+def _copy_bytes_per_s() -> float:
     device, _ = _device()
-    source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * plan.copied_bytes / _median_s(partial(target.copy_, source), plan.repetitions)
+    return 2 * _COPIED / _median_s(partial(target.copy_, source))
 
 
-def _median_s(run: Callable[[], object], repetitions: int) -> float:
+def _median_s(run: Callable[[], object]) -> float:
     """Return the seconds of a call after a first one: the median, the longest of all ranks."""
     times_s = []
-    for _ in range(repetitions + 1):
+    for _ in range(_REPETITIONS + 1):
         _barrier()
         begin_s = time.perf_counter()
         run()

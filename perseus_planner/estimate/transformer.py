@@ -316,22 +316,27 @@ _REQUIRED = ("layers", "hidden", "heads", "vocabulary", "sequence")
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
+def transformer_of(values: Mapping[str, Any]) -> Transformer:
+    """Return the model of these attributes, with what follows from others where it is left out: as
+    many key and value heads as heads, which divide the hidden width, and a feed-forward block four
+    times as wide.
+    """
+    hidden, heads = values["hidden"], values["heads"]
+    derived = {"kv_heads": 1, "head_size": 1, "ffn": 1, "layers": 1}
+    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
+        derived |= {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden}
+    # else Transformer reports which of the two is wrong
+    return Transformer(**{**derived, **values})
+
+
 def _gpt3(layers: int, hidden: int, heads: int) -> Transformer:
     """Brown et al., "Language models are few-shot learners" (2020), table 2.1: layers, width,
     heads, 2048 tokens.
 
     The feed-forward block is four times as wide (section 2.1); the vocabulary is GPT-2's.
     """
-    return Transformer(
-        layers,
-        hidden,
-        heads,
-        heads,
-        head_size=hidden // heads,
-        ffn=4 * hidden,
-        vocabulary=50257,
-        sequence=2048,
-    )
+    shape = {"layers": layers, "hidden": hidden, "heads": heads}
+    return transformer_of({**shape, "vocabulary": 50257, "sequence": 2048})
 
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
@@ -373,17 +378,8 @@ PRESETS: Mapping[str, Transformer] = MappingProxyType(
         # BigScience, "BLOOM: A 176B-parameter open-access multilingual language model" (2022),
         # table 3 and section 3.2: ALiBi, a norm after the embedding, a vocabulary of 250680 padded
         # to 250880.
-        "bloom-176b": Transformer(
-            layers=70,
-            hidden=14336,
-            heads=112,
-            kv_heads=112,
-            head_size=128,
-            ffn=4 * 14336,
-            vocabulary=250880,
-            sequence=2048,
-            embedding_norm=True,
-            positions="alibi",
+        "bloom-176b": replace(
+            _gpt3(70, 14336, 112), vocabulary=250880, embedding_norm=True, positions="alibi"
         ),
     }
 )
@@ -448,19 +444,6 @@ def read_transformer(path: Path) -> Transformer:
         key = str(error).partition(":")[0]
         place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
         raise UsageError(f"{place}, {error}") from None
-
-
-def transformer_of(values: Mapping[str, Any]) -> Transformer:
-    """Return the model of these attributes, with what follows from others where it is left out: as
-    many key and value heads as heads, which divide the hidden width, and a feed-forward block four
-    times as wide.
-    """
-    hidden, heads = values["hidden"], values["heads"]
-    derived = {"kv_heads": 1, "head_size": 1, "ffn": 1, "layers": 1}
-    if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
-        derived |= {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden}
-    # else Transformer reports which of the two is wrong
-    return Transformer(**{**derived, **values})
 
 
 def shared_by(model: Transformer, tensor_degree: int, **changes: Any) -> Transformer:

@@ -13,7 +13,7 @@ import yaml
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import counted, si
-from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
+from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.estimate.explore import Prices, forecast
 from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
@@ -66,10 +66,7 @@ def estimate_text(summary: dict[str, Any]) -> str:
             Column("stage", "stage"),
             Column("layers", "layers"),
             Column("computation", "instruction", "<"),
-        ),
-        *quantities(["{}"], "FLOPs", [row["flops"] for row in rows]),
-        *lay_out(
-            rows,
+            Column("{}", "flops", "FLOPs"),
             Column("{}", "bytes", "B"),
             Column("{}", "time_s", "s"),
             Column("{}", "energy_j", "J"),
@@ -223,38 +220,33 @@ def exploration_text(view: dict[str, Any]) -> str:
             f"{100 * view['gap']:.2g} %.",
         ]
     runs = [
-        (number, row["forecast"])
+        {"number": number, **row["forecast"]}
         for number, row in enumerate(view["first"], 1)
         if row["forecast"] is not None
     ]
     if runs:
-        numbered, forecasts = zip(*runs, strict=True)
-        first = forecasts[0]
+        first = runs[0]
+        columns = lay_out(
+            runs,
+            Column("#", "number"),
+            Column("hours", "hours", "#"),
+            Column("GPU MWh", lambda run: run["gpu_kwh"] / 1e3, "#"),
+            Column("meter MWh", lambda run: _range(run["meter_kwh"], 1e-3)),
+            Column("cost", lambda run: _range(run["cost"])),
+            Column("t CO2e", lambda run: _range(run["co2e_kg"], 1e-3)),
+            digits=_DIGITS,
+        )
         lines += [
             "",
-            f"{first.tokens:,.0f} tokens (nodes draw {_range(first.node_overhead_w)} W beside "
-            f"their GPUs, PUE {first.pue:g}, both assumed unless given):",
+            f"{first['tokens']:,.0f} tokens (nodes draw {_range(first['node_overhead_w'])} W "
+            f"beside their GPUs, PUE {first['pue']:g}, both assumed unless given):",
             "",
-            table(
-                [
-                    column("#", list(map(str, numbered))),
-                    column("hours", numbers([run.hours for run in forecasts], _DIGITS)),
-                    column("GPU MWh", numbers([run.gpu_kwh / 1e3 for run in forecasts], _DIGITS)),
-                    *(
-                        column(title, [_range(value, scale) for value in values])
-                        for title, scale, values in (
-                            ("meter MWh", 1e-3, [run.meter_kwh for run in forecasts]),
-                            ("cost", 1.0, [run.cost for run in forecasts]),
-                            ("t CO2e", 1e-3, [run.co2e_kg for run in forecasts]),
-                        )
-                    ),
-                ]
-            ),
+            table(columns),
         ]
     return "\n".join([*lines, ""])
 
 
-def _range(values: tuple[float, float], scale: float = 1.0) -> str:
+def _range(values: Sequence[float], scale: float = 1.0) -> str:
     return " to ".join(dict.fromkeys(f"{scale * value:,.{_DIGITS}g}" for value in values))
 
 
@@ -350,12 +342,10 @@ def _table(rows: Sequence[dict[str, Any]], gpus: int) -> list[list[str]]:
             Column("GB/GPU", "memory_gb", ".1f"),
             Column("iteration {}", "time_s", f"s{_DIGITS}"),
             Column("tokens/s", "tokens_per_s", ".0f"),
-        ),
-        *quantities(["{}"], "J/token", [row["j_per_token"] for row in rows], digits=_DIGITS),
-        *lay_out(
-            rows,
+            Column("{}", "j_per_token", f"J/token{_DIGITS}"),
             Column("W/GPU", "gpu_power_w", ".0f"),
-            Column("saved %", lambda row: round(100 * row["saved_share"], 1) + 0.0, ".1f"),
+            Column("saved %", "saved_share", "%"),
             Column("clocks MHz", lambda row: "{}-{}".format(*row["clocks_mhz"])),
+            digits=3,
         ),
     ]

@@ -328,10 +328,6 @@ class ServingSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.control not in ("clock", "power-limit", "observed"):
-            raise UsageError(
-                f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"
-            )
         if not self.shapes or not (self.concurrencies or self.rates):
             raise UsageError(
                 "there is nothing to measure; give a class of requests, and a concurrency or rate"
