@@ -333,7 +333,7 @@ def plan(
     energy_j (or energy_wh) of one request, empty where the latency objective is violated. Give a
     --trace or --rates.
     """
-    from perseus_planner.inference.plan import make_plan
+    from perseus_planner.inference.plan import make_plan, save_plan
     from perseus_planner.inference.views import plan_text, plan_view
     from perseus_planner.inference.workload import periods_of, read_rates, read_trace
 
@@ -348,7 +348,7 @@ def plan(
         periods = [(0.0, epoch_s, read_rates(rates, measured))]
     with console.progress("Planning"):
         inference_plan = make_plan(measured, periods, service.gpus, costs)
-    inference_plan.save(output)
+    save_plan(inference_plan, output)
     view = plan_view(inference_plan)
     service.warn(measured, profile)
     console.report(view, plan_text(view), [output])

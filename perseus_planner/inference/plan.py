@@ -29,7 +29,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,12 +46,17 @@ from perseus_planner.base.errors import (
     how_to_install,
 )
 from perseus_planner.base.files import sha256, write_file
-from perseus_planner.inference.workload import Configuration, Load, RequestClass
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from perseus_planner.inference.workload import InferenceProfile, Point
+    from perseus_planner.inference.workload import (
+        Configuration,
+        InferenceProfile,
+        Load,
+        Point,
+        RequestClass,
+    )
 
 
 class Change(NamedTuple):
@@ -163,11 +168,6 @@ class PoolPlan:
     def gpus(self) -> int:
         """GPUs in use."""
         return sum(pool.gpus for pool in self.pools)
-
-    @property
-    def gap(self) -> float:
-        """How far the energy is above the bound, relative."""
-        return max(self.energy_j / self.bound_j - 1, 0.0) if self.bound_j > 0 else 0.0
 
 
 INSTALL = how_to_install("inference")
@@ -500,97 +500,12 @@ _FORMAT, _VERSION = "perseus-planner/inference", 1
 _KEYS = ("profile", "control", "gpus", "classes", "policies", "epochs")
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """A period with one set of pools."""
-
-    start_s: float  #: when it begins, seconds after the first request
-    length_s: float  #: how long it is, seconds
-    demand: Mapping[RequestClass, Load]  #: load of each class
-    plan: PoolPlan  #: the pools
-
-
-@dataclass(frozen=True)
-class PolicyTotal:
-    """What one way to choose configurations needs over all epochs."""
-
-    energy_j: float | None  #: joules; None if it meets the objectives with no number of GPUs
-    gpus: int  #: most GPUs in use; more than there are if it needs more
-
-
-@dataclass(frozen=True)
-class InferencePlan:
-    """Pools for each epoch."""
-
-    epochs: tuple[Epoch, ...]  #: in the order of time
-    policies: Mapping[str, PolicyTotal]  #: name in `POLICIES` -> its total
-    gpus: int  #: how many GPUs there are
-    control: str  #: "clock" or "power-limit"
-    profile_digest: str  #: of the inference profile
-
-    @property
-    def energy_j(self) -> float:
-        """Energy of all epochs, joules, changes included."""
-        return sum(epoch.plan.energy_j for epoch in self.epochs)
-
-    @property
-    def gap(self) -> float:
-        """The largest gap of an epoch."""
-        return max(epoch.plan.gap for epoch in self.epochs)
-
-    def saved_share(self, policy: str = "planner") -> float | None:
-        """Return the saving against the baseline, relative; None if one of them is impossible."""
-        baseline_j, energy_j = self.policies[BASELINE].energy_j, self.policies[policy].energy_j
-        return None if baseline_j is None or energy_j is None else 1 - energy_j / baseline_j
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as YAML; equal plans give equal bytes.
-
-        Raises:
-            PlanError: If the file cannot be written.
-        """
-        content = self._content()
-        document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(content), **content}
-        write_file(
-            path,
-            yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None),
-            PlanError,
-        )
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> InferencePlan:
-        """Read a file that `save` wrote.
-
-        Raises:
-            PlanError: If the file cannot be read, or is not exactly what was written.
-        """
-        document = read_document(Path(path), _FORMAT, _VERSION, ("digest", *_KEYS), (), PlanError)
-        return _from_content(check_digest(document, _digest, "planner inference plan"))
-
-    def _content(self) -> dict[str, Any]:
-        classes = {request_class for epoch in self.epochs for request_class in epoch.demand}
-        return {
-            "profile": self.profile_digest,
-            "control": self.control,
-            "gpus": self.gpus,
-            "classes": {
-                of.name: [
-                    None if tokens == math.inf else int(tokens)
-                    for tokens in (of.input_tokens, of.output_tokens)
-                ]
-                for of in sorted(classes)
-            },
-            "policies": {name: asdict(total) for name, total in self.policies.items()},
-            "epochs": [epoch_content(epoch) for epoch in self.epochs],
-        }
-
-
 def make_plan(
     profile: InferenceProfile,
     periods: Sequence[tuple[float, float, Mapping[RequestClass, Load]]],
     gpus: int,
     costs: ChangeCosts = PUBLISHED,
-) -> InferencePlan:
+) -> dict[str, Any]:
     """Plan each period, by every policy; changes are paid from one period to the next.
 
     Args:
@@ -600,15 +515,20 @@ def make_plan(
         gpus: how many there are.
         costs: of changes.
 
+    Returns:
+        What stands in the file: the pools of each period, and what each policy needs over all of
+        them: `energy_j`, None if it meets the objectives with no number of GPUs, and `gpus`, the
+        most in use, more than there are if it needs more.
+
     Raises:
         InfeasibleGpus: If there are too few GPUs.
         UsageError: If a class has no configuration that meets its objective.
     """
-    totals: dict[str, PolicyTotal] = {}
+    totals, plans = dict[str, dict[str, Any]](), list[PoolPlan]()
     for name in POLICIES:
-        epochs: list[Epoch] = []
-        for start_s, length_s, demand in periods:
-            before = epochs[-1].plan.pools if epochs else None
+        plans = []
+        for _, length_s, demand in periods:
+            before = plans[-1].pools if plans else None
             try:
                 plan = plan_policy(name, profile, demand, gpus, length_s, before, costs)
             except (InfeasibleGpus, UsageError) as error:
@@ -622,11 +542,71 @@ def make_plan(
                 if isinstance(error, UsageError):
                     break
                 plan = plan_policy(name, profile, demand, None, length_s, before, costs)
-            epochs.append(Epoch(start_s, length_s, demand, plan))
-        complete = len(epochs) == len(periods)
-        energy_j = sum(epoch.plan.energy_j for epoch in epochs) if complete else None
-        totals[name] = PolicyTotal(energy_j, max((epoch.plan.gpus for epoch in epochs), default=0))
-    return InferencePlan(tuple(epochs), totals, gpus, profile.control, profile.digest)
+            plans.append(plan)
+        is_complete = len(plans) == len(periods)
+        totals[name] = {
+            "energy_j": sum(plan.energy_j for plan in plans) if is_complete else None,
+            "gpus": max((plan.gpus for plan in plans), default=0),
+        }
+    return {
+        "profile": profile.digest,
+        "control": profile.control,
+        "gpus": gpus,
+        "classes": {
+            of.name: [
+                None if tokens == math.inf else int(tokens)
+                for tokens in (of.input_tokens, of.output_tokens)
+            ]
+            for of in sorted({of for _, _, demand in periods for of in demand})
+        },
+        "policies": totals,
+        "epochs": [_epoch(*period, plan) for period, plan in zip(periods, plans, strict=True)],
+    }
+
+
+def _epoch(
+    start_s: float, length_s: float, demand: Mapping[RequestClass, Load], plan: PoolPlan
+) -> dict[str, Any]:
+    return {
+        "start_s": start_s,
+        "length_s": length_s,
+        "power_w": plan.power_w,
+        "change_j": plan.change_j,
+        "energy_j": plan.energy_j,
+        "bound_j": plan.bound_j,
+        "demand": {of.name: load._asdict() for of, load in demand.items()},
+        "pools": [
+            {
+                "longest": pool.longest.name,
+                "tensor_degree": pool.at.tensor_degree,
+                "setting": pool.at.setting,
+                "instances": pool.instances,
+                "serves": {of.name: tokens for of, tokens in pool.serves.items()},
+            }
+            for pool in plan.pools
+        ],
+    }
+
+
+def save_plan(plan: Mapping[str, Any], path: Path) -> None:
+    """Write a plan as YAML; equal plans give equal bytes.
+
+    Raises:
+        PlanError: If the file cannot be written.
+    """
+    document = {"format": _FORMAT, "version": _VERSION, "digest": _digest(plan), **plan}
+    text = yaml.safe_dump(document, sort_keys=False, width=120, default_flow_style=None)
+    write_file(path, text, PlanError)
+
+
+def read_plan(path: Path) -> Mapping[str, Any]:
+    """Read a file that `save_plan` wrote.
+
+    Raises:
+        PlanError: If the file cannot be read, or is not exactly what was written.
+    """
+    document = read_document(path, _FORMAT, _VERSION, ("digest", *_KEYS), (), PlanError)
+    return check_digest(document, _digest, "planner inference plan")
 
 
 def plan_policy(
@@ -686,59 +666,3 @@ def allowed(
 
 def _digest(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True, default=str).encode())
-
-
-def epoch_content(epoch: Epoch) -> dict[str, Any]:
-    """Return what stands in the file for a period."""
-    plan = epoch.plan
-    return {
-        "start_s": epoch.start_s,
-        "length_s": epoch.length_s,
-        "power_w": plan.power_w,
-        "change_j": plan.change_j,
-        "energy_j": plan.energy_j,
-        "bound_j": plan.bound_j,
-        "demand": {
-            request_class.name: load._asdict() for request_class, load in epoch.demand.items()
-        },
-        "pools": [
-            {
-                "longest": pool.longest.name,
-                "tensor_degree": pool.at.tensor_degree,
-                "setting": pool.at.setting,
-                "instances": pool.instances,
-                "serves": {
-                    request_class.name: tokens for request_class, tokens in pool.serves.items()
-                },
-            }
-            for pool in plan.pools
-        ],
-    }
-
-
-def _from_content(content: Mapping[str, Any]) -> InferencePlan:
-    """Return the plan of a content whose digest is right, so that this planner wrote it."""
-    classes = {
-        name: RequestClass(first or math.inf, second or math.inf, name)
-        for name, (first, second) in content["classes"].items()
-    }
-    epochs = []
-    for epoch in content["epochs"]:
-        pools = tuple(
-            Pool(
-                classes[pool["longest"]],
-                Configuration(pool["tensor_degree"], pool["setting"]),
-                pool["instances"],
-                {classes[name]: tokens for name, tokens in pool["serves"].items()},
-            )
-            for pool in epoch["pools"]
-        )
-        plan = PoolPlan(
-            pools, epoch["power_w"], epoch["change_j"], epoch["energy_j"], epoch["bound_j"]
-        )
-        demand = {classes[name]: Load(**load) for name, load in epoch["demand"].items()}
-        epochs.append(Epoch(epoch["start_s"], epoch["length_s"], demand, plan))
-    policies = {name: PolicyTotal(**total) for name, total in content["policies"].items()}
-    return InferencePlan(
-        tuple(epochs), policies, content["gpus"], content["control"], content["profile"]
-    )

@@ -4,15 +4,14 @@ one HTML file without scripts that opens offline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
-from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
+from perseus_planner.inference.plan import BASELINE, POLICIES, read_plan
 from perseus_planner.profiles.csv_file import unit_of
 
 if TYPE_CHECKING:
@@ -35,34 +34,38 @@ _SAVING = (
 )
 
 
-def plan_view(plan: InferencePlan) -> dict[str, Any]:
+def plan_view(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is printed of a plan, for JSON; shares are relative, and None where the
     objectives cannot be met.
     """
-    policies = [
-        {
+    baseline_j = plan["policies"][BASELINE]["energy_j"]
+    policies = {
+        name: {
             "policy": name,
             "description": POLICIES[name],
-            **asdict(total),
-            "saved_share": plan.saved_share(name),
+            **total,
+            "saved_share": None
+            if None in (baseline_j, total["energy_j"])
+            else 1 - total["energy_j"] / baseline_j,
         }
-        for name, total in plan.policies.items()
-    ]
+        for name, total in plan["policies"].items()
+    }
+    gaps = [each["energy_j"] / each["bound_j"] - 1 for each in plan["epochs"] if each["bound_j"]]
     return {
-        "gpus": plan.gpus,
-        "control": plan.control,
+        "gpus": plan["gpus"],
+        "control": plan["control"],
         "baseline": BASELINE,
-        "energy_j": plan.energy_j,
-        "saved_share": plan.saved_share(),
-        "gap": plan.gap,
-        "policies": policies,
-        "epochs": [epoch_content(epoch) for epoch in plan.epochs],
+        "energy_j": policies["planner"]["energy_j"],
+        "saved_share": policies["planner"]["saved_share"],
+        "gap": max(0.0, *gaps),
+        "policies": [*policies.values()],
+        "epochs": plan["epochs"],
     }
 
 
 def show_plan(path: Path) -> tuple[dict[str, Any], str]:
     """Return a plan in a file as `planner show` wants it: for JSON, and as text."""
-    view = plan_view(InferencePlan.load(path))
+    view = plan_view(read_plan(path))
     return view, plan_text(view)
 
 
@@ -77,7 +80,7 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
 
     if len(paths) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
-    file, view = paths[0].name, plan_view(InferencePlan.load(paths[0]))
+    file, view = paths[0].name, plan_view(read_plan(paths[0]))
     baseline_j, saved = view["policies"][0]["energy_j"], None
     if baseline_j is not None:
         saved = rates.cost(baseline_j - view["energy_j"])
