@@ -422,7 +422,7 @@ def run_job(
     if max_changes is not None:
         steps[-1][1].extend(["--max-changes", max_changes])
     if named.exists():
-        click.echo(f"{click.format_filename(named)} is there; remove it to measure again\n")
+        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
     else:
         steps.insert(0, (profile, [str(job)]))
     context = click.get_current_context()

@@ -306,7 +306,7 @@ class _Run:
 
 
 @command(
-    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64",
+    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 -o explored.yaml",
     "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o "
     "found.yaml",
 )
@@ -411,7 +411,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
                 )
         if rank == 0 and not torch.cuda.is_available():
             click.echo(
-                "planner: torch finds no GPU: processors are measured, which may take hours",
+                "planner: torch finds no GPU, so processors are measured, which may take hours",
                 err=True,
             )
         shapes = [

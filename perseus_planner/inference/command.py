@@ -165,7 +165,8 @@ class _Service:
         """Say on stderr where a load was assumed."""
         if profile.assumed_load:
             click.echo(
-                f"planner: {path} has no column tokens_per_s: its load is taken for {self.load:g}",
+                f"planner: {path} has no column tokens_per_s; a load of {self.load:g} tokens/s is "
+                "assumed",
                 err=True,
             )
 
@@ -283,7 +284,10 @@ def read(
         rows += read_results(Path(file), clock_mhz, degree, power_w, shape)
     save_served(rows, "clock", "read", output)
     if any(row.energy_j is None for row in rows):
-        click.echo("planner: rows without an energy count as too slow; give MHZ@WATTS", err=True)
+        click.echo(
+            "planner: rows without an energy count as too slow; give their power as MHZ@WATTS",
+            err=True,
+        )
     summary = {"rows": [asdict(row) for row in rows]}
     console.report(summary, _text(rows, "clock", "read from files"), [output])
 

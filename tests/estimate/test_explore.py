@@ -235,12 +235,12 @@ def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
 def test_a_forecast_is_energy_at_the_meter(eight: Exploration):
     row = eight.first[0]
     found = forecast(row, 1e12, A100, Prices(pue=1.5, per_kwh=0.2, g_per_kwh=100))
-    assert found.hours == pytest.approx(1e12 / row.tokens_per_s / 3600)
-    assert found.gpu_kwh == pytest.approx(1e12 * row.j_per_token / 3.6e6)
+    assert found["hours"] == pytest.approx(1e12 / row.tokens_per_s / 3600)
+    assert found["gpu_kwh"] == pytest.approx(1e12 * row.j_per_token / 3.6e6)
     for place, beside_w in enumerate((A100.node_overhead_w, A100.node_overhead_most_w)):
-        wanted = (found.gpu_kwh + found.hours * beside_w * row.candidate.job.gpus / 8e3) * 1.5
-        assert found.meter_kwh[place] == pytest.approx(wanted)
-        assert (found.cost[place], found.co2e_kg[place]) == pytest.approx(
+        wanted = (found["gpu_kwh"] + found["hours"] * beside_w * row.candidate.job.gpus / 8e3) * 1.5
+        assert found["meter_kwh"][place] == pytest.approx(wanted)
+        assert (found["cost"][place], found["co2e_kg"][place]) == pytest.approx(
             (0.2 * wanted, 0.1 * wanted)
         )
 

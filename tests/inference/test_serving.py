@@ -256,10 +256,6 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
     ("settings", "problem"),
     [
         (
-            {"control": "voltage"},
-            "control: 'voltage' is unknown; choose one of: clock, power-limit, observed",
-        ),
-        (
             {"control": "observed", "settings": (1410,)},
             "control='observed' sets nothing; leave out the settings",
         ),
