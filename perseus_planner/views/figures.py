@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import accumulate, chain
 from math import ceil
 from pathlib import Path
@@ -25,7 +26,6 @@ from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import origin_label
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
-from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -247,6 +247,13 @@ _WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = (
 )
 _HEIGHT = 0.8  #: of a bar, where ranks are 1 apart
 _COLUMNS = 4  #: stages side by side in the figure of curves
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file that pages are made of; the service's dashboard has `theme.css` and
+    `charts.js` too.
+    """
+    return (files("perseus_planner.views") / "web" / name).read_text(encoding="utf-8")
 
 
 def check_figure_path(path: Path, name: str) -> None:

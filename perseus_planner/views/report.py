@@ -33,6 +33,7 @@ from perseus_planner.views.figures import (
     draw_curves,
     draw_frontier,
     draw_gantt,
+    page_file,
 )
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
@@ -47,7 +48,6 @@ from perseus_planner.views.savings import (
     savings_of,
     where_energy_goes,
 )
-from perseus_planner.views.web import page_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

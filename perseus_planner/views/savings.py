@@ -33,9 +33,11 @@ _PUE = Rule(
     "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2",
     least=1.0,
 )
-_SIZE = Rule(float, False, "a number above 0 that a float can hold; give one")
-_WHOLE = COUNT._replace(wanted=f"{COUNT.wanted}; give one")
-_RATE = Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
+_Size = Annotated[float, Rule(float, False, "a number above 0 that a float can hold; give one")]
+_Whole = Annotated[int, COUNT._replace(wanted=f"{COUNT.wanted}; give one")]
+_Rate = Annotated[
+    float, Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
+]
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class EnergyRates(Checked):
         UsageError: If a number is negative or not finite, or the PUE is below 1.
     """
 
-    price_usd_per_kwh: Annotated[float, _RATE] = 0.12  #: price of electricity, US dollars
+    price_usd_per_kwh: _Rate = 0.12  #: price of electricity, US dollars
     #: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
     #: nothing.
     pue: Annotated[float, _PUE] = 1.2
     #: emissions of the grid, kilograms of CO2 equivalent.
-    carbon_kg_per_kwh: Annotated[float, _RATE] = 0.40
+    carbon_kg_per_kwh: _Rate = 0.40
 
     def cost(self, energy_j: float) -> EnergyCost:
         """Return the cost of `energy_j` joules at the GPUs, which may be negative."""
@@ -73,28 +75,18 @@ class EnergyCost:
 
 
 @dataclass(frozen=True)
-class IterationSize:
+class IterationSize(Checked):
     """The size of one iteration of all pipelines that a report is about.
 
     Raises:
         UsageError: If a number is not a count.
     """
 
-    pipelines: int = 1  #: number of equal pipelines, whose energies are added up
-    tokens: float | None = None  #: tokens that an iteration of them trains on, or None if not known
+    pipelines: _Whole = 1  #: number of equal pipelines, whose energies are added up
+    tokens: _Size | None = None  #: tokens that an iteration of them trains on, or None if not known
     #: samples that an iteration of them trains on, or None if not known.
-    samples: float | None = None
-    iterations: int | None = None  #: number of iterations of the planned run, or None if not known
-
-    def __post_init__(self) -> None:
-        for name, rule in (
-            ("pipelines", _WHOLE),
-            ("iterations", _WHOLE),
-            ("tokens", _SIZE),
-            ("samples", _SIZE),
-        ):
-            if (value := getattr(self, name)) is not None:
-                rule.check(value, name)
+    samples: _Size | None = None
+    iterations: _Whole | None = None  #: number of iterations of the planned run, if known
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from perseus_planner.views.figures import (
     draw_curves,
     draw_frontier,
     draw_gantt,
+    page_file,
     save_figure,
 )
 from perseus_planner.views.frontier import chart_frontier
 from perseus_planner.views.report import FIGURES, chart_sources
 from perseus_planner.views.sources import Sources
-from perseus_planner.views.web import page_file
 
 FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
