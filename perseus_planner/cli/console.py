@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -49,6 +51,25 @@ def cannot_run(command: Sequence[str], error: OSError) -> UsageError:
     return UsageError(
         f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
     )
+
+
+def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a command; refuse one that cannot be started."""
+    try:
+        return subprocess.Popen(command, stdout=stdout)
+    except OSError as error:
+        raise cannot_run(command, error) from error
+
+
+@contextmanager
+def signals(numbers: Iterable[int], handler: Callable[[int], object]) -> Iterator[None]:
+    """Have the handler get these signals inside the block."""
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Commands(click.Group):

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -415,21 +414,13 @@ def measure(
 
 def _run(command: Sequence[str], *, into_stderr: bool) -> int:
     """Run the command, pass signals on to it, and return its exit status as a shell says it."""
-    try:
-        process = subprocess.Popen(command, stdout=sys.stderr.fileno() if into_stderr else None)
-    except OSError as error:
-        raise console.cannot_run(command, error) from error
-    before = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in _FORWARDED
-    }
+    process = console.start(command, sys.stderr.fileno() if into_stderr else None)
     # A terminal sends an interrupt to the command too: it ends when the command does.
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
+    with (
+        console.signals(_FORWARDED, process.send_signal),
+        console.signals([signal.SIGINT], lambda _: None),
+    ):
         status = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 128 - status if status < 0 else status
 
 

@@ -17,6 +17,7 @@ from perseus_planner.cli.options import (
     Counts,
     Option,
     OutputFile,
+    Positive,
     Power,
     Quantity,
     SourceFile,
@@ -215,8 +216,8 @@ def _changed(model: str, **changes: object) -> Transformer:
 class _Gpus:
     """The GPUs to explore, and what may be chosen on them."""
 
-    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
-    batch: Annotated[int, click.IntRange(1), "Sequences of an iteration.", Option(default=512)]
+    gpus: Annotated[Positive, "Number of GPUs."]
+    batch: Annotated[Positive, "Sequences of an iteration.", Option(default=512)]
     sequence: _Sequence
     precision: Annotated[
         str | None, "bf16, fp16 or fp8.  [default: bf16, or the file's]", Option(metavar="TYPE")

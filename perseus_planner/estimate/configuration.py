@@ -64,6 +64,12 @@ class Configuration:
         return len(self.split) // self.virtual_stages
 
     @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        count = len(self.split)
+        return schedule_of(self.schedule, count, self.ranks, self.virtual_stages).stage_ranks
+
+    @property
     def gpus(self) -> int:
         """GPUs of the job."""
         return self.ranks * self.shape.tensor_degree * self.replicas
@@ -102,7 +108,7 @@ class Configuration:
         norm = shape.hidden * (2 if shape.biases else 1)
         dense = shape.layer_parameters - shape.expert_parameters
         others, experts = [0.0] * self.ranks, [0.0] * self.ranks
-        for stage, rank in enumerate(stage_ranks(self.schedule, self.ranks, self.virtual_stages)):
+        for stage, rank in enumerate(self.stage_ranks):
             held = self.split[stage] * dense + (words + positions if stage == 0 else 0)
             if stage == stages - 1:
                 held += norm + (words if stages > 1 or not shape.tied else 0)
@@ -245,13 +251,6 @@ class Configuration:
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
 
-@lru_cache(maxsize=256)
-def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank that holds each stage."""
-    pipeline_schedule = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
-    return tuple(pipeline_schedule.stage_ranks[stage] for stage in range(pipeline_schedule.stages))
-
-
 @lru_cache(maxsize=512)
 def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Return the schedule of a pipeline."""
@@ -321,7 +320,7 @@ def memory(job: Configuration, system: System) -> Memory:
     )
     activations = [again] * job.ranks
     logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
-    ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
+    ranks = job.stage_ranks
     for stage, rank in enumerate(ranks):
         activations[rank] += counts[stage] * job.split[stage] * kept
     activations[ranks[-1]] += logits

@@ -26,7 +26,6 @@ import numpy as np
 
 from perseus_planner import PipelineDag, Profile, solve_dag
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.configuration import stage_ranks
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
@@ -168,7 +167,7 @@ class CurveMaker:
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
         of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
-        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+        for stage, rank in enumerate(job.stage_ranks):
             of_rank[rank].append(stage)
         hulls = [
             self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank
@@ -336,7 +335,7 @@ class CurveMaker:
     def _microbatch_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
         """Return the seconds of a microbatch on each rank, at the top clock."""
         both_s = [0.0] * job.ranks
-        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+        for stage, rank in enumerate(job.stage_ranks):
             for kind in "FB":
                 both_s[rank] += self._points(stages[stage][kind], self.points)[0].time_s
         return both_s

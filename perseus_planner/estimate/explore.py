@@ -187,32 +187,26 @@ def _pipelines(
         for data in _divisors(choices.batch // shape.microbatch):
             if group * ranks * data > choices.gpus:
                 break
-            if group * data % shape.expert_degree == 0:
-                yield from _scheduled(shape, system, times, choices, ranks, data)
-
-
-def _scheduled(
-    shape: Transformer,
-    system: System,
-    times: LayerTimes,
-    choices: Choices,
-    ranks: int,
-    data: int,
-) -> Iterator[Configuration]:
-    count = choices.batch // (data * shape.microbatch)
-    kinds = [("1f1b", 1)]
-    if ranks > 1:
-        kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
-        if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
-            kinds += [
-                ("interleaved-1f1b", virtual_stages)
-                for virtual_stages in _VIRTUAL_STAGES
-                if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
-            ]
-    shared = data * shape.context_degree > 1
-    for schedule, virtual in kinds:
-        for split in split_choices(shape.layers, ranks * virtual, times, system.top_mhz):
-            yield Configuration(shape, split, data, count, schedule, virtual, int(shared), shared)
+            if group * data % shape.expert_degree:
+                continue
+            count, shared = (
+                choices.batch // (data * shape.microbatch),
+                data * shape.context_degree > 1,
+            )
+            kinds = [("1f1b", 1)]
+            if ranks > 1:
+                kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
+                if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
+                    kinds += [
+                        ("interleaved-1f1b", virtual_stages)
+                        for virtual_stages in _VIRTUAL_STAGES
+                        if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
+                    ]
+            for name, virtual in kinds:
+                for split in split_choices(shape.layers, ranks * virtual, times, system.top_mhz):
+                    yield Configuration(
+                        shape, split, data, count, name, virtual, int(shared), shared
+                    )
 
 
 def _shares(model: Transformer, tensor: int) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from perseus_planner.cli.options import (
     Listed,
     Option,
     OutputFile,
+    Positive,
     Text,
     Time,
     Tolerance,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner.inference.workload import InferenceProfile
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
 
 
@@ -108,7 +109,7 @@ _Key = Annotated[
 class _Service:
     """What is served, on what, and what changes cost."""
 
-    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
+    gpus: Annotated[Positive, "Number of GPUs."]
     ttft_s: Annotated[
         tuple[float, ...],
         Listed(units.DURATION, "time"),
@@ -208,7 +209,7 @@ def profile(
         Option("--at", default=()),
     ],
     window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
-    windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
+    windows: Annotated[Positive, "Windows a row.", Option(default=3)],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
     ],
@@ -256,9 +257,7 @@ def profile(
 def read(
     results: Annotated[tuple[str, ...], Option(required=True, metavar="MHZ[@WATTS]=FILE...")],
     *,
-    degree: Annotated[
-        int, click.IntRange(1), "GPUs of the server.", Option(metavar="N", default=1)
-    ],
+    degree: Annotated[Positive, "GPUs of the server.", Option(default=1)],
     shape: Annotated[
         _Class | None,
         "Class of the requests.  [default: their mean tokens]",
@@ -475,19 +474,6 @@ class _Kept:
             yield gpus
 
 
-@contextmanager
-def _until_ended() -> Iterator[Callable[[], bool]]:
-    """Yield whether this process was asked to end, by an interrupt or SIGTERM."""
-    asked = list[int]()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
 def attach(server: str, *, kept: _Kept) -> None:
     """Set the clocks of a running server for the least energy within latency objectives.
@@ -505,8 +491,9 @@ def attach(server: str, *, kept: _Kept) -> None:
                 f"{reader.where}: does not answer ({error!r}); start the server, and give the "
                 "address that it prints"
             ) from error
-        with _until_ended() as is_over:
-            kept.keep(gpus, reader, is_over)
+        asked = list[int]()
+        with console.signals(_ENDING, asked.append):
+            kept.keep(gpus, reader, lambda: bool(asked))
 
 
 @command(
@@ -529,21 +516,23 @@ def run(
     """
     from perseus_planner.inference.online import MetricsReader
 
+    asked = list[int]()
     with (
         kept.opened() as gpus,
         closing(MetricsReader(url, _ANSWER_S)) as reader,
-        _until_ended() as is_over,
+        console.signals(_ENDING, asked.append),
     ):
-        try:
-            process = subprocess.Popen(command, stdout=sys.stderr.fileno())
-        except OSError as error:
-            raise console.cannot_run(command, error) from error
+        process = console.start(command, sys.stderr.fileno())
+
+        def is_over() -> bool:
+            return bool(asked) or process.poll() is not None
+
         try:
             end_s = time.monotonic() + start_s
-            while process.poll() is None and not is_over():
+            while not is_over():
                 with suppress(OSError, HTTPException):
                     reader.read()
-                    kept.keep(gpus, reader, lambda: is_over() or process.poll() is not None)
+                    kept.keep(gpus, reader, is_over)
                     break
                 if time.monotonic() > end_s:
                     raise UsageError(
