@@ -253,7 +253,7 @@ def page(report: EnergyReport) -> str:
     and loads nothing.
     """
     styles = [Markup(page_file(f"{name}.css")) for name in ("theme", "report")]
-    scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "timeline", "report")]
+    scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "report")]
     unit = _unit(report)
     environment = page_environment()
     environment.filters |= {
