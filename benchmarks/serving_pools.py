@@ -123,7 +123,7 @@ def _replays(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[s
             for name, policy in POLICIES.items():
                 if full or name in (BASELINE, "planner"):
                     found = replay(profile, trace, Settings(gpus, prediction=prediction), name)
-                    baseline_j = baseline_j or found.energy_j
+                    baseline_j = baseline_j or found["energy_j"]
                     planned = saved[name]
                     rows.append(
                         {
@@ -131,8 +131,8 @@ def _replays(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[s
                             "prediction": prediction,
                             "policy": policy,
                             "planned": None if planned is None else 100 * planned,
-                            "saved": 100 * (1 - found.energy_j / baseline_j),
-                            "mean": found.gpus,
+                            "saved": 100 * (1 - found["energy_j"] / baseline_j),
+                            "mean": found["gpus"],
                         }
                     )
     return rows

@@ -24,12 +24,13 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.plan import (
+    POLICIES,
     PUBLISHED,
     ChangeCosts,
     Pool,
@@ -310,6 +311,7 @@ class Fluid(Instance):
         return power_w if parts else idle_w
 
 
+CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
 _GAP = 1e-3  #: of the energy of a period above its bound
 _TICK_S = 300.0  #: after which energy is counted
 _SPARE = 0.999  #: of the load that too few GPUs carry
@@ -337,43 +339,9 @@ class Settings:
             )
 
 
-class Period(NamedTuple):
-    """What happened in a part of the trace."""
-
-    start_s: float  #: when it began, seconds
-    power_w: float  #: mean power, watts, changes included
-    gpus: int  #: GPUs in use at its end
-    requests: int  #: how many arrived
-    late: int | None  #: how many of them were late; None if the profile does not tell
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What became of a trace under a policy."""
-
-    policy: str  #: name in `POLICIES`
-    requests: int  #: how many there were
-    #: how many got their first token, or the others, later than the objectives; None if the profile
-    #: does not say what tokens cost, so that there are no times.
-    late: int | None
-    ttft_p95_s: float | None  #: time to the first token, seconds; None likewise
-    tbt_p95_s: float | None  #: mean time between tokens, seconds; None likewise
-    energy_j: float  #: joules, changes included
-    change_j: float  #: joules of the changes
-    most_gpus: int  #: most GPUs in use
-    changes: tuple[int, ...]  #: how often instances, sharding and clocks changed
-    short_periods: int  #: periods in which the GPUs did not carry the predicted load
-    periods: tuple[Period, ...]  #: what happened, in the order of time
-
-    @property
-    def gpus(self) -> float:
-        """Mean number of GPUs in use."""
-        return sum(period.gpus for period in self.periods) / len(self.periods)
-
-
 def replay(
     profile: InferenceProfile, trace: Trace, settings: Settings, policy: str = "planner"
-) -> Replay:
+) -> dict[str, Any]:
     """Replay a trace.
 
     Args:
@@ -381,6 +349,14 @@ def replay(
         trace: the requests.
         settings: how the cluster is run.
         policy: name in `POLICIES` of how configurations are chosen.
+
+    Returns:
+        What became of it: `late`, how many requests got their first token, or the others, later
+        than the objectives; the 95th percentiles of the time to the first token and of the mean
+        time between tokens, all None if the profile does not say what tokens cost; `energy_j`,
+        changes included; `gpus` in use, on average and at most; how often instances, sharding and
+        clocks changed; `short_periods`, in which the GPUs did not carry the predicted load; and the
+        `periods`, in the order of time, with their mean power and GPUs in use at their end.
 
     Raises:
         UsageError: If a class of the trace has no configuration that meets its objective.
@@ -403,7 +379,7 @@ class _Cluster:
         self.changes, self.short_periods = [0, 0, 0], 0
         self.latencies_s: dict[int, tuple[float, float]] = {}
 
-    def run(self) -> Replay:
+    def run(self) -> dict[str, Any]:
         trace, settings = self.trace, self.settings
         periods, before_j, request = [], 0.0, 0
         length_s = min(_TICK_S, settings.epoch_s)
@@ -424,27 +400,33 @@ class _Cluster:
             periods.append((now_s, (energy_j - before_j) / (end_s - now_s), gpus))
             before_j = energy_j
         self._advance(self.instances, float("inf"))
-        late = self._late()
-        return Replay(
-            policy=self.policy,
-            requests=request,
-            late=len(late) if self.has_times else None,
-            ttft_p95_s=self._quantile(0),
-            tbt_p95_s=self._quantile(1),
-            energy_j=self._energy_j(),
-            change_j=self.change_j,
-            most_gpus=max(gpus for _, _, gpus in periods),
-            changes=tuple(self.changes),
-            short_periods=self.short_periods,
-            periods=tuple(
-                Period(
-                    *period,
-                    end - start,
-                    sum(start <= each < end for each in late) if self.has_times else None,
+        late = self._late() if self.has_times else None
+        return {
+            "policy": self.policy,
+            "description": POLICIES[self.policy],
+            "late": None if late is None else len(late),
+            "late_share": None if late is None else len(late) / request,
+            "ttft_p95_s": self._quantile(0),
+            "tbt_p95_s": self._quantile(1),
+            "energy_j": self._energy_j(),
+            "change_j": self.change_j,
+            "gpus": sum(gpus for _, _, gpus in periods) / len(periods),
+            "most_gpus": max(gpus for _, _, gpus in periods),
+            **dict(zip(CHANGES, self.changes, strict=True)),
+            "short_periods": self.short_periods,
+            "periods": [
+                {
+                    "start_s": start_s,
+                    "power_w": power_w,
+                    "gpus": gpus,
+                    "requests": end - start,
+                    "late": None if late is None else sum(start <= each < end for each in late),
+                }
+                for (start_s, power_w, gpus), start, end in zip(
+                    periods, starts, [*starts[1:], request], strict=True
                 )
-                for period, start, end in zip(periods, starts, [*starts[1:], request], strict=True)
-            ),
-        )
+            ],
+        }
 
     def _energy_j(self) -> float:
         return self.ended_j + self.change_j + sum(each.energy_j for each in self.instances)

@@ -12,12 +12,13 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
 from perseus_planner.inference.plan import BASELINE, POLICIES, read_plan
+from perseus_planner.inference.simulation import CHANGES
 from perseus_planner.profiles.csv_file import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.inference.simulation import Replay, Settings
+    from perseus_planner.inference.simulation import Settings
     from perseus_planner.inference.workload import Trace
     from perseus_planner.views.savings import EnergyCost, EnergyRates
 
@@ -26,7 +27,6 @@ AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
 
 
-_CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
 _SAVING = (
     Column("chosen how", "description", "<"),
     Column("energy kWh", lambda row: row["energy_j"] and row["energy_j"] / 3.6e6, ".4g"),
@@ -159,37 +159,21 @@ def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
 
 
 def simulation_view(
-    trace: Trace, settings: Settings, replays: Sequence[Replay], left_out: Sequence[str]
+    trace: Trace, settings: Settings, replays: Sequence[dict[str, Any]], left_out: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what is printed of replays, at least one, for JSON; the fields of a policy are
-    those of `Replay`.
-    """
-    baseline_j = {replay.policy: replay.energy_j for replay in replays}.get(BASELINE)
+    """Return what is printed of replays, at least one, for JSON."""
+    baseline_j = {each["policy"]: each["energy_j"] for each in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,
         "requests": len(trace.times_s),
         "length_s": trace.end_s,
         "prediction": settings.prediction,
         "baseline": BASELINE,
-        "policies": [_replay_view(replay, baseline_j) for replay in replays],
+        "policies": [
+            {**each, "saved_share": baseline_j and 1 - each["energy_j"] / baseline_j}
+            for each in replays
+        ],
         "left_out": list(left_out),
-    }
-
-
-def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
-    fields = {
-        name: value
-        for name, value in vars(replay).items()
-        if name not in ("requests", "changes", "periods")
-    }
-    return {
-        **fields,
-        **dict(zip(_CHANGES, replay.changes, strict=True)),
-        "description": POLICIES[replay.policy],
-        "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
-        "late_share": None if replay.late is None else replay.late / replay.requests,
-        "gpus": replay.gpus,
-        "periods": [period._asdict() for period in replay.periods],
     }
 
 
@@ -204,7 +188,7 @@ def simulation_text(view: dict[str, Any]) -> str:
         Column("TBT p95", lambda row: row["tbt_p95_s"] and 1e3 * row["tbt_p95_s"], ".4g"),
         Column("GPUs", "gpus", ".0f"),
         Column("most", "most_gpus"),
-        Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
+        Column("changes", lambda row: "/".join(str(row[name]) for name in CHANGES)),
         digits=3,
     )
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
