@@ -78,7 +78,7 @@ from perseus_planner.cluster import baselines
 from perseus_planner.plans.clock_replay import Task
 from perseus_planner.plans.replay import all_maximum, replay_changes
 from perseus_planner.profiles.groups import slowed
-from perseus_planner.profiles.measurement import ClockChange, Measurement
+from perseus_planner.profiles.measurement import ClockChange
 
 if TYPE_CHECKING:
     from perseus_planner.solver.batch import BatchPlan
@@ -184,7 +184,6 @@ def _straggler(row: CsvRow) -> Straggler:
 
 
 Clocks = tuple[int, ...]  #: the clock of each of `dag.computations`, MHz
-Table = Mapping[int, Measurement]
 
 
 class ReplayedIteration(NamedTuple):
@@ -205,12 +204,8 @@ class IterationReplays:
 
     def __init__(self, dag: PipelineDag) -> None:
         self.dag = dag
-        self._tables = {
-            key: {m.clock_mhz: m for m in dag.profile.measurements[key]}
-            for key in dict.fromkeys(dag.iteration.keys)
-        }
         self._rank_of = np.array(dag.iteration.rank_of)
-        self._replays: dict[tuple[Clocks, SlowStages], ReplayedIteration] = {}
+        self._replayed = cache(self._replay)
 
     def replay(self, clocks: Clocks, condition: Condition) -> ReplayedIteration:
         """Return an iteration at `clocks` of a pipeline in `condition`.
@@ -218,27 +213,21 @@ class IterationReplays:
         Complexity: one replay for each new pair of clocks and slow stages, and a look-up after
         that.
         """
-        key = clocks, condition.stages
-        if key not in self._replays:
-            self._replays[key] = self._replay(clocks, dict(condition.stages))
-        (time_s, busy_s, busy_j), slowdown = self._replays[key], condition.slowdown
+        time_s, busy_s, busy_j = self._replayed(clocks, condition.stages)
+        slowdown = condition.slowdown
         return ReplayedIteration(time_s * slowdown, busy_s * slowdown, busy_j * slowdown)
 
-    def _replay(self, clocks: Clocks, slow: Mapping[int, float]) -> ReplayedIteration:
+    def _replay(self, clocks: Clocks, stages: SlowStages) -> ReplayedIteration:
         """Replay with the time that clock changes take, which no slowdown applies to."""
-        dag = self.dag
+        profile, iteration = slowed(self.dag.profile, dict(stages)), self.dag.iteration
         tables = {
-            key: _slow_down(table, slow[key[0]]) if key[0] in slow else table
-            for key, table in self._tables.items()
+            key: {row.clock_mhz: row for row in profile.measurements[key]}
+            for key in dict.fromkeys(iteration.keys)
         }
-        tasks = [
-            Task(tables[key], mhz) for key, mhz in zip(dag.iteration.keys, clocks, strict=True)
-        ]
-        change = dag.profile.clock_change or ClockChange(0.0)
-        replayed = replay_changes(
-            dag.iteration, tasks, change, dag.rank_waiting_w, dag.profile.gpus_per_stage
-        )
-        time_s = max(replayed.ends_s) + dag.profile.overhead_s
+        tasks = [Task(tables[key], mhz) for key, mhz in zip(iteration.keys, clocks, strict=True)]
+        change, waiting_w = profile.clock_change or ClockChange(0.0), self.dag.rank_waiting_w
+        replayed = replay_changes(iteration, tasks, change, waiting_w, profile.gpus_per_stage)
+        time_s = max(replayed.ends_s) + profile.overhead_s
         return ReplayedIteration(
             time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j)
         )
@@ -246,13 +235,6 @@ class IterationReplays:
     def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
         ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
         return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
-
-
-def _slow_down(table: Table, slowdown: float) -> Table:
-    return {
-        mhz: Measurement(mhz, m.time_s * slowdown, m.energy_j * slowdown)
-        for mhz, m in table.items()
-    }
 
 
 SlowStages = tuple[tuple[int, float], ...]
@@ -283,7 +265,11 @@ def make_policy(
         raise UsageError(f"policy {shown(name)} is unknown; choose from {', '.join(POLICIES)}")
     target_s = slowdown * frontier.baseline_time_s
     if name in _RULES:
-        clocks_for = _BaselineClocks(_RULES[name], frontier, replays)
+
+        @cache
+        def clocks_for(deadline_s: float) -> Clocks:
+            return _checked_clocks(frontier, _RULES[name](frontier.dag, deadline_s))
+
         kept = clocks_for(target_s)
         return _reacting(replays, target_s, clocks_for, lambda _: kept)
     if name == "planner-fixed":
@@ -331,27 +317,6 @@ def _reacting(
         return clocks
 
     return clocks_in
-
-
-class _BaselineClocks:
-    """A baseline's clocks for an iteration time, with few calls of its rule.
-
-    A rule takes the cheapest plan that meets a deadline. So its choice for one deadline is also its
-    choice for every tighter deadline down to the time of that plan.
-    """
-
-    def __init__(self, rule: ClockRule, frontier: Frontier, replays: IterationReplays) -> None:
-        self._rule, self._frontier, self._replays = rule, frontier, replays
-        self._chosen: list[tuple[float, float, Clocks]] = []
-
-    def __call__(self, deadline_s: float) -> Clocks:
-        for least_s, most_s, clocks in self._chosen:
-            if least_s <= deadline_s <= most_s:
-                return clocks
-        clocks = _checked_clocks(self._frontier, self._rule(self._frontier.dag, deadline_s))
-        time_s = self._replays.replay(clocks, UNDISTURBED).time_s
-        self._chosen.append((min(time_s, deadline_s), deadline_s, clocks))
-        return clocks
 
 
 def _planned(frontier: Frontier, deadline_s: float) -> Clocks:

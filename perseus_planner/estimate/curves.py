@@ -18,8 +18,10 @@ those that the model's power limit does not allow, as measured stages may run at
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,8 +160,8 @@ class CurveMaker:
         16 in large jobs.
         """
         self.system, self.points = system, points
-        self._rows: dict[tuple[Phases, int], tuple[Measurement, ...]] = {}
-        self._hulls: dict[tuple[Phases, ...], Hull] = {}
+        self._points = cache(lambda phases, count: measurements_of(phases, system, count))
+        self._hull = cache(self._hull_of)
         self._frontiers: dict[Configuration, Frontier] = {}
 
     def bound(self, candidate: Candidate) -> Bound:
@@ -347,23 +349,12 @@ class CurveMaker:
             frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
         )
 
-    def _points(self, phases: Phases, points: int) -> tuple[Measurement, ...]:
-        key = phases, points
-        if key not in self._rows:
-            self._rows[key] = measurements_of(phases, self.system, points)
-        return self._rows[key]
-
-    def _hull(self, parts: tuple[Phases, ...]) -> Hull:
+    def _hull_of(self, parts: tuple[Phases, ...]) -> Hull:
         """Return the hull of computations that run one after the other."""
-        if parts not in self._hulls:
-            if len(parts) == 1:
-                hull = hull_of(self._points(parts[0], self.points), self._gpu.blocking_power_w)
-            else:
-                hull = self._hull(parts[:1])
-                for part in parts[1:]:
-                    hull = hull + self._hull((part,))
-            self._hulls[parts] = hull
-        return self._hulls[parts]
+        first, *others = parts
+        if not others:
+            return hull_of(self._points(first, self.points), self._gpu.blocking_power_w)
+        return reduce(operator.add, (self._hull((part,)) for part in parts))
 
     @property
     def _gpu(self) -> GpuModel:
