@@ -41,6 +41,7 @@ from perseus_planner.base.errors import PlannerError, RankError
 from perseus_planner.base.loops import in_background
 from perseus_planner.engines.microbatch import describe_error
 from perseus_planner.profiler.build import torch_device
+from perseus_planner.runs.verdict import rank_names
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.emulation import emulate
 
@@ -151,7 +152,7 @@ class Rank:
             if outcome.problem is not None and not outcome.is_collateral:
                 problems.setdefault(outcome.problem, []).append(rank)
         if problems:
-            raise RankError("; ".join(f"{ranks_text(at)}: {text}" for text, at in problems.items()))
+            raise RankError("; ".join(f"{rank_names(at)}: {text}" for text, at in problems.items()))
         return [outcome.value for outcome in outcomes]
 
     def start(
@@ -184,7 +185,7 @@ class Rank:
                 if time.monotonic() > until_s:
                     late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                     raise RankError(
-                        f"{ranks_text(late)}: no answer within {limit_s:.0f} s; see why, and start "
+                        f"{rank_names(late)}: no answer within {limit_s:.0f} s; see why, and start "
                         "again"
                     )
                 time.sleep(_POLL_S)
@@ -259,11 +260,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Name ranks, such as "ranks 0, 1"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 STAGES = 2
