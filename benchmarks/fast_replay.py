@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from perseus_planner.estimate.configuration import Configuration, schedule_of
-from perseus_planner.estimate.operations import LayerTimes
-from perseus_planner.estimate.system import System
+from perseus_planner.estimate.operations import LayerTimes, System
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 _SETTLED = (

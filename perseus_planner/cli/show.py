@@ -28,8 +28,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.views.savings import IterationSize
-    from perseus_planner.views.sources import Sources
+    from perseus_planner.views.sources import IterationSize, Sources
 
 #: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
@@ -231,7 +230,7 @@ def _run_view(folder: Path) -> _View:
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """What is saved with, as `views.savings.IterationSize` has it."""
+    """What is saved with, as `views.sources.IterationSize` has it."""
 
     pipelines: Annotated[
         Number | None,
@@ -300,8 +299,7 @@ def report(
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
-    from perseus_planner.views.savings import EnergyRates
-    from perseus_planner.views.sources import read_sources
+    from perseus_planner.views.sources import EnergyRates, read_sources
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
@@ -319,7 +317,7 @@ def report(
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:
     """Return the size of an iteration by the options, or else by the job file."""
-    from perseus_planner.views.savings import IterationSize
+    from perseus_planner.views.sources import IterationSize
 
     numbers: dict[str, Any] = dict(vars(options))
     for name in ("tokens", "samples"):

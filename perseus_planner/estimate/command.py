@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.cli.profiling import KernelOptions
     from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Choices, Objective, Prices
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.operations import System
     from perseus_planner.estimate.transformer import Transformer
 
 
@@ -63,7 +63,7 @@ class _System:
 
     def system(self) -> System:
         """Return the GPUs and their links."""
-        from perseus_planner.estimate.system import load_system, system_of
+        from perseus_planner.estimate.operations import load_system, system_of
 
         if self.system_file is not None:
             system = load_system(self.system_file)
@@ -180,7 +180,7 @@ def estimate(
     from perseus_planner import Profile
     from perseus_planner.estimate.curves import calibration_of
     from perseus_planner.estimate.curves import estimate as estimating
-    from perseus_planner.estimate.system import with_link
+    from perseus_planner.estimate.operations import with_link
     from perseus_planner.estimate.transformer import name_of
     from perseus_planner.estimate.views import estimate_text, summarize_estimate
 
@@ -375,7 +375,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
 
     require_torch()
     from perseus_planner.estimate.kernels import measure_kernels, measured_names
-    from perseus_planner.estimate.system import save_system, system_of, system_view
+    from perseus_planner.estimate.operations import save_system, system_of, system_view
     from perseus_planner.estimate.transformer import named_transformer, shared_by
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group

@@ -27,7 +27,7 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipelin
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.operations import System
     from perseus_planner.schedules import Schedule
     from perseus_planner.schedules.iteration import Iteration
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
     from perseus_planner import Frontier
     from perseus_planner.estimate.configuration import Candidate, Configuration
-    from perseus_planner.estimate.operations import Phases
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.operations import Phases, System
     from perseus_planner.gpu.simulated.model import GpuModel
 
 Floats = "NDArray[np.float64]"

@@ -23,8 +23,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.estimate.configuration import Candidate, Configuration, Memory, memory
 from perseus_planner.estimate.curves import Curve, CurveMaker
-from perseus_planner.estimate.operations import LayerTimes, layer_times
-from perseus_planner.estimate.system import kernel_key
+from perseus_planner.estimate.operations import LayerTimes, kernel_key, layer_times
 from perseus_planner.estimate.transformer import Transformer, shared_by, split_layers
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.operations import System
 
 RECOMPUTATIONS = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")

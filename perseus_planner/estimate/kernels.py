@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from perseus_planner.estimate.system import KernelTimes, System, kernel_key
+from perseus_planner.estimate.operations import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
     from perseus_planner.estimate.transformer import Transformer

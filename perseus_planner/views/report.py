@@ -39,7 +39,7 @@ from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
 from perseus_planner.views.run import account_text, tables_of_run
-from perseus_planner.views.savings import (
+from perseus_planner.views.sources import (
     PHASES,
     EnergyRates,
     IterationSize,

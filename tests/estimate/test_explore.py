@@ -25,8 +25,7 @@ from perseus_planner.estimate.explore import (
     split_choices,
     worth_measuring,
 )
-from perseus_planner.estimate.operations import layer_times
-from perseus_planner.estimate.system import SYSTEMS, KernelTimes
+from perseus_planner.estimate.operations import SYSTEMS, KernelTimes, layer_times
 from perseus_planner.estimate.transformer import PRESETS, Transformer
 
 A100, H100 = SYSTEMS["a100-sxm"], SYSTEMS["h100-sxm"]

@@ -15,14 +15,16 @@ from measured_iterations import TimeEstimates, measured
 
 from perseus_planner.estimate.configuration import Configuration
 from perseus_planner.estimate.operations import (
+    SYSTEMS,
     Exchange,
+    KernelTimes,
     Phases,
     Product,
+    kernel_key,
     layer_operations,
     layer_times,
     sum_s,
 )
-from perseus_planner.estimate.system import SYSTEMS, KernelTimes, kernel_key
 from perseus_planner.estimate.transformer import PRESETS, Transformer
 from perseus_planner.plans.replay import end_times
 from perseus_planner.profiles.measurement import Measurement

@@ -9,8 +9,7 @@ import pytest
 from commands import done, refusal
 from launching import ranks
 
-from perseus_planner.estimate.operations import layer_times
-from perseus_planner.estimate.system import load_system
+from perseus_planner.estimate.operations import layer_times, load_system
 from perseus_planner.estimate.transformer import read_transformer
 
 pytest.importorskip("torch")
