@@ -206,13 +206,9 @@ def _sweep_settings(options: SweepOptions) -> SweepSettings:
 
     if options.observe and options.control is not None:
         raise UsageError("--observe does not set anything; leave out --control")
-    return SweepSettings(
-        "observed" if options.observe else options.control or "clock",
-        full=options.full,
-        allow_hot=options.allow_hot,
-        minutes=options.minutes,
-        saving_within=options.saving_within,
-    )
+    settings = dict(vars(options))
+    control = "observed" if settings.pop("observe") else options.control or "clock"
+    return SweepSettings(**{**settings, "control": control})
 
 
 def _measure(
@@ -237,10 +233,7 @@ def _measure(
             settings=settings,
             output=output,
             progress=progress,
-            split_backward=rows.split_backward,
-            blocking_power_w=rows.blocking_power_w,
-            resume=rows.resume,
-            modes=rows.modes,
+            **vars(rows),
         )
     from perseus_planner.gpu import check_back_end
 

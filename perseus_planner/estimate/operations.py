@@ -297,7 +297,7 @@ _OPTIONAL = tuple(
 _FORMAT = "perseus-planner/system"
 _VERSION = 1
 _DIMENSIONS = ("hidden", "heads", "vocabulary", "sequence")
-_TIMES = ("layer_forward_s", "layer_backward_s", "head_s")
+_TIMES = KernelTimes._fields
 
 
 def save_system(system: System, path: Path, measured: tuple[str, ...] = ()) -> None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -294,13 +294,6 @@ _SETTINGS = 6  # that are measured unless they are given
 _LOWEST = 0.4  # of the highest setting: below, requests are slow and no cheaper
 
 
-class Target(Protocol):
-    """Serves requests, from many threads at once."""
-
-    def complete(self, input_tokens: int, output_tokens: int) -> Answer:
-        """Send a request, and return what came."""
-
-
 class Shape(NamedTuple):
     """A class of requests: how many tokens go in, and how many come out."""
 
@@ -417,7 +410,7 @@ class Traffic:
     """
 
     def __init__(
-        self, target: Target, shape: Shape, concurrency: int | None, rate_per_s: float | None
+        self, target: Server, shape: Shape, concurrency: int | None, rate_per_s: float | None
     ) -> None:
         self._target, self._shape = target, shape
         self.answers: list[Answer] = []
@@ -493,7 +486,7 @@ class Traffic:
 
 
 def measure_serving(
-    target: Target,
+    target: Server,
     gpus: Sequence[Gpu],
     settings: ServingSettings,
     progress: Callable[[int, int], None] | None = None,
@@ -536,7 +529,7 @@ class _Meter:
     """Measures traffic on some GPUs, at the setting that they have."""
 
     def __init__(
-        self, target: Target, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
+        self, target: Server, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
     ) -> None:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
         self.achieved_mhz = self._idle_w = 0.0

@@ -335,7 +335,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
             row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
-            row |= {"power_w": energy_j / time_s, **asdict(efficiency)}
+            row |= {"power_w": energy_j / time_s, **efficiency}
             if row not in rows:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}

@@ -283,16 +283,6 @@ class IterationSize(Checked):
     iterations: _Whole | None = None  #: number of iterations of the planned run, if known
 
 
-@dataclass(frozen=True)
-class EnergyEfficiency:
-    """What an iteration gives for its energy, or None if not known. Samples/s/W equal samples
-    per joule.
-    """
-
-    joules_per_token: float | None
-    samples_per_s_per_w: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Saving(Comparison):
     """An iteration of a plan or run compared with all clocks at maximum, all pipelines together."""
@@ -313,8 +303,9 @@ class Saving(Comparison):
     #: saved in that many iterations, or None if not known; by a run, against all clocks at maximum
     #: in as much time as each iteration took.
     per_run: EnergyCost | None
-    efficiency: EnergyEfficiency  #: energy per token and sample
-    baseline_efficiency: EnergyEfficiency  #: energy per token and sample with all clocks at maximum
+    #: `joules_per_token` and `samples_per_s_per_w`, which is samples per joule; None if not known.
+    efficiency: dict[str, float | None]
+    baseline_efficiency: dict[str, float | None]  #: the same with all clocks at maximum
 
 
 def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
@@ -394,11 +385,10 @@ def _saving(
     )
 
 
-def _efficiency(size: IterationSize, energy_j: float) -> EnergyEfficiency:
-    return EnergyEfficiency(
-        None if size.tokens is None else energy_j / size.tokens,
-        None if size.samples is None or energy_j <= 0 else size.samples / energy_j,
-    )
+def _efficiency(size: IterationSize, energy_j: float) -> dict[str, float | None]:
+    per_j = None if size.samples is None or energy_j <= 0 else size.samples / energy_j
+    per_token_j = None if size.tokens is None else energy_j / size.tokens
+    return {"joules_per_token": per_token_j, "samples_per_s_per_w": per_j}
 
 
 PHASES = ("warm-up", "steady state", "drain")
