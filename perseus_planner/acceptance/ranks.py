@@ -334,15 +334,9 @@ class Training:
         layout = Layout.of(rank.size)
         self._pipeline = rank.rank % layout.pipelines
         numbers = range(STAGES) if layout.ranks == 1 else [rank.rank // layout.pipelines]
-        across = [
-            dist.new_group([*range(first, rank.size, layout.pipelines)])
-            for first in range(layout.pipelines)
-        ]
-        beside = [
-            dist.new_group([*range(first, first + layout.pipelines)])
-            for first in range(0, rank.size, layout.pipelines)
-        ]
-        self._group = beside[rank.rank // layout.pipelines]
+        grid = torch.arange(rank.size).view(-1, layout.pipelines)
+        across, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())
+        self._group, _ = dist.new_subgroups_by_enumeration(grid.tolist())
         self._replicas = layout.pipelines
         torch.manual_seed(numbers[0])
         modules = torch.nn.ModuleList(
@@ -357,7 +351,7 @@ class Training:
                 self.device,
                 sent if number else received,
                 logits if number == STAGES - 1 else sent,
-                group=across[self._pipeline],
+                group=across,
             )
             for module, number in zip(modules, numbers, strict=True)
         ]

@@ -32,7 +32,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from perseus_planner.cli.profiling import KernelOptions
     from perseus_planner.estimate.configuration import Configuration
-    from perseus_planner.estimate.explore import Choices, Objective, Prices
+    from perseus_planner.estimate.explore import Choices, Objective
     from perseus_planner.estimate.operations import System
     from perseus_planner.estimate.transformer import Transformer
 
@@ -299,12 +299,6 @@ class _Run:
         float, click.FloatRange(0.0), "Emissions of a kWh, g CO2e.", Option(default=400.0)
     ]
 
-    def prices(self) -> Prices:
-        """Return what energy costs."""
-        from perseus_planner.estimate.explore import Prices
-
-        return Prices(self.pue, self.price, self.carbon)
-
 
 @command(
     "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 -o explored.yaml",
@@ -358,9 +352,7 @@ def explore(
             objective,
             update or (lambda solved, total: None),
         )
-    result = views.exploration_view(
-        name_of(model), job_gpus.gpus, explored, run.tokens, run.prices()
-    )
+    result = views.exploration_view(name_of(model), job_gpus.gpus, explored, vars(run))
     written: list[Path] = []
     if output is not None:
         row = explored.first[min(job, len(explored.first)) - 1]

@@ -576,35 +576,35 @@ def _within_power(
 _J_PER_KWH = 3.6e6
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What energy costs."""
-
-    #: Energy of the data center for each joule of its computers (power usage effectiveness).
-    pue: float = 1.2
-    per_kwh: float = 0.12  #: Price of a kWh at the meter, in any currency
-    g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
-
-
-def forecast(row: Row, tokens: float, system: System, prices: Prices) -> dict[str, Any]:
+def forecast(
+    row: Row, system: System, *, tokens: float, pue: float, price: float, carbon: float
+) -> dict[str, Any]:
     """Return what training on `tokens` tokens takes in the configuration of a row.
 
     Energy at the meter, its price and its emissions are the least and the most: with the rest of
     the nodes and the data center's share.
+
+    Args:
+        row: The configuration.
+        system: The GPUs.
+        tokens: Tokens to train on.
+        pue: Energy of the data center for each joule of its computers (power usage effectiveness).
+        price: Price of a kWh at the meter, in any currency.
+        carbon: CO2e of a kWh at the meter, grams.
     """
     job = row.candidate.job
     seconds = tokens / row.tokens_per_s
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
     beside_w = system.node_overhead_w, system.node_overhead_most_w
     nodes = job.gpus / system.gpus_per_node  # parts of a node count as such
-    kwh = [(gpu_kwh + w * nodes * seconds / _J_PER_KWH) * prices.pue for w in beside_w]
+    kwh = [(gpu_kwh + w * nodes * seconds / _J_PER_KWH) * pue for w in beside_w]
     return {
         "tokens": tokens,
         "hours": seconds / 3600,
         "gpu_kwh": gpu_kwh,
         "meter_kwh": kwh,
-        "cost": [each * prices.per_kwh for each in kwh],
-        "co2e_kg": [each * prices.g_per_kwh / 1e3 for each in kwh],
+        "cost": [each * price for each in kwh],
+        "co2e_kg": [each * carbon / 1e3 for each in kwh],
         "node_overhead_w": beside_w,
-        "pue": prices.pue,
+        "pue": pue,
     }

@@ -4,7 +4,7 @@ a figure, and the job file of a configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
-from perseus_planner.estimate.explore import Prices, forecast
+from perseus_planner.estimate.explore import forecast
 from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 
@@ -167,10 +167,12 @@ NOT_TRIED = (
 
 
 def exploration_view(
-    name: str, gpus: int, found: Exploration, tokens: float | None, prices: Prices
+    name: str, gpus: int, found: Exploration, run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what is printed of an exploration of so many GPUs."""
-    view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
+    """Return what is printed of an exploration of so many GPUs, with what `forecast` is told of the
+    whole run.
+    """
+    view = [_row_view(row, found, run) for row in (*found.first, *found.frontier)]
     system = found.maker.system
     return {
         "model": name,
@@ -299,7 +301,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     return [path, profile_path, profile_path.with_suffix(".csv")]
 
 
-def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
+def _row_view(row: Row, found: Exploration, run: Mapping[str, Any]) -> dict[str, Any]:
     job, shape = row.candidate.job, row.candidate.job.shape
     slowdown = row.time_s / float(row.curve.times_s[0])
     return {
@@ -326,7 +328,7 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         "gpu_power_w": row.power_w / job.gpus,
         "saved_share": found.maker.saved_share(row.candidate, slowdown),
         "clocks_mhz": found.maker.clocks_mhz(row.candidate, slowdown),
-        "forecast": None if tokens is None else forecast(row, tokens, found.maker.system, prices),
+        "forecast": None if run["tokens"] is None else forecast(row, found.maker.system, **run),
     }
 
 

@@ -18,7 +18,6 @@ from perseus_planner.estimate.explore import (
     Choices,
     Exploration,
     Objective,
-    Prices,
     candidates,
     explore,
     forecast,
@@ -233,7 +232,7 @@ def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
 
 def test_a_forecast_is_energy_at_the_meter(eight: Exploration):
     row = eight.first[0]
-    found = forecast(row, 1e12, A100, Prices(pue=1.5, per_kwh=0.2, g_per_kwh=100))
+    found = forecast(row, A100, tokens=1e12, pue=1.5, price=0.2, carbon=100)
     assert found["hours"] == pytest.approx(1e12 / row.tokens_per_s / 3600)
     assert found["gpu_kwh"] == pytest.approx(1e12 * row.j_per_token / 3.6e6)
     for place, beside_w in enumerate((A100.node_overhead_w, A100.node_overhead_most_w)):
