@@ -14,8 +14,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.cluster.baselines import envpipe
-from perseus_planner.cluster.replay import Cluster, simulate
-from perseus_planner.cluster.stragglers import Straggler
+from perseus_planner.cluster.replay import Cluster, Straggler, simulate
 from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8

@@ -16,8 +16,8 @@ from results import Check, Section, Table
 
 from perseus_planner import Profile
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.estimate import Calibration, calibration_of, estimate
-from perseus_planner.estimate.system import SYSTEMS, with_link
+from perseus_planner.estimate.curves import Calibration, calibration_of, estimate
+from perseus_planner.estimate.operations import SYSTEMS, with_link
 from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.csv_file import word_of
 

@@ -7,9 +7,8 @@ import time
 from data import Size
 from results import Check, Section, Table
 
-from perseus_planner.estimate.candidates import Choices
-from perseus_planner.estimate.explore import Objective, explore
-from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.explore import Choices, Objective, explore
+from perseus_planner.estimate.operations import SYSTEMS
 from perseus_planner.estimate.transformer import PRESETS
 
 _COLUMNS = {

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from perseus_planner.estimate.configuration import Configuration, schedule_of, stage_ranks
-from perseus_planner.estimate.kernel_times import LayerTimes
-from perseus_planner.estimate.system import System
+from perseus_planner.estimate.configuration import Configuration, schedule_of
+from perseus_planner.estimate.operations import LayerTimes, System
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 _SETTLED = (
@@ -34,7 +33,7 @@ def replay_s(job: Configuration, system: System, stages: Sequence[dict[str, floa
     """Return the seconds of an iteration whose computations take so many seconds, by stage
     and kind.
     """
-    ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
+    ranks = job.stage_ranks
     both_s = [0.0] * job.ranks
     for stage, rank in enumerate(ranks):
         both_s[rank] += stages[stage]["F"] + stages[stage]["B"]

@@ -20,8 +20,7 @@ from time_fit import fit, fit_modern, modern_s, tables
 
 from perseus_planner.estimate.configuration import Configuration, memory
 from perseus_planner.estimate.explore import worth_measuring
-from perseus_planner.estimate.kernel_times import layer_times, sum_s
-from perseus_planner.estimate.system import KernelTimes, System
+from perseus_planner.estimate.operations import KernelTimes, System, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer
 
 _CHOICES = 8  #: configurations of a task

@@ -17,8 +17,7 @@ from data import MissingError, folder
 from fast_replay import iteration_s
 
 from perseus_planner.estimate.configuration import Configuration, memory
-from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.system import SYSTEMS, System
+from perseus_planner.estimate.operations import SYSTEMS, System, layer_times
 from perseus_planner.estimate.transformer import Transformer, split_layers
 
 _MICROBATCHES, _VIRTUAL = (1, 2, 4, 8), (1, 2, 3, 4, 6, 7)

@@ -16,12 +16,9 @@ from typing import Any
 from data import MissingError, Size, folder
 from results import Check, Section, Table
 
-from perseus_planner.estimate.candidates import Candidate
-from perseus_planner.estimate.configuration import Configuration, memory
+from perseus_planner.estimate.configuration import Candidate, Configuration, memory
 from perseus_planner.estimate.curves import CurveMaker
-from perseus_planner.estimate.kernel_times import LayerTimes, layer_times, phases_of
-from perseus_planner.estimate.operations import Product
-from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.operations import SYSTEMS, LayerTimes, Product, layer_times, phases_of
 from perseus_planner.estimate.transformer import PRESETS, split_layers
 from perseus_planner.plans.replay import time_and_energy
 

@@ -10,11 +10,19 @@ from data import FULL, MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.inference.cells import Configuration, InferenceProfile, read_inference_profile
-from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan
-from perseus_planner.inference.programme import plan_pools
-from perseus_planner.inference.simulation import PREDICTIONS, Settings, replay
-from perseus_planner.inference.workload import Load, Trace, periods_of, read_trace, scaled
+from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan, plan_pools
+from perseus_planner.inference.simulation import Settings, replay
+from perseus_planner.inference.views import plan_view
+from perseus_planner.inference.workload import (
+    Configuration,
+    InferenceProfile,
+    Load,
+    Trace,
+    periods_of,
+    read_inference_profile,
+    read_trace,
+    scaled,
+)
 
 _GPUS = (64, 128)
 _PUBLISHED = (48, 41, 40, 41, 28, 36, 49, 16, 10)
@@ -108,22 +116,23 @@ def _replays(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[s
     rows = []
     full = size == FULL
     for gpus in _GPUS if full else _GPUS[1:]:
-        plan = make_plan(profile, periods_of(trace, profile, 7200.0), gpus)
-        for prediction in PREDICTIONS if full else PREDICTIONS[:1]:
+        plan = plan_view(make_plan(profile, periods_of(trace, profile, 7200.0), gpus))
+        saved = {each["policy"]: each["saved_share"] for each in plan["policies"]}
+        for prediction in ("last", "perfect") if full else ("last",):
             baseline_j = 0.0
             for name, policy in POLICIES.items():
                 if full or name in (BASELINE, "planner"):
                     found = replay(profile, trace, Settings(gpus, prediction=prediction), name)
-                    baseline_j = baseline_j or found.energy_j
-                    planned = plan.saved_share(name)
+                    baseline_j = baseline_j or found["energy_j"]
+                    planned = saved[name]
                     rows.append(
                         {
                             "gpus": gpus,
                             "prediction": prediction,
                             "policy": policy,
                             "planned": None if planned is None else 100 * planned,
-                            "saved": 100 * (1 - found.energy_j / baseline_j),
-                            "mean": found.gpus,
+                            "saved": 100 * (1 - found["energy_j"] / baseline_j),
+                            "mean": found["gpus"],
                         }
                     )
     return rows
@@ -142,7 +151,7 @@ def _times(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[str
                     "load": sum(load.tokens_per_s for load in asked.values()),
                     "gpus": gpus,
                     "ms": 1e3 * (time.process_time() - begin_s),
-                    "gap": 100 * plan.gap,
+                    "gap": 100 * max(0.0, plan.energy_j / plan.bound_j - 1),
                 }
             )
     return rows

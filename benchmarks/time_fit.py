@@ -1,5 +1,5 @@
-"""Fits the constants of `perseus_planner/estimate/system.py` to measured iteration times of A100s,
-and to published throughputs of H100, B200 and GB200; needs scipy.
+"""Fits the constants of `perseus_planner/estimate/operations.py` to measured iteration times of
+A100s, and to published throughputs of H100, B200 and GB200; needs scipy.
 
     python benchmarks/time_fit.py
 
@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from perseus_planner.estimate.configuration import Configuration, memory
-from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.system import System
+from perseus_planner.estimate.operations import System, layer_times
 
 FITTED = (
     "product_flops_per_cycle",

@@ -257,8 +257,8 @@ class BackgroundWork:
                 remedy = f"make the plan with fewer changes (--max-changes {most})"
             text = (
                 "clock changes cannot keep up, so this rank follows its plan with at most "
-                f"{program.changes} of {asked} clock changes in an iteration, to the same "
-                f"deadline and for more energy; {remedy}, or allow more changes per second"
+                f"{program.changes} of {asked} clock changes in an iteration: it meets the same "
+                f"deadline with more energy; {remedy}, or allow more changes per second"
             )
             self._warnings.warn(key, text)
 
@@ -327,13 +327,14 @@ class BackgroundWork:
         if limit_w is not None:
             text = (
                 f"the power limit of this GPU is {limit_w:g} W, below its default, so it may not "
-                "reach the clocks of its plan; a service plans within it, else solve again with "
-                f"--gpu-power-limit {limit_w:g}W"
+                "reach the clocks of its plan; a service plans within this limit; without a "
+                f"service, solve again with --gpu-power-limit {limit_w:g}W"
             )
             self._warnings.warn(f"site limit/{limit_w:g}", text)
         if follower.deviation is not None:
             text = (
-                "clocks are reset in such iterations, and set again after one that runs as planned"
+                "clocks are reset in these iterations, and set again after an iteration that runs "
+                "as planned"
             )
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")
         if follower.misfit is not None:

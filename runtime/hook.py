@@ -75,7 +75,7 @@ class Program:
     #: The value to go on with after its last computation, as another program is next; 0 for that of
     #: its first one.
     then: int = 0
-    #: Number of the table by which this rank catches up (`controller.latest`); 0 if it does not.
+    #: Number of the table by which this rank catches up (`LatestStarts`); 0 if it does not.
     table: int = 0
     #: The mode of each computation; empty if all run in the training's own way.
     modes: tuple[str, ...] = field(default=(), repr=False)

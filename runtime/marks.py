@@ -36,7 +36,7 @@ def clock_request(position: int, value: int, *, again: bool = False, table: int 
 
     With `again` it is another number for the same: a program of one computation turns it with each
     iteration, so that the controller sees them begin. `table` is the number of the table by which a
-    rank that is late gets a faster clock (`controller.latest`); 0 for none.
+    rank that is late gets a faster clock (`LatestStarts`); 0 for none.
     """
     return again * _AGAIN | (position + 1) << 32 | table << 16 | value
 

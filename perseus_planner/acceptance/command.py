@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 8
 
 
-@dataclass(frozen=True)
-class AcceptanceReport:
-    """The result of an acceptance."""
-
-    planner: str  #: Version of the planner
-    gpu: str  #: The GPUs, in words
-    ranks: int  #: One for each GPU
-    layout: str  #: How the training shares them
-    origin: str  #: "measured" or "simulated"
-    read_only: bool  #: Whether nothing was set
-    has_passed: bool  #: Whether no check has failed
-    checks: tuple[CheckResult, ...]  #: In order
-
-
-def accept(
-    gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path, as_json: bool
-) -> None:
+def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path) -> None:
     """Accept this node, on all ranks together; rank 0 prints and writes the result, and all exit
     with 1 if a check fails.
 
@@ -49,17 +33,19 @@ def accept(
         rehearses: Whether to check only what a profile needs, on any number of nodes.
         read_only: Whether to set nothing.
         folder: Where to write.
-        as_json: Whether to print JSON.
 
     Raises:
         UsageError: If the GPU cannot train, or the folder cannot be written.
         RankError: If another rank has ended.
     """
-    from perseus_planner.acceptance.ranks import Rank
-    from perseus_planner.acceptance.steps import CHECKS, REHEARSED, Acceptance
     from perseus_planner.profiler.build import require_torch
 
     require_torch()
+    # Otherwise a look for devices would begin CUDA here.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from perseus_planner.acceptance.ranks import Rank
+    from perseus_planner.acceptance.steps import CHECKS, REHEARSED, Acceptance
+
     if gpu.removeprefix("dry-run:").startswith("simulated:"):
         emulated = gpu.replace("simulated:", "emulated:")
         raise UsageError(f"GPU {gpu!r} has a time of its own; train on {emulated}")
@@ -81,34 +67,36 @@ def accept(
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):
         results.append(run_check(check, acceptance))
-        if rank.rank == 0 and not as_json:
+        if rank.rank == 0 and not console.is_json():
             click.echo(_line(number, results[-1]))
     report = _report(acceptance, results)
     if rank.rank == 0:
         files = {
-            folder / "acceptance.json": json.dumps(asdict(report), indent=2, default=str),
+            folder / "acceptance.json": json.dumps(
+                {**report, "checks": [*map(asdict, results)]}, indent=2, default=str
+            ),
             folder / "acceptance.html": page(report),
         }
         for path, text in files.items():
             write_file(path, text.encode(), UsageError)
-        console.report(report, _verdict(report), [*files], as_json=as_json)
+        console.report(report, _verdict(report), [*files])
     rank.gather(None)  # torchrun ends all others as soon as one ends with an error
-    if not report.has_passed:
+    if not report["has_passed"]:
         click.get_current_context().exit(1)
 
 
-def _report(acceptance: Acceptance, results: Sequence[CheckResult]) -> AcceptanceReport:
+def _report(acceptance: Acceptance, results: Sequence[CheckResult]) -> dict[str, Any]:
     nodes = acceptance.nodes
-    return AcceptanceReport(
-        __version__,
-        ", ".join(dict.fromkeys(node.name for node in nodes)) or "unknown GPU",
-        acceptance.rank.size,
-        str(acceptance.layout),
-        nodes[0].origin if nodes else "unknown",
-        acceptance.rank.read_only,
-        not any(_has_failed(result) for result in results),
-        tuple(results),
-    )
+    return {
+        "planner": __version__,
+        "gpu": ", ".join(dict.fromkeys(node.name for node in nodes)) or "unknown GPU",
+        "ranks": acceptance.rank.size,
+        "layout": str(acceptance.layout),
+        "origin": nodes[0].origin if nodes else "unknown",
+        "read_only": acceptance.rank.read_only,
+        "has_passed": not any(_has_failed(result) for result in results),
+        "checks": results,
+    }
 
 
 def _has_failed(result: CheckResult) -> bool:
@@ -119,31 +107,31 @@ def _line(number: int, result: CheckResult) -> str:
     return f"{number}. {result.name}: {result.result}: {result.text}"
 
 
-def _verdict(report: AcceptanceReport) -> str:
-    gpus = f"{report.ranks} x {report.gpu} ({report.origin})"
-    failed = [result.name for result in report.checks if _has_failed(result)]
+def _verdict(report: dict[str, Any]) -> str:
+    gpus = f"{report['ranks']} x {report['gpu']} ({report['origin']})"
+    failed = [result.name for result in report["checks"] if _has_failed(result)]
     if failed:
         return (
             f"\nThe planner does not work on {gpus} yet: {', '.join(failed)} failed. Do what the "
             "lines above say, or send us the folder that this has written."
         )
-    left = [result.name for result in report.checks if result.result == NOT_CHECKED]
+    left = [result.name for result in report["checks"] if result.result == NOT_CHECKED]
     not_checked = f"; not checked: {', '.join(left)}" if left else ""
     return f"\nThe planner works on {gpus}, as far as it was checked{not_checked}."
 
 
-def page(report: AcceptanceReport) -> str:
+def page(report: dict[str, Any]) -> str:
     """Return the result as one HTML page."""
     from perseus_planner.views.report import page_of_sheets
 
     checks = lay_out(
-        report.checks,
+        report["checks"],
         Column("check", "name", "<"),
         Column("result", "result", "<"),
         Column("what was found", "text", "<"),
     )
-    sheets = [Sheet("Checks", f"{report.layout}; {report.origin}", checks)]
-    values = {result.name: result.values for result in report.checks}
+    sheets = [Sheet("Checks", f"{report['layout']}; {report['origin']}", checks)]
+    values = {result.name: result.values for result in report["checks"]}
     if rows := values.get("plan", {}).get("rows"):
         columns: tuple[Column, ...] = (
             Column("", "name", "<"),
@@ -159,5 +147,9 @@ def page(report: AcceptanceReport) -> str:
         )
         source = "At the highest clock: by the profiler, and by the marks of an iteration."
         sheets.append(Sheet("Computations", source, lay_out(beside.items(), *columns)))
-    first = ("Does the planner work here?", _verdict(report).strip(), f"Planner {report.planner}.")
+    first = (
+        "Does the planner work here?",
+        _verdict(report).strip(),
+        f"Planner {report['planner']}.",
+    )
     return page_of_sheets("Acceptance of a node", "Acceptance of a node", first, sheets)

@@ -13,13 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from statistics import median
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.acceptance.training import (
+import psutil
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from perseus_planner import Plan, Profile, Run, solve
+from perseus_planner.acceptance.ranks import (
     DETERMINISTIC,
     STAGES,
     Layout,
@@ -44,14 +51,18 @@ from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.lease.records import read_records
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.torch_device import gpu_text
+from perseus_planner.profiler.pipeline import profile_pipeline
+from perseus_planner.profiler.ranks.group import RankGroup
+from perseus_planner.profiler.ranks.neighbours import connect_neighbour
+from perseus_planner.profiler.rehearsal import rehearse_gpu, surroundings, unlocked_mhz
+from perseus_planner.profiler.sweep import SweepSettings
+from perseus_planner.profiles.measurement import ClockChange, Measurement
 
 if TYPE_CHECKING:
-    from perseus_planner import Profile
     from perseus_planner.acceptance.ranks import Rank
     from perseus_planner.gpu.inspection import Inspection, Latency, ParallelLatency
     from perseus_planner.gpu.lease.records import FoundRecord
     from perseus_planner.profiler.rehearsal import LoadRun, RankRehearsal
-    from perseus_planner.profiles.measurement import ClockChange
 
 Span = tuple[float, float]  #: begin and end, seconds
 Times = dict[tuple[int, str], float]  #: (stage, kind) -> seconds of one computation
@@ -143,12 +154,6 @@ def _check_node(acceptance: Acceptance) -> Finding:
 
 def _look(rank: Rank) -> tuple[Inspection, str, list[str]]:
     """Return this rank's GPU, what equal GPUs have in common, and remarks."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    from perseus_planner.profiler.rehearsal import surroundings
-
     versions = {"Python": sys.version.split()[0]}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -206,8 +211,6 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
 
 
 def _run_load(rank: Rank, locks: bool) -> tuple[RankRehearsal, float | None]:
-    from perseus_planner.profiler.rehearsal import rehearse_gpu, unlocked_mhz
-
     text, device = rank.gpu, rank.device
     if rank.is_emulated:  # measured in virtual time
         with open_gpu(text.removeprefix("dry-run:")) as gpu:
@@ -230,7 +233,6 @@ def _check_latency(acceptance: Acceptance) -> Finding:
     latency: Latency
     parallel: ParallelLatency | None
     latency, parallel = acceptance.rank.everywhere(_time_calls, gpus)[0]
-    from perseus_planner.profiles.measurement import ClockChange
 
     acceptance.change = ClockChange(
         latency.call_p50_s,
@@ -265,9 +267,6 @@ def _time_calls(rank: Rank, gpus: Sequence[str]) -> tuple[Latency, ParallelLaten
 
 def _reduce_until(done: Event, rank: Rank) -> None:
     """Reduce over all ranks until one of them is done."""
-    import torch
-    import torch.distributed as dist
-
     device = rank.device
     while True:
         numbers = torch.full((_NUMBERS,), float(done.is_set()), device=device)
@@ -301,9 +300,6 @@ def _check_neighbours(acceptance: Acceptance) -> Finding:
 
 def _wait_for_neighbours(rank: Rank) -> None:
     """Wait for a message of the rank after this one, then of the one before."""
-    from perseus_planner.profiler.ranks.group import RankGroup
-    from perseus_planner.profiler.ranks.neighbours import connect_neighbour
-
     order = range(rank.size)
     with rank.process_group():
         for ranks in (order, order[::-1]):
@@ -416,9 +412,6 @@ def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) ->
 
 def _make_up(rank: Rank, path: Path) -> None:
     """Write a plan by which every computation requests another clock than the one before."""
-    from perseus_planner import Profile
-    from perseus_planner.profiles.measurement import Measurement
-
     with open_gpu(rank.gpu) as gpu:
         high_mhz, low_mhz, *_ = gpu.supported_clocks_mhz
     rows = {
@@ -433,9 +426,6 @@ def _traced(training: Training) -> tuple[int, list[Span]]:
     """Return how often CUDA was waited for, and when the GPU computed, in seconds since the epoch;
     empty if torch's profiler does not say it.
     """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     torch.cuda.synchronize(training.device)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(_PROFILED):
@@ -475,8 +465,6 @@ def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
     """Return when the last recorded computations of each rank began and ended, and the median time
     of each kind.
     """
-    from perseus_planner.runs import Run
-
     marks: dict[int, list[float]] = {}
     durations: dict[tuple[int, str], list[float]] = {}
     for record in Run.load(folder).ranks:
@@ -492,8 +480,6 @@ def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
 
 
 def _check_profile(acceptance: Acceptance) -> Finding:
-    from perseus_planner import Profile
-
     acceptance.need(acceptance.times, "training")
     path = acceptance.rank.folder / "profile.yaml"
     found = acceptance.rank.everywhere(_profile, path, limit_s=_SLOW_S, environment=DETERMINISTIC)
@@ -525,9 +511,6 @@ def _check_profile(acceptance: Acceptance) -> Finding:
 
 def _profile(rank: Rank, path: Path) -> tuple[int, int]:
     """Profile the training; return the peak memory of an iteration before it and of it, bytes."""
-    from perseus_planner.profiler.pipeline import profile_pipeline
-    from perseus_planner.profiler.sweep import SweepSettings
-
     control = "observed" if rank.read_only else "clock"
     minutes = None if rank.read_only else 0.2 if rank.is_emulated else 1.0
     settings = SweepSettings(control=control, window_s=1.0, cool_down_s=1.0, minutes=minutes)
@@ -554,8 +537,6 @@ def _profile(rank: Rank, path: Path) -> tuple[int, int]:
 
 
 def _peak(training: Training) -> int:
-    import torch
-
     if training.device.type != "cuda":
         return 0
     peak = torch.cuda.max_memory_allocated(training.device)
@@ -567,8 +548,6 @@ def _peak(training: Training) -> int:
 
 
 def _check_plan(acceptance: Acceptance) -> Finding:
-    from perseus_planner import Plan
-
     acceptance.refuse_to_set()
     profile = acceptance.need(acceptance.profile, "profile")
     path = acceptance.rank.folder / "plan.yaml"
@@ -614,8 +593,6 @@ def _beside(
 
 def _solve(rank: Rank, profile: Profile, path: Path) -> None:
     """Solve on rank 0, and write the plan that is as fast as all clocks at maximum."""
-    from perseus_planner import solve
-
     if rank.rank:
         return
     count = size_on(rank.device).microbatches
@@ -715,8 +692,6 @@ def _records(uuids: Collection[str]) -> list[FoundRecord]:
 
 def _owners(uuid: str) -> list[int]:
     """Return the process that holds the lease of a GPU, and its guardian."""
-    import psutil
-
     (record,) = _records([uuid])
     children = psutil.Process(record.owner.pid).children(recursive=True)
     return [record.owner.pid, *(child.pid for child in children)]
@@ -749,8 +724,6 @@ def _all(this: Rank, took_s: float | None, problem: str) -> list[float]:
 
 def _look_unlocked(rank: Rank) -> float:
     """Return the clock at which the GPU runs under load, MHz."""
-    from perseus_planner.profiler.rehearsal import unlocked_mhz
-
     if rank.is_emulated:
         with open_gpu(rank.gpu) as gpu:
             return gpu.clock_mhz()

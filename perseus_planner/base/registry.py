@@ -29,7 +29,7 @@ SHOWN: Mapping[str, str] = MappingProxyType(
         "lengths": "perseus_planner.cluster.views:show_lengths",
     }
 )
-"""Kind of file -> a function of its path that returns its summary, its text, and what draws it."""
+"""Kind of file -> a function of its path that returns its summary and its text."""
 KAREUS = "perseus_planner.cluster.kareus:read_kareus"
 """A function of a folder of plans of Kareus and of the power of a waiting GPU, watts or None, that
 returns what it holds, each with a `sheet`.

@@ -200,7 +200,7 @@ def lay_out(rows: Iterable[Any], *columns: Column, digits: int = _DIGITS) -> lis
     for form, group in groupby(columns, key=lambda each: each.form):
         beside = list(group)
         values = [[_value(row, column.value) for row in rows] for column in beside]
-        if unit := re.fullmatch(r"([A-Zs])(\d?)", form):
+        if unit := re.fullmatch(r"([A-Zs][A-Za-z/]*)(\d?)", form):
             names = [column.heading for column in beside]
             cells += quantities(names, unit[1], *values, digits=int(unit[2] or digits))
         else:

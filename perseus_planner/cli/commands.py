@@ -12,12 +12,10 @@ import click
 
 from perseus_planner.base import __version__, registry
 from perseus_planner.cli import console
-from perseus_planner.cli.calibrate import calibrate
-from perseus_planner.cli.doctor import doctor
-from perseus_planner.cli.machine import measure, reset, warm_up
+from perseus_planner.cli.machine import doctor, measure, reset, warm_up
 from perseus_planner.cli.options import examples
 from perseus_planner.cli.planning import plan, run_job, solve
-from perseus_planner.cli.profiling import profile
+from perseus_planner.cli.profiling import calibrate, profile
 from perseus_planner.cli.run import run
 from perseus_planner.cli.serve import serve
 from perseus_planner.cli.service import budget, status, straggler

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -23,6 +25,7 @@ from perseus_planner.base.prefixes import counted
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+T = TypeVar("T")
 _UNPRINTABLE = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
@@ -48,6 +51,25 @@ def cannot_run(command: Sequence[str], error: OSError) -> UsageError:
     return UsageError(
         f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
     )
+
+
+def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a command; refuse one that cannot be started."""
+    try:
+        return subprocess.Popen(command, stdout=stdout)
+    except OSError as error:
+        raise cannot_run(command, error) from error
+
+
+@contextmanager
+def signals(numbers: Iterable[int], handler: Callable[[int], object]) -> Iterator[None]:
+    """Have the handler get these signals inside the block."""
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Commands(click.Group):
@@ -136,24 +158,29 @@ def _is_of_output(error: Exception) -> bool:
     return isinstance(error, OSError) and frames[-1].name == "echo"
 
 
+def is_json() -> bool:
+    """Tell whether the option --json of the command is given."""
+    return bool(click.get_current_context().params["as_json"])
+
+
 def report(
     summary: DataclassInstance | Mapping[str, Any],
     text: str,
     files: Sequence[Path],
     *,
-    as_json: bool,
     counts: Sequence[int] = (),
+    as_json: bool | None = None,
 ) -> None:
-    """Print the result of a command.
+    """Print the result of a command: as text, or as one JSON object if its option --json is given.
 
     Args:
         summary: the result, for JSON.
         text: the result, for people.
         files: the files that were written.
-        as_json: whether to print one JSON object instead of text.
         counts: for how many pipelines each file is, if the files are for pipelines.
+        as_json: the option, if the command has one of its own.
     """
-    if as_json:
+    if is_json() if as_json is None else as_json:
         import json
         from dataclasses import asdict
 
@@ -168,6 +195,15 @@ def report(
         if sum(counts) > 1:
             ending = f", for {counted(counts[number], 'pipeline')}"
         click.echo(f"Wrote {click.format_filename(file)}{ending}")
+
+
+def each(what: str, items: Collection[T]) -> Iterator[T]:
+    """Yield the items, and show how many are done, as `progress` does."""
+    with progress(what) as update:
+        for done, item in enumerate(items, 1):
+            yield item
+            if update is not None:
+                update(done, len(items))
 
 
 @contextmanager

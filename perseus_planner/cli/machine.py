@@ -1,6 +1,7 @@
-"""Commands about this machine: `planner measure` measures the time and energy of a command, as
-`perf stat` does, `planner reset` resets GPUs that other processes left set, and `planner warm-up`
-compiles all kernels.
+"""Commands about this machine. `planner doctor` says what can be read and set on the GPUs of this
+node, and what to do about what is missing; with --rehearse, what a profile needs is tried on all
+ranks. `planner measure` measures the time and energy of a command, as `perf stat` does, `planner
+reset` resets GPUs that other processes left set, and `planner warm-up` compiles all kernels.
 """
 
 from __future__ import annotations
@@ -9,22 +10,350 @@ import csv
 import io
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from perseus_planner.base import registry
+from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
-from perseus_planner.cli.options import AsJson, Gpu, Option, OutputFile, Time, command
+from perseus_planner.cli.options import (
+    GpuName,
+    Option,
+    OutputFile,
+    Time,
+    check_folder,
+    command,
+    complete,
+    gpu_names,
+)
 
 if TYPE_CHECKING:
+    from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
     from perseus_planner.gpu.monitor import PowerSample, Window
+    from perseus_planner.gpu.protocol import Gpu
+
+
+@dataclass(frozen=True)
+class GpuDiagnosis:
+    """One GPU: its inspection, and how long changing its clock takes; None if that was not
+    measured.
+    """
+
+    inspection: Inspection
+    latency: Latency | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On how many GPUs what works; planning always does."""
+
+    gpus: int  #: Number of GPUs, with those that cannot be read
+    observe: int  #: On how many energy can be measured, as `--observe` and the dashboard need
+    set_clocks: int | None  #: On how many clocks can be set; None if that was not tried
+    profile: int  #: On how many both; the former alone if setting was not tried
+
+
+@dataclass(frozen=True)
+class AcceptanceOptions:
+    """How to accept a node."""
+
+    acceptance: Annotated[
+        bool,
+        "Try every part of the planner on this node, under torchrun with one rank for each "
+        "GPU: locks, latency, neighbours, and a small GPT that is profiled and trained with a "
+        "plan. Writes acceptance.json and acceptance.html.",
+    ]
+    rehearse: Annotated[
+        bool,
+        "Try what a profile needs, likewise, on any number of nodes, in about a minute: clocks "
+        "under load, energy counters, and messages between neighbours.",
+    ]
+    read_only: Annotated[bool, "Accept or rehearse without setting anything."]
+    into: Annotated[
+        Path | None,
+        "Folder for what these two write.  [default: acceptance]",
+        Option(metavar="FOLDER"),
+    ] = None
+
+
+@command(
+    "planner doctor",
+    "planner doctor nvml:0",
+    "planner doctor --measure-latency",
+    "torchrun --nproc-per-node 8 -m perseus_planner doctor --rehearse",
+    "torchrun --nproc-per-node 8 -m perseus_planner doctor --acceptance",
+)
+def doctor(
+    gpus: Annotated[tuple[str, ...], Option(metavar="[GPU]..."), complete(gpu_names)],
+    *,
+    measure_latency: Annotated[
+        bool,
+        "Set clocks for some seconds, to see whether this is permitted and how long a call "
+        "takes; then reset them.",
+    ],
+    acceptance: AcceptanceOptions,
+) -> None:
+    """Show what can be read and set on all GPUs that NVML shows, or on the GPUs that you name.
+
+    `cuda` names all GPUs that CUDA shows to this process.
+
+    The command changes nothing without --measure-latency, --rehearse or --acceptance, which reset
+    what they set. The output ends with what works here. The exit status is 1 if GPUs can neither be
+    measured nor set, or if a rehearsal or an acceptance fails.
+    """
+    from perseus_planner.gpu import open_gpu
+    from perseus_planner.gpu.lease.records import read_records
+
+    if acceptance.acceptance or acceptance.rehearse:
+        if measure_latency or len(gpus) > 1 or acceptance.acceptance == acceptance.rehearse:
+            raise UsageError(
+                "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
+                "--into and --json; an acceptance tries all of them"
+            )
+        accept = registry.load(registry.ACCEPT)
+        folder = acceptance.into or Path("acceptance")
+        check_folder(folder, "--into")
+        accept(
+            *gpus,
+            rehearses=acceptance.rehearse,
+            read_only=acceptance.read_only,
+            folder=folder,
+        )
+        return
+    if acceptance.read_only or acceptance.into is not None:
+        raise UsageError(
+            "--read-only and --into are about an acceptance or a rehearsal; add --acceptance or "
+            "--rehearse"
+        )
+    if gpus == ("cuda",):
+        from perseus_planner.gpu.nvml.cuda import count_devices
+
+        gpus = tuple(f"cuda:{number}" for number in range(count_devices()))
+    texts, count, remarks = _visible() if gpus in ((), ("nvml",)) else (list(gpus), len(gpus), [])
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_gpu(text)) for text in texts]
+        diagnoses, parallel, problems = _diagnose(opened, measure_latency)
+    verdict = _verdict([gpu_diagnosis.inspection for gpu_diagnosis in diagnoses], count)
+    diagnosis = {
+        "verdict": verdict,
+        "gpus": diagnoses,
+        "parallel": parallel,
+        "clock_change": _clock_change(
+            [gpu_diagnosis.latency for gpu_diagnosis in diagnoses], parallel
+        ),
+        "remarks": [*remarks, *problems, *read_records()[1]],
+    }
+    console.report(diagnosis, _text(diagnosis), [])
+    if not verdict.observe and not verdict.set_clocks:
+        click.get_current_context().exit(1)
+
+
+def _visible() -> tuple[list[str], int, list[str]]:
+    """Return the GPUs that can be opened, the number with those that cannot, and why they cannot,
+    or why there are none.
+    """
+    from perseus_planner.gpu import all_gpus
+
+    try:
+        shown = all_gpus()
+    except GpuError as error:
+        return [], 0, [f"No GPU: {error}"]
+    if not shown:
+        remark = (
+            "No GPU: NVML shows none on this node; `planner profile --gpu simulated:a100-sxm` "
+            "works without one"
+        )
+        return [], 0, [remark]
+    texts = [gpu.text for gpu in shown if not gpu.problem]
+    return texts, len(shown), [gpu.problem for gpu in shown if gpu.problem]
+
+
+def _diagnose(
+    gpus: Sequence[Gpu], measure: bool
+) -> tuple[list[GpuDiagnosis], ParallelLatency | None, list[str]]:
+    """Diagnose each GPU and all together; return what is wrong last, and continue if one of them
+    is lost.
+    """
+    from perseus_planner.gpu.inspection import measure_parallel_latency
+    from perseus_planner.gpu.lease.lease import lease_gpus
+
+    diagnoses: list[GpuDiagnosis] = []
+    measured: dict[Gpu, Latency] = {}
+    parallel, problems = None, []
+    for gpu, inspection in zip(gpus, _inspect_all(gpus), strict=True):
+        if isinstance(inspection, GpuError):
+            problems.append(str(inspection))
+            continue
+        diagnoses.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
+        if (latency := diagnoses[-1].latency) is not None:
+            measured[gpu] = latency
+    if len(measured) > 1:
+        try:
+            with lease_gpus(list(measured), power_limit=False):
+                call_s = median(latency.call_p50_s for latency in measured.values())
+                parallel = measure_parallel_latency(list(measured), call_s)
+        except GpuError as error:
+            problems.append(str(error))
+    return diagnoses, parallel, problems
+
+
+def _inspect_all(gpus: Sequence[Gpu]) -> list[Inspection | GpuError]:
+    """Inspect real GPUs all at once, as watching a counter takes seconds; simulated ones may
+    share a clock.
+    """
+    from perseus_planner.gpu.inspection import inspect
+
+    def inspected(gpu: Gpu) -> Inspection | GpuError:
+        try:
+            return inspect(gpu)
+        except GpuError as error:
+            return error
+
+    if not all(gpu.keeps_settings for gpu in gpus):
+        return [inspected(gpu) for gpu in gpus]
+    with ThreadPoolExecutor(max(1, len(gpus))) as pool:
+        return list(pool.map(inspected, gpus))
+
+
+def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
+    """Add to the inspection of a GPU what setting it shows."""
+    from perseus_planner.gpu.inspection import CLOCK, NOT_TRIED, POWER_LIMIT
+    from perseus_planner.gpu.lease.lease import lease_gpus
+
+    limit = CheckResult(POWER_LIMIT.name, NOT_TRIED, "the GPU could not be leased")
+    try:
+        with lease_gpus([gpu]):
+            limit, clock = run_check(POWER_LIMIT, gpu), run_check(CLOCK, gpu)
+    except GpuError as error:
+        clock = failure(CLOCK, error)
+    latency = clock.values.get("latency")
+    settings = (replace(clock, values={}), limit)
+    return GpuDiagnosis(replace(inspection, settings=settings), latency)
+
+
+def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
+    can_set = [inspection.can_set_clocks for inspection in inspections]
+    return Verdict(
+        gpus,
+        observe=sum(inspection.can_observe for inspection in inspections),
+        set_clocks=None if None in can_set else sum(map(bool, can_set)),
+        profile=sum(
+            inspection.can_observe and inspection.can_set_clocks is not False
+            for inspection in inspections
+        ),
+    )
+
+
+def _clock_change(
+    measured: Iterable[Latency | None], parallel: ParallelLatency | None
+) -> dict[str, float]:
+    """Return the values for `clock_change` in a job file that were measured."""
+    latencies = [latency for latency in measured if latency is not None]
+    settles_s = [latency.settle_p50_s for latency in latencies if latency.settle_p50_s is not None]
+    change: dict[str, float] = {}
+    if latencies:
+        change["call_s"] = float(f"{median(latency.call_p50_s for latency in latencies):.3g}")
+    if settles_s:
+        change["settle_s"] = float(f"{median(settles_s):.3g}")
+    if parallel is not None:
+        change["gpus_per_node"] = parallel.gpus if parallel.queue else 1
+    return change
+
+
+def _text(diagnosis: dict[str, Any]) -> str:
+    parts = [_gpu_text(gpu) for gpu in diagnosis["gpus"]]
+    if diagnosis["parallel"] is not None:
+        parts.append(diagnosis["parallel"].text)
+    if diagnosis["clock_change"]:
+        change = ", ".join(
+            f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items()
+        )
+        parts.append(f"For a job file:\n\nclock_change: {{{change}}}")
+    return "\n\n".join([*parts, *diagnosis["remarks"], _verdict_text(diagnosis["verdict"])])
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    def works(count: int) -> str:
+        if not verdict.gpus:
+            return "no GPU"
+        if not count:
+            return "does not work, for the reasons above"
+        return f"works on {count} of {counted(verdict.gpus, 'GPU')}"
+
+    profile = works(verdict.profile)
+    if verdict.set_clocks is not None:
+        set_clocks = works(verdict.set_clocks)
+    else:
+        set_clocks = "not tried; `planner doctor --measure-latency` tries it"
+        profile += ", where setting clocks is permitted" if verdict.profile else ""
+    return (
+        "What works here:\n"
+        "  plan        works, with or without GPUs\n"
+        f"  observe     {works(verdict.observe)}\n"
+        f"  profile     {profile}\n"
+        f"  set clocks  {set_clocks}"
+    )
+
+
+def _gpu_text(diagnosis: GpuDiagnosis) -> str:
+    seen = diagnosis.inspection
+    origin = "" if seen.origin == "measured" else f", {seen.origin}"
+    rows = [
+        *(
+            (
+                reading.name,
+                f"{'' if reading.result == PASSED else 'cannot be read: '}{reading.text}",
+            )
+            for reading in seen.readings
+        ),
+        *_energy_rows(seen.energy),
+        *(
+            (
+                f"setting the {setting.name}",
+                ": ".join(filter(None, (setting.result, setting.text))),
+            )
+            for setting in seen.settings
+        ),
+        *(
+            ("changing the clock", text)
+            for text in (diagnosis.latency.texts if diagnosis.latency is not None else ())
+        ),
+        ("lease", seen.leased_by or "free"),
+        *(("stale lease", text) for text in seen.stale_leases),
+        *(("warning", text) for text in seen.warnings),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name.ljust(width)}  {text}" for name, text in rows]
+    return "\n".join([f"{seen.gpu}: {seen.name}, driver {seen.driver}{origin}", *lines])
+
+
+def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
+    if energy.step_s is not None and energy.step_j is not None and energy.counter_w is not None:
+        yield "counter steps", f"every {si(energy.step_s, 's', 3)}, by {si(energy.step_j, 'J', 3)}"
+        sensor = "the power sensor cannot be read"
+        if energy.sensor_w:
+            share = 100 * (energy.counter_w / energy.sensor_w - 1)
+            sensor = (
+                f"{si(energy.sensor_w, 'W')} by the power sensor; the counter is {share:+.1f} % off"
+            )
+        yield (
+            "mean power",
+            f"{si(energy.counter_w, 'W')} by the counter, {sensor}, in "
+            f"{si(energy.watched_s, 's', 3)}",
+        )
+    if energy.problem is not None:
+        yield "counter", energy.problem
+
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 Handled = Annotated[
@@ -42,7 +371,7 @@ def measure(
     command: Annotated[tuple[str, ...], Option(required=True)],
     *,
     gpus: Annotated[
-        tuple[Gpu, ...],
+        tuple[GpuName, ...],
         "GPU to measure; repeat it for several.  [default: all]",
         Option("--gpu"),
     ],
@@ -52,14 +381,13 @@ def measure(
     table: Annotated[
         Path | None, "Write all samples there.", Option("--csv", type=OutputFile(".csv"))
     ],
-    as_json: AsJson,
 ) -> None:
     """Run COMMAND, and print on stderr its time and the energy that GPUs use meanwhile.
 
     Nothing is set. The exit status is that of the command. With --json, the command's output goes
     to stderr, so that stdout has one JSON object.
     """
-    from perseus_planner.gpu.monitor import Monitor
+    from perseus_planner import Monitor
 
     for gpu in gpus:
         if gpu.startswith("simulated:"):
@@ -71,10 +399,10 @@ def measure(
         record = stack.enter_context(_recording(table)) if table is not None else None
         monitor = stack.enter_context(Monitor(gpus or None, sample_s=every_s, on_sample=record))
         with monitor.window(command[0]) as window:
-            exit_status = _run(command, into_stderr=as_json)
+            exit_status = _run(command, into_stderr=console.is_json())
     counts = {"token": tokens, "sample": samples}
     handled = {name: count for name, count in counts.items() if count is not None}
-    if as_json:
+    if console.is_json():
         content = {"command": command, "status": exit_status, **_content(window, handled)}
         click.echo(json.dumps(content, indent=2, allow_nan=False))
     else:
@@ -86,21 +414,13 @@ def measure(
 
 def _run(command: Sequence[str], *, into_stderr: bool) -> int:
     """Run the command, pass signals on to it, and return its exit status as a shell says it."""
-    try:
-        process = subprocess.Popen(command, stdout=sys.stderr.fileno() if into_stderr else None)
-    except OSError as error:
-        raise console.cannot_run(command, error) from error
-    before = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in _FORWARDED
-    }
+    process = console.start(command, sys.stderr.fileno() if into_stderr else None)
     # A terminal sends an interrupt to the command too: it ends when the command does.
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
+    with (
+        console.signals(_FORWARDED, process.send_signal),
+        console.signals([signal.SIGINT], lambda _: None),
+    ):
         status = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 128 - status if status < 0 else status
 
 
@@ -178,7 +498,6 @@ def reset(
     ],
     power_limit: Annotated[bool, "Also set the power limit of these GPUs back to its default."],
     force: Annotated[bool, "Also reset GPUs that a living process has leased."],
-    as_json: AsJson,
 ) -> None:
     """Reset locked clocks.
 
@@ -208,7 +527,7 @@ def reset(
         invalid = read_records()[1]
         nothing = "Nothing to reset: no dead process has left a GPU set."
     problems = [result.problem for result in results if result.problem is not None]
-    if as_json or len(problems) < len(results) or not problems:
+    if console.is_json() or len(problems) < len(results) or not problems:
         lines = [
             f"Reset {result.gpu} ({result.name})"
             + (f", left set by {result.left_by}" if result.left_by else "")
@@ -216,7 +535,7 @@ def reset(
             if result.problem is None
         ]
         text = "\n".join([*(lines if results else [nothing]), *invalid])
-        console.report({"gpus": results, "invalid_records": invalid}, text, [], as_json=as_json)
+        console.report({"gpus": results, "invalid_records": invalid}, text, [])
     if problems:
         raise GpuError("; ".join(problems))
 
@@ -239,7 +558,7 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
     "planner warm-up",
     "NUMBA_CACHE_DIR=/opt/planner-cache planner warm-up  # in an image whose containers set it too",
 )
-def warm_up(*, as_json: AsJson) -> None:
+def warm_up() -> None:
     """Compile what solving, planning and training need, once.
 
     Otherwise, the first command that needs compiled code compiles for about 20 s, and keeps the
@@ -253,19 +572,19 @@ def warm_up(*, as_json: AsJson) -> None:
     with console.progress("Warming up"), when_compiling(lambda: compiled.append(1)):
         _use_all_kernels()
     text = f"Compiled {len(compiled)} functions." if compiled else "Everything is compiled already."
-    console.report({"compiled": len(compiled)}, text, [], as_json=as_json)
+    console.report({"compiled": len(compiled)}, text, [])
 
 
 def _use_all_kernels() -> None:
     """Solve, plan within a switch budget, and search as training does, on a small pipeline."""
     import numpy as np
 
+    from perseus_planner import solve
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.runtime.autopilot.job import AutopilotJob
     from perseus_planner.runtime.autopilot.planning import Costs, Searcher
     from perseus_planner.schedules import one_f_one_b
-    from perseus_planner.solver.frontier import solve
 
     profile = profile_simulated("simulated:a100-sxm", 2)
     for microbatches in (

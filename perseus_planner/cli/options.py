@@ -12,13 +12,12 @@ of a dataclass that the command takes.
         limits: PlanLimits,
         replicas: Annotated[Counts, "The number of pipelines of each FRONTIER."] = (),
         output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
-        as_json: AsJson,
     ) -> None:
 
 The type says how the text is read: `Time` and the others below obey a rule of `base.units`, a bool
 is a flag, a `Literal` is a choice, and a tuple an option that can be repeated. A text beside it is
 its help, and `Option` says what else click is told. The name of the option is that of the
-parameter without its unit, `--in` for `in_s`.
+parameter without its unit, `--in` for `in_s`. A command has the option --json too.
 """
 
 from __future__ import annotations
@@ -54,13 +53,14 @@ class Option:
 
 
 def command(
-    *lines: str, name: str | None = None, **settings: Any
+    *lines: str, name: str | None = None, has_json: bool = True, **settings: Any
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Return the decorator that makes a command of a function, by the types of its parameters.
 
     Args:
         lines: examples of it, for its help.
         name: its name; by default that of the function.
+        has_json: whether it has the option --json, which `console.report` obeys.
         settings: arguments of `click.Command`.
     """
     if lines:
@@ -70,8 +70,14 @@ def command(
         summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
+        params = [*_parameters(function, hints)]
+        adds_json = has_json and "as_json" not in hints
+        if adds_json:
+            params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
         def call(**values: Any) -> None:
+            if adds_json:
+                del values["as_json"]
             for key, group in groups.items():
                 values[key] = group(
                     **{field.name: values.pop(field.name) for field in fields(group)}
@@ -80,7 +86,7 @@ def command(
 
         return click.Command(
             name or function.__name__.replace("_", "-"),
-            params=list(_parameters(function, hints)),
+            params=params,
             callback=call,
             help=function.__doc__,
             short_help=summary,  # whole, also in lists of commands
@@ -332,8 +338,10 @@ Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
 Share = Annotated[float, Quantity(units.SHARE, "share")]
 Number = Annotated[int, Option(metavar="N")]
 Natural = Annotated[int, Option(type=click.IntRange(min=0), metavar="N")]
+Positive = Annotated[int, Option(type=click.IntRange(min=1), metavar="N")]
 Stages = Annotated[int, Option(metavar="S")]
 GpuCount = Annotated[int, Option(metavar="GPUS")]
 Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
-Gpu = Annotated[str, Option(metavar="GPU")]
-AsJson = Annotated[bool, "Print one JSON object, in SI units, instead of text.", Option("--json")]
+GpuName = Annotated[str, Option(metavar="GPU")]
+_JSON = "Print one JSON object, in SI units, instead of text."
+AsJson = Annotated[bool, _JSON, Option("--json")]

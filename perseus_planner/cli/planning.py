@@ -16,7 +16,6 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import FACTOR, ON_TIME, STAGE
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Certainty,
     Counts,
@@ -42,10 +41,8 @@ from perseus_planner.cli.profiling import profile
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from perseus_planner.plans.plan import Plan
+    from perseus_planner import Plan, Replicas
     from perseus_planner.plans.settings import Settings
-    from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.solver.replicas import Replicas
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
 SCHEDULES = (
@@ -180,7 +177,6 @@ def solve(
     output: Annotated[
         Path, output_file("the frontier, which `planner plan` and `planner show` read", ".npz")
     ],
-    as_json: AsJson,
 ) -> None:
     """Find the least energy of an iteration for every iteration time.
 
@@ -193,8 +189,7 @@ def solve(
     If the replicas of a job differ, there is a frontier for each kind: FILE gets -0, -1 and so on
     before its ending.
     """
-    from perseus_planner.plans.job import Job
-    from perseus_planner.solver.frontier import solve_dag
+    from perseus_planner import Job, solve_dag
     from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     refuse_same([profile_or_job], output)
@@ -207,7 +202,7 @@ def solve(
     summaries = [summarize_frontier(frontier) for frontier in frontiers]
     summary = summaries[0] if len(summaries) == 1 else {"frontiers": summaries}
     text = "\n".join(map(frontier_text, summaries))
-    console.report(summary, text, targets, as_json=as_json, counts=job.counts)
+    console.report(summary, text, targets, counts=job.counts)
 
 
 @dataclass(frozen=True)
@@ -284,7 +279,6 @@ def plan(
         bool, "Also say how far the plan is above a closer bound, which takes a second or two."
     ],
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
-    as_json: AsJson,
 ) -> None:
     """Choose a clock for every computation.
 
@@ -310,8 +304,7 @@ def plan(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
             "instead"
         )
-    from perseus_planner.solver.frontier import Frontier
-    from perseus_planner.solver.replicas import Replicas
+    from perseus_planner import Frontier, Replicas
     from perseus_planner.views.plan import plan_text, plans_text, summarize_plan, summarize_plans
 
     files = _numbered(output, len(frontier), frontier)
@@ -330,32 +323,27 @@ def plan(
     else:
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)
         text = plans_text(summary)
-    console.report(summary, text, files, as_json=as_json, counts=pipelines.counts)
+    console.report(summary, text, files, counts=pipelines.counts)
 
 
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
+    frontier, *others = pipelines.frontiers
+    arguments = limits.arguments()
     if target.power_budget_w is not None:
-        (frontier,) = pipelines.frontiers
-        return (frontier.plan_within_power(target.power_budget_w, **limits.arguments()),)
-    source = pipelines.frontiers[0] if len(pipelines.frontiers) == 1 else pipelines
-    if any(frontier.dag.has_tied_modes for frontier in pipelines.frontiers):
-        if len(pipelines.frontiers) > 1:
-            raise UsageError(
-                "modes that are tied to each other are planned for one kind of pipeline; give one "
-                "frontier"
-            )
-        return (_plan_tied(pipelines.frontiers[0], target, limits),)
+        return (frontier.plan_within_power(target.power_budget_w, **arguments),)
+    has_tied_modes = any(each.dag.has_tied_modes for each in pipelines.frontiers)
+    if has_tied_modes and others:
+        raise UsageError(
+            "modes that are tied to each other are planned for one kind of pipeline; give one "
+            "frontier"
+        )
+    source = pipelines if others else frontier
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
-    fastest_s = source.least_deadline_s(limits.arguments().get("on_time", ON_TIME))
     wanted_s = target.deadline_s
     if target.slowdown is not None:
         wanted_s = target.slowdown * source.baseline_time_s
-    if target.straggler_time_s is not None:
-        wanted_s = max(target.straggler_time_s, fastest_s)
-    elif wanted_s is None:
-        wanted_s = max(least_s, fastest_s)
-    elif wanted_s > least_s:
+    if wanted_s is not None and wanted_s > least_s and not has_tied_modes:
         from perseus_planner.base.prefixes import si
 
         click.echo(
@@ -364,22 +352,18 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
             "until then anyway, give --straggler-time",
             err=True,
         )
-        wanted_s = max(least_s, fastest_s)
-    return pipelines.plans_for(wanted_s, **limits.arguments())
-
-
-def _plan_tied(frontier: Frontier, target: Target, limits: PlanLimits) -> Plan:
-    """Return a plan whose modes are tied to each other: which time takes the least energy depends
-    on those that are chosen.
-    """
-    arguments = limits.arguments()
+    if others:
+        fastest_s = source.least_deadline_s(arguments.get("on_time", ON_TIME))
+        if target.straggler_time_s is not None:
+            wanted_s = max(target.straggler_time_s, fastest_s)
+        elif wanted_s is None or wanted_s > least_s:
+            wanted_s = max(least_s, fastest_s)
+        return pipelines.plans_for(wanted_s, **arguments)
     if target.straggler_time_s is not None:
-        return frontier.plan_beside_straggler(target.straggler_time_s, **arguments)
-    if target.slowdown is not None:
-        return frontier.plan_for(target.slowdown * frontier.baseline_time_s, **arguments)
-    if target.deadline_s is not None:
-        return frontier.plan_for(target.deadline_s, **arguments)
-    return frontier.plan_for_least_energy(**arguments)
+        return (frontier.plan_beside_straggler(target.straggler_time_s, **arguments),)
+    if wanted_s is None:
+        return (frontier.plan_for_least_energy(**arguments),)
+    return (frontier.plan_for(wanted_s, **arguments),)
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:
@@ -410,7 +394,7 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
     return targets
 
 
-@command(hidden=True)
+@command(has_json=False, hidden=True)
 def run_job(
     job: Annotated[Path, SourceFile("job")],
     *,
@@ -438,7 +422,7 @@ def run_job(
     if max_changes is not None:
         steps[-1][1].extend(["--max-changes", max_changes])
     if named.exists():
-        click.echo(f"{click.format_filename(named)} is there; remove it to measure again\n")
+        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
     else:
         steps.insert(0, (profile, [str(job)]))
     context = click.get_current_context()

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    Gpu,
+    GpuName,
     Natural,
     Option,
     Share,
@@ -68,7 +68,7 @@ class RuntimeOptions:
         "function returns.",
         Option(metavar="MODULE:FUNCTION"),
     ]
-    gpu: Annotated[Gpu | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
+    gpu: Annotated[GpuName | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
     dry_run: Annotated[bool, "Do everything except setting clocks."]
     record: Annotated[
         Path | None,
@@ -108,6 +108,7 @@ class RuntimeOptions:
     "planner run --plan plan.yaml --dry-run -- torchrun --nproc-per-node 8 train.py",
     "planner run --work lengths:work --no-learn --state profile.yaml -- deepspeed train.py",
     "srun planner run -- python train.py",
+    has_json=False,
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
 )
 def run(
@@ -124,7 +125,7 @@ def run(
 
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
-    from perseus_planner.plans.plan import Plan
+    from perseus_planner import Plan
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.work import check_options
     from perseus_planner.runtime.unmodified.options import write_options

@@ -24,6 +24,7 @@ from perseus_planner.cli.options import Option, Time, command
     "planner serve",
     "planner serve --unix /run/planner.sock --database /var/lib/planner/service.sqlite",
     "planner serve --host 0.0.0.0 --tokens tokens.txt --tls-cert cert.pem --tls-key key.pem",
+    has_json=False,
 )
 def serve(
     *,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,7 +15,6 @@ import click
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Number,
     Option,
@@ -30,8 +28,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.views.savings import IterationSize
-    from perseus_planner.views.sources import Sources
+    from perseus_planner.views.sources import IterationSize, Sources
 
 #: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
@@ -42,7 +39,8 @@ class _View(NamedTuple):
 
     summary: Any
     text: str
-    draw: Callable[[Any], Figure]  #: a function of the module `views.figures`
+    #: a function of the module `views.figures`; None if there is no figure.
+    draw: Callable[[Any], Figure] | None = None
     #: a function of the file to write and of the files beside it; None if there is no timeline.
     write_trace: Callable[[Path, tuple[Path, ...]], None] | None = None
 
@@ -84,7 +82,6 @@ def show(
         BlockingPower | None,
         "Power of a waiting GPU, e.g. 85W, for a folder of plans of Kareus.",
     ],
-    as_json: AsJson,
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
@@ -108,15 +105,17 @@ def show(
     if plot is not None:
         from perseus_planner.views import figures
 
-        if figure is None:
+        if figure is not None:
+            drawn = _draw(figure, (file, *beside), blocking_power_w)
+        elif view.draw is not None:
             drawn = view.draw(figures)
         else:
-            drawn = _draw(figure, (file, *beside), blocking_power_w)
+            raise UsageError(f"{file}: has no figure; leave --plot out")
         figures.save_figure(drawn, plot)
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
     written = [path for path in (plot, perfetto) if path is not None]
-    console.report(view.summary, view.text, written, as_json=as_json)
+    console.report(view.summary, view.text, written)
 
 
 def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) -> Figure:
@@ -136,14 +135,13 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     if kind == "kareus":
         plans = registry.load(registry.KAREUS)(path, blocking_power_w)
         text = "\n".join(each.sheet.text() for each in plans)
-        return _View({"kareus": plans}, text, partial(_refuse_figure, path))
+        return _View({"kareus": plans}, text)
     if blocking_power_w is not None:
         raise UsageError(
             f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
         )
     if kind is not None and kind in registry.SHOWN:
-        summary, text, draw = registry.load(registry.SHOWN[kind])(path)
-        return _View(summary, text, lambda _: draw())
+        return _View(*registry.load(registry.SHOWN[kind])(path))
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
@@ -152,12 +150,8 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     return readers.get(kind or "", _plan_view)(path)
 
 
-def _refuse_figure(path: Path, _: Any) -> Any:
-    raise UsageError(f"{path}: there is no figure of plans of Kareus; leave --plot out")
-
-
 def _profile_view(file: Path) -> _View:
-    from perseus_planner.profiles.profiles import Profile
+    from perseus_planner import Profile
     from perseus_planner.views.profiles import profile_text, summarize_profile
 
     beside = next(
@@ -173,7 +167,7 @@ def _profile_view(file: Path) -> _View:
 
 
 def _frontier_view(file: Path) -> _View:
-    from perseus_planner.solver.frontier import Frontier
+    from perseus_planner import Frontier
     from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
@@ -186,9 +180,9 @@ def _frontier_view(file: Path) -> _View:
 
 
 def _plan_view(file: Path) -> _View:
+    from perseus_planner import Plan
     from perseus_planner.base.prefixes import si
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.views.gantt import chart_plan
+    from perseus_planner.views.figures import chart_plan
     from perseus_planner.views.plan import summarize_timeline, timeline_text
     from perseus_planner.views.traces import trace_plan
 
@@ -210,8 +204,8 @@ def _plan_view(file: Path) -> _View:
 
 
 def _run_view(folder: Path) -> _View:
-    from perseus_planner.runs.run import Run
-    from perseus_planner.views.gantt import chart_run_beside_plan
+    from perseus_planner import Run
+    from perseus_planner.views.figures import chart_run_beside_plan
     from perseus_planner.views.run import (
         run_text,
         summarize_run,
@@ -230,19 +224,13 @@ def _run_view(folder: Path) -> _View:
             lambda path, _: trace_run(run, path),
         )
 
-    def refuse(_: Any) -> Any:
-        raise UsageError(
-            f"{run.folder}: was trained without a plan, so there is no figure of it; leave --plot "
-            "out"
-        )
-
     unplanned = summarize_unplanned(run, run.autopilot)
-    return _View(unplanned, unplanned_text(unplanned), refuse)
+    return _View(unplanned, unplanned_text(unplanned))
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """What is saved with, as `views.savings.IterationSize` has it."""
+    """What is saved with, as `views.sources.IterationSize` has it."""
 
     pipelines: Annotated[
         Number | None,
@@ -294,7 +282,6 @@ def report(
         "Power of a waiting GPU, e.g. 83.64W, for a profile that is a CSV or plans of Kareus.",
     ],
     output: Annotated[Path, output_file("the page", ".html", ".htm")],
-    as_json: AsJson,
 ) -> None:
     """Write a page that shows where the energy goes, what a plan changes, and what it saves.
 
@@ -312,26 +299,25 @@ def report(
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
-    from perseus_planner.views.savings import EnergyRates
-    from perseus_planner.views.sources import read_sources
+    from perseus_planner.views.sources import EnergyRates, read_sources
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
     for kind in registry.REPORTED.keys() & set(map(kind_of, source)):
         content, text, html = registry.load(registry.REPORTED[kind])(source, rates)
         write_file(output, html, UsageError)
-        console.report(content, text, [output], as_json=as_json)
+        console.report(content, text, [output])
         return
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power_w)
         job_report = make_report(sources, rates, _size(sources, size))
         write_file(output, page(job_report), UsageError)
-    console.report(job_report, report_text(job_report), [output], as_json=as_json)
+    console.report(job_report, report_text(job_report), [output])
 
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:
     """Return the size of an iteration by the options, or else by the job file."""
-    from perseus_planner.views.savings import IterationSize
+    from perseus_planner.views.sources import IterationSize
 
     numbers: dict[str, Any] = dict(vars(options))
     for name in ("tokens", "samples"):

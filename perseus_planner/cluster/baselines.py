@@ -39,14 +39,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import TIME
 from perseus_planner.plans.replay import all_maximum, end_times, time_and_energy
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
+    from perseus_planner import PipelineDag
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.schedules import Computation
-    from perseus_planner.schedules.dag import PipelineDag
 
 _BRIEF = 2000
 """EnvPipe replays the iteration up to computations x clocks times; more take minutes."""
@@ -63,17 +62,14 @@ def one_clock(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
         deadline_s: the iteration time to meet, seconds.
 
     Raises:
-        UsageError: If no clock was measured for all computations, or `deadline_s` is not a time.
+        UsageError: If no clock was measured for all computations.
     """
-    deadline_s = TIME.check(deadline_s, "deadline_s")
-    tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
     shared = _shared_clocks(_measured(dag))
     if not shared:
         raise UsageError(
             "no clock was measured for every computation; measure one clock for all of them"
         )
-    chosen = _cheapest(dag, ([table[clock] for table in tables] for clock in shared), deadline_s)
-    return all_maximum(dag) if chosen is None else _clocks(dag, chosen)
+    return _cheapest(dag, [[clock] * dag.profile.stages for clock in shared], deadline_s)
 
 
 def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
@@ -96,19 +92,11 @@ def one_per_stage(dag: PipelineDag, deadline_s: float) -> dict[str, int]:
         deadline_s: the iteration time to meet, seconds.
 
     Raises:
-        UsageError: If the computations of a stage share no clock, or `deadline_s` is not a time.
+        UsageError: If the computations of a stage share no clock.
     """
-    deadline_s = TIME.check(deadline_s, "deadline_s")
     measured = _measured(dag)
-    tables = [{point.clock_mhz: point for point in points} for points in measured]
     stages = [computation.stage for computation in dag.computations]
-    family = _balanced_clocks(dag, measured, stages)
-    choices = (
-        [table[clocks[stage]] for table, stage in zip(tables, stages, strict=True)]
-        for clocks in family
-    )
-    chosen = _cheapest(dag, choices, deadline_s)
-    return all_maximum(dag) if chosen is None else _clocks(dag, chosen)
+    return _cheapest(dag, _balanced_clocks(dag, measured, stages), deadline_s)
 
 
 def envpipe(dag: PipelineDag) -> dict[str, int]:
@@ -142,17 +130,22 @@ def _clocks(dag: PipelineDag, points: Iterable[Measurement]) -> dict[str, int]:
 
 
 def _cheapest(
-    dag: PipelineDag, choices: Iterable[list[Measurement]], deadline_s: float
-) -> list[Measurement] | None:
-    """Return the choice with the least effective energy that meets the deadline; the first one
-    of equals.
+    dag: PipelineDag, family: Iterable[Sequence[int]], deadline_s: float
+) -> dict[str, int]:
+    """Return the choice of a clock for each stage with the least effective energy that meets the
+    deadline, the first one of equals; `all_maximum` if none does.
     """
-    best, best_j = None, math.inf
-    for points in choices:
+    tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
+    best, best_j = all_maximum(dag), math.inf
+    for clocks in family:
+        points = [
+            table[clocks[computation.stage]]
+            for table, computation in zip(tables, dag.computations, strict=True)
+        ]
         time_s, energy_j = time_and_energy(dag, points)
         effective_j = energy_j - dag.waiting_w * time_s
         if time_s <= deadline_s and effective_j < best_j:
-            best, best_j = points, effective_j
+            best, best_j = _clocks(dag, points), effective_j
     return best
 
 

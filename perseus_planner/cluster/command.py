@@ -4,14 +4,13 @@ under several policies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     Lag,
     Option,
     OutputFile,
@@ -20,9 +19,6 @@ from perseus_planner.cli.options import (
     command,
     refuse_same,
 )
-
-if TYPE_CHECKING:
-    from perseus_planner.cluster.replay import Cluster, Outcome
 
 _BASELINE = "max"
 _DEFAULT = ("one-clock", "per-stage", "envpipe", "planner-fixed", "planner")
@@ -77,8 +73,6 @@ def simulate(
                 "envpipe",
                 "planner-fixed",
                 "planner",
-                "on-time",
-                "own-time",
                 "batch",
             ],
             ...,
@@ -91,22 +85,20 @@ def simulate(
         "Also write a CSV with the energy, busy time and idle time of each GPU under each policy.",
         Option("--csv"),
     ],
-    as_json: AsJson,
 ) -> None:
     """Replay a job on a cluster under several policies, with stragglers or different microbatches.
 
     FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration
     together. The policy max, all clocks at maximum, is always included as the baseline of the
     others. With --lengths, a computation takes the measured time for a microbatch of mean work, and
-    a proportional time for others. The policies are then max, planner-fixed, on-time, own-time,
-    one-clock and batch.
+    a proportional time for others. The policies are then max, planner-fixed, one-clock and batch.
     """
     if lengths is not None:
         given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}
         for name, value in given.items():
             if value is not None:
                 raise UsageError(f"{name}: does not go with --lengths; leave it out")
-        _simulate_lengths(frontier, lengths, iterations, slowdown, policies, as_json=as_json)
+        _simulate_lengths(frontier, lengths, iterations, slowdown, policies)
         return
     if pipelines is None:
         raise UsageError(
@@ -114,33 +106,29 @@ def simulate(
             "with a file that has them"
         )
     iterations = 1000 if iterations is None else iterations
+    from perseus_planner import Frontier
     from perseus_planner.base.files import write_file
-    from perseus_planner.cluster.replay import Cluster
-    from perseus_planner.cluster.stragglers import read_stragglers
+    from perseus_planner.cluster.replay import Cluster, Outcome, read_stragglers
+    from perseus_planner.cluster.replay import simulate as replay
     from perseus_planner.cluster.views import cluster_text, gpu_csv, summarize_cluster
-    from perseus_planner.solver.frontier import Frontier
 
     refuse_same([frontier, stragglers], table, "--csv")
     solved = Frontier.load(frontier)
     Cluster(solved, pipelines, iterations)  # checks the numbers that the stragglers are read with
     events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
-    cluster, left_out = (
-        Cluster(solved, pipelines, iterations, events, reaction_delay_s),
-        list[str](),
-    )
-    with console.progress("Simulating") as progress:
-        names = tuple(dict.fromkeys((_BASELINE, *(policies or _DEFAULT))))
-        outcomes = []
-        for done, outcome in enumerate(
-            _outcomes(cluster, names, slowdown, None if policies else left_out)
-        ):
-            outcomes.append(outcome)
-            if progress is not None:
-                progress(done + 1, len(names))
+    cluster = Cluster(solved, pipelines, iterations, events, reaction_delay_s)
+    outcomes, left_out = list[Outcome](), list[str]()
+    for name in console.each("Simulating", dict.fromkeys((_BASELINE, *(policies or _DEFAULT)))):
+        try:
+            outcomes.append(replay(cluster, name, slowdown))
+        except UsageError as error:  # a policy that does not apply
+            if policies:
+                raise
+            left_out.append(f"{name}: {error}")
     if table is not None:
         write_file(table, gpu_csv(outcomes), UsageError)
     summary = summarize_cluster(cluster, outcomes, slowdown, left_out)
-    console.report(summary, cluster_text(summary), [table] if table else [], as_json=as_json)
+    console.report(summary, cluster_text(summary), [table] if table else [])
 
 
 def _simulate_lengths(
@@ -149,42 +137,18 @@ def _simulate_lengths(
     iterations: int | None,
     slowdown: float,
     policies: Sequence[str],
-    *,
-    as_json: bool,
 ) -> None:
     """Replay a job whose microbatches differ, and print what it comes to."""
+    from perseus_planner import Frontier
     from perseus_planner.base.units import COUNT
-    from perseus_planner.cluster.lengths import POLICIES, UnlikeJob, read_lengths
+    from perseus_planner.cluster.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
     from perseus_planner.cluster.views import lengths_text, summarize_lengths
-    from perseus_planner.solver.frontier import Frontier
 
     lengths = read_lengths(path)
     if iterations is not None:
         lengths = lengths.first(COUNT.check(iterations, "iterations"))
     job = UnlikeJob(Frontier.load(frontier), lengths, slowdown)
-    with console.progress("Simulating") as progress:
-        names = tuple(dict.fromkeys((_BASELINE, *(policies or POLICIES))))
-        outcomes = []
-        for name in names:
-            outcomes.append(job.outcome(name))
-            if progress is not None:
-                progress(len(outcomes), len(names))
+    names = dict.fromkeys((_BASELINE, *(policies or LENGTH_POLICIES)))
+    outcomes = [job.outcome(name) for name in console.each("Simulating", names)]
     summary = summarize_lengths(job, outcomes, slowdown)
-    console.report(summary, lengths_text(summary), [], as_json=as_json)
-
-
-def _outcomes(
-    cluster: Cluster, names: Sequence[str], slowdown: float, left_out: list[str] | None
-) -> Iterator[Outcome]:
-    """Yield the outcome of each policy; append policies that do not apply to `left_out`, or
-    raise if it is None.
-    """
-    from perseus_planner.cluster.replay import simulate as replay
-
-    for name in names:
-        try:
-            yield replay(cluster, name, slowdown)
-        except UsageError as error:
-            if left_out is None:
-                raise
-            left_out.append(f"{name}: {error}")
+    console.report(summary, lengths_text(summary), [])

@@ -5,27 +5,23 @@ row for each GPU; what `planner show` prints of a file of lengths.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted, si
-from perseus_planner.base.tables import Column, Sheet, lay_out
+from perseus_planner.base.tables import Column, Sheet, csv_text, lay_out
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.views.context import context_of_profile, pipeline_text, share
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matplotlib.figure import Figure
-
-    from perseus_planner.cluster.lengths import BatchOutcome, Lengths, UnlikeJob
-    from perseus_planner.cluster.replay import Cluster, Outcome
+    from perseus_planner.cluster.replay import BatchOutcome, Cluster, Lengths, Outcome, UnlikeJob
 
 _SHOWN_GPU = "simulated:a100-sxm"
 _SHOWN_STAGES = 1, 4, 8  #: of the pipelines that `planner show` replays a file of lengths on
 _MOST_PLANS = 320  #: that it makes for each of them
-_HEADER = "policy,pipeline,rank,gpu,energy_j,busy_s,idle_s\n"
+_COLUMNS = ("policy", "pipeline", "rank", "gpu", "energy_j", "busy_s", "idle_s")
 
 
 def summarize_cluster(
@@ -111,10 +107,12 @@ def gpu_csv(outcomes: Sequence[Outcome]) -> bytes:
 
     The column `gpu` counts within a rank.
     """
-    return "".join([_HEADER, *(row for outcome in outcomes for row in _gpu_rows(outcome))]).encode()
+    return csv_text(
+        [_COLUMNS, *(row for outcome in outcomes for row in _gpu_rows(outcome))]
+    ).encode()
 
 
-def _gpu_rows(outcome: Outcome) -> Iterator[str]:
+def _gpu_rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
     columns = zip(
         outcome.energy_per_gpu_j.tolist(),
         outcome.busy_s.tolist(),
@@ -122,10 +120,9 @@ def _gpu_rows(outcome: Outcome) -> Iterator[str]:
         strict=True,
     )
     for pipeline, ranks in enumerate(columns):
-        for rank, (energy_j, busy_s, idle_s) in enumerate(zip(*ranks, strict=True)):
-            figures = f"{energy_j!r},{busy_s!r},{idle_s!r}\n"
+        for rank, figures in enumerate(zip(*ranks, strict=True)):
             for gpu in range(outcome.gpus_per_stage):
-                yield f"{outcome.policy},{pipeline},{rank},{gpu},{figures}"
+                yield outcome.policy, pipeline, rank, gpu, *figures
 
 
 def summarize_lengths(
@@ -207,7 +204,7 @@ def lengths_text(summary: dict[str, Any]) -> str:
 
 
 def _spread_notes(spread: dict[str, Any]) -> list[str]:
-    from perseus_planner.cluster.lengths import WORK_OF_LENGTHS
+    from perseus_planner.cluster.replay import WORK_OF_LENGTHS
 
     notes = [
         f"Microbatches: work spreads by {100 * spread['spread']:.1f} %, the longest has "
@@ -227,16 +224,13 @@ def _order_note(reordered_share: float) -> str:
     )
 
 
-def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
+def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
     """Return a file of lengths as `planner show` wants it: what plans of the batch would bring, on
     pipelines of a simulated GPU.
     """
-    from perseus_planner.cluster.lengths import UnlikeJob, read_lengths
+    from perseus_planner import solve
+    from perseus_planner.cluster.replay import UnlikeJob, read_lengths
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
-    from perseus_planner.solver.frontier import solve
-
-    def refuse() -> Figure:
-        raise UsageError(f"{path}: has no figure; leave --plot out")
 
     lengths = read_lengths(path)
     summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}
@@ -288,4 +282,4 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]
         f"What plans of the batch would bring on {_SHOWN_GPU} (simulated: no GPU was touched), "
         f"1F1B, replayed: {counted(len(replayed.work), 'iteration')}"
     )
-    return summary, Sheet(title, source, columns, "\n".join(notes)).text(), refuse
+    return summary, Sheet(title, source, columns, "\n".join(notes)).text()

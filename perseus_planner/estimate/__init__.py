@@ -1,5 +1,5 @@
 """Estimated profiles: from the dimensions of a transformer and a model of its GPU, without running
 anything.
 
-`estimate.estimate` makes the profile, `presets.named_transformer` finds a model by name or file.
+`curves.estimate` makes the profile, `transformer.named_transformer` finds a model by name or file.
 """

@@ -14,10 +14,10 @@ from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     Counts,
     Option,
     OutputFile,
+    Positive,
     Power,
     Quantity,
     SourceFile,
@@ -30,11 +30,10 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.cli.calibrate import KernelOptions
-    from perseus_planner.estimate.candidates import Choices
+    from perseus_planner.cli.profiling import KernelOptions
     from perseus_planner.estimate.configuration import Configuration
-    from perseus_planner.estimate.explore import Objective, Prices
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.explore import Choices, Objective
+    from perseus_planner.estimate.operations import System
     from perseus_planner.estimate.transformer import Transformer
 
 
@@ -64,7 +63,7 @@ class _System:
 
     def system(self) -> System:
         """Return the GPUs and their links."""
-        from perseus_planner.estimate.system import load_system, system_of
+        from perseus_planner.estimate.operations import load_system, system_of
 
         if self.system_file is not None:
             system = load_system(self.system_file)
@@ -170,7 +169,6 @@ def estimate(
     output: Annotated[
         Path, output_file("the profile, with its table beside it as .csv,", ".yaml", ".yml")
     ],
-    as_json: AsJson,
 ) -> None:
     """Estimate the profile of a model without a GPU.
 
@@ -179,11 +177,12 @@ def estimate(
     stage corrects all others. The profile is marked as simulated; `planner solve` reads it like any
     other.
     """
-    from perseus_planner.estimate import estimate as estimating
-    from perseus_planner.estimate.system import with_link
+    from perseus_planner import Profile
+    from perseus_planner.estimate.curves import calibration_of
+    from perseus_planner.estimate.curves import estimate as estimating
+    from perseus_planner.estimate.operations import with_link
     from perseus_planner.estimate.transformer import name_of
     from perseus_planner.estimate.views import estimate_text, summarize_estimate
-    from perseus_planner.profiles.profiles import Profile
 
     refuse_same([Path(model)], output)
     system, job = of.system().limited(power_limit_w), pipeline.of(model)
@@ -196,13 +195,13 @@ def estimate(
         # A CSV does not contain the blocking power, so that of the GPU model is used.
         is_csv = calibrate.suffix.lower() == ".csv"
         measured = Profile.load(calibrate, system.gpu.blocking_power_w if is_csv else None)
-        calibration = estimating.calibration_of(measured, job, system, str(calibrate))
+        calibration = calibration_of(measured, job, system, str(calibrate))
     kinds = "FBIW" if split_backward else "FB"
-    profile = estimating.estimate(job, system, calibration, kinds=kinds)
+    profile = estimating(job, system, calibration, kinds=kinds)
     profile.save(output)
     summary = summarize_estimate(name_of(model), profile, job)
     files = [output, output.with_suffix(".csv")]
-    console.report(summary, estimate_text(summary), files, as_json=as_json)
+    console.report(summary, estimate_text(summary), files)
 
 
 def _changed(model: str, **changes: object) -> Transformer:
@@ -217,8 +216,8 @@ def _changed(model: str, **changes: object) -> Transformer:
 class _Gpus:
     """The GPUs to explore, and what may be chosen on them."""
 
-    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
-    batch: Annotated[int, click.IntRange(1), "Sequences of an iteration.", Option(default=512)]
+    gpus: Annotated[Positive, "Number of GPUs."]
+    batch: Annotated[Positive, "Sequences of an iteration.", Option(default=512)]
     sequence: _Sequence
     precision: Annotated[
         str | None, "bf16, fp16 or fp8.  [default: bf16, or the file's]", Option(metavar="TYPE")
@@ -239,7 +238,7 @@ class _Gpus:
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
-        from perseus_planner.estimate.candidates import RECOMPUTATIONS, SCHEDULES, Choices
+        from perseus_planner.estimate.explore import RECOMPUTATIONS, SCHEDULES, Choices
 
         for option, words, explored in (
             ("--recompute", self.recomputations, RECOMPUTATIONS),
@@ -300,15 +299,9 @@ class _Run:
         float, click.FloatRange(0.0), "Emissions of a kWh, g CO2e.", Option(default=400.0)
     ]
 
-    def prices(self) -> Prices:
-        """Return what energy costs."""
-        from perseus_planner.estimate.explore import Prices
-
-        return Prices(self.pue, self.price, self.carbon)
-
 
 @command(
-    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 --plot explored.png",
+    "planner explore gpt3-1.3b --gpus 8 --gpu a100-sxm --batch 64 -o explored.yaml",
     "planner explore mine.yaml --gpus 8 --system system.yaml --least-energy --tokens 1e12 -o "
     "found.yaml",
 )
@@ -320,7 +313,6 @@ def explore(
     goal: _Goal,
     power_limit_w: Annotated[Power | None, "Power limit of each GPU, e.g. 500W."],
     run: _Run,
-    plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     job: Annotated[
         int,
         click.IntRange(1, 3),
@@ -332,7 +324,6 @@ def explore(
         "File to write: the job file of one of the first three configurations.",
         Option("--output", "-o"),
     ],
-    as_json: AsJson,
 ) -> None:
     """Find the configurations in which MODEL trains fastest, or with the least energy.
 
@@ -345,10 +336,7 @@ def explore(
     from perseus_planner.estimate import views
     from perseus_planner.estimate.explore import explore as exploring
     from perseus_planner.estimate.transformer import name_of
-    from perseus_planner.views.figures import check_figure_path, save_figure
 
-    if plot is not None:
-        check_figure_path(plot, "--plot")
     shape = _changed(
         model,
         sequence=job_gpus.sequence,
@@ -364,24 +352,22 @@ def explore(
             objective,
             update or (lambda solved, total: None),
         )
-    result = views.exploration_view(
-        name_of(model), job_gpus.gpus, explored, run.tokens, run.prices()
-    )
+    result = views.exploration_view(name_of(model), job_gpus.gpus, explored, vars(run))
     written: list[Path] = []
-    if plot is not None:
-        save_figure(views.exploration_figure(result), plot)
-        written.append(plot)
     if output is not None:
         row = explored.first[min(job, len(explored.first)) - 1]
         written += views.write_job(row, explored, output)
-    console.report(result, views.exploration_text(result), written, as_json=as_json)
+    console.report(result, views.exploration_text(result), written)
 
 
-def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: bool) -> None:
+def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
     from perseus_planner.base.units import TIME
-    from perseus_planner.estimate.kernels import KernelPlan, measure_kernels, measured_names
-    from perseus_planner.estimate.system import save_system, system_of, system_view
+    from perseus_planner.profiler.build import require_torch
+
+    require_torch()
+    from perseus_planner.estimate.kernels import measure_kernels, measured_names
+    from perseus_planner.estimate.operations import save_system, system_of, system_view
     from perseus_planner.estimate.transformer import named_transformer, shared_by
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group
@@ -418,7 +404,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
                 )
         if rank == 0 and not torch.cuda.is_available():
             click.echo(
-                "planner: torch finds no GPU: processors are measured, which may take hours",
+                "planner: torch finds no GPU, so processors are measured, which may take hours",
                 err=True,
             )
         shapes = [
@@ -426,7 +412,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
             for degree in sorted(degrees)
             for size in sorted(set(options.microbatch))
         ]
-        system = measure_kernels(KernelPlan(shapes), system)
+        system = measure_kernels(shapes, system)
         if rank:
             return
     names = (
@@ -435,4 +421,4 @@ def measure_kernels_of(options: KernelOptions, output: Path | None, *, as_json: 
     )
     save_system(system, output, names)
     view = system_view(system, names)
-    console.report(view, system_text(view), [output], as_json=as_json)
+    console.report(view, system_text(view), [output])

@@ -19,8 +19,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.kernel_times import LayerTimes, Phases, layer_times, sum_s
+from perseus_planner.estimate.operations import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipeline_iteration
@@ -28,7 +27,7 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipelin
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from perseus_planner.estimate.system import System
+    from perseus_planner.estimate.operations import System
     from perseus_planner.schedules import Schedule
     from perseus_planner.schedules.iteration import Iteration
 
@@ -58,16 +57,17 @@ class Configuration:
 
     def __post_init__(self) -> None:
         check_split(self.shape, self.split)
-        if len(self.split) % self.virtual_stages:
-            raise UsageError(
-                f"virtual_stages: {self.virtual_stages} does not divide the {len(self.split)} "
-                "stages; choose a divisor"
-            )
 
     @property
     def ranks(self) -> int:
         """Ranks of a pipeline."""
         return len(self.split) // self.virtual_stages
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        count = len(self.split)
+        return schedule_of(self.schedule, count, self.ranks, self.virtual_stages).stage_ranks
 
     @property
     def gpus(self) -> int:
@@ -108,7 +108,7 @@ class Configuration:
         norm = shape.hidden * (2 if shape.biases else 1)
         dense = shape.layer_parameters - shape.expert_parameters
         others, experts = [0.0] * self.ranks, [0.0] * self.ranks
-        for stage, rank in enumerate(stage_ranks(self.schedule, self.ranks, self.virtual_stages)):
+        for stage, rank in enumerate(self.stage_ranks):
             held = self.split[stage] * dense + (words + positions if stage == 0 else 0)
             if stage == stages - 1:
                 held += norm + (words if stages > 1 or not shape.tied else 0)
@@ -251,13 +251,6 @@ class Configuration:
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
 
-@lru_cache(maxsize=256)
-def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank that holds each stage."""
-    pipeline_schedule = schedule_of(schedule, ranks * virtual_stages, ranks, virtual_stages)
-    return tuple(pipeline_schedule.stage_ranks[stage] for stage in range(pipeline_schedule.stages))
-
-
 @lru_cache(maxsize=512)
 def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Return the schedule of a pipeline."""
@@ -300,6 +293,15 @@ class Memory:
         return self.total <= self.available
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits in memory."""
+
+    job: Configuration
+    times: LayerTimes
+    memory: Memory
+
+
 def memory(job: Configuration, system: System) -> Memory:
     """Return the memory of the rank that needs most."""
     shape, held = job.shape, job.rank_parameters
@@ -318,7 +320,7 @@ def memory(job: Configuration, system: System) -> Memory:
     )
     activations = [again] * job.ranks
     logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
-    ranks = stage_ranks(job.schedule, job.ranks, job.virtual_stages)
+    ranks = job.stage_ranks
     for stage, rank in enumerate(ranks):
         activations[rank] += counts[stage] * job.split[stage] * kept
     activations[ranks[-1]] += logits

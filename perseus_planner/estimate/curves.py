@@ -1,4 +1,5 @@
-"""Time-energy curves of configurations: lower bounds in microseconds, and the exact ones.
+"""Time-energy curves of configurations, lower bounds in microseconds and the exact ones; and the
+profile of a pipeline, corrected by one measured stage.
 
 The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its
 first forward the ranks before it run one each, and after its last backward those run one backward
@@ -8,31 +9,37 @@ remains for the other M - w forwards and backwards bounds their energy from belo
 
 The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one
 adds the same, at every price of time, so the curves of few microbatches give those of many.
+
+The correction of each kind is the ratio of measured to modelled time, and of energies, at each
+measured clock, interpolated linearly in between and constant beyond. So a full sweep determines the
+shape of the estimate over clocks, a single clock only its level. All clocks have a row then, also
+those that the model's power limit does not allow, as measured stages may run at them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.estimate.configuration import stage_ranks
+from perseus_planner import PipelineDag, Profile, solve_dag
+from perseus_planner.base.errors import UsageError
+from perseus_planner.estimate.transformer import split_layers
+from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
 from perseus_planner.profiles.measurement import Measurement, lower_hull, pareto_front
-from perseus_planner.profiles.profiles import Profile
-from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.estimate.candidates import Candidate
-    from perseus_planner.estimate.configuration import Configuration
-    from perseus_planner.estimate.kernel_times import Phases
-    from perseus_planner.estimate.system import System
+    from perseus_planner import Frontier
+    from perseus_planner.estimate.configuration import Candidate, Configuration
+    from perseus_planner.estimate.operations import Phases, System
     from perseus_planner.gpu.simulated.model import GpuModel
-    from perseus_planner.solver.frontier import Frontier
 
 Floats = "NDArray[np.float64]"
 _SLOPES = 200
@@ -71,23 +78,17 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
     load, gpu = phases.load(system), system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
     top_mhz = load.achieved_mhz(clocks[0])
-    above = int(np.count_nonzero(clocks > top_mhz))
-    first = max(0, above - 1)
-    set_mhz, achieved = clocks[first:], np.minimum(clocks[first:], top_mhz)
-    arithmetic_s = load.megacycles / achieved
-    times_s = arithmetic_s + load.memory_s
-    w_per_mhz = (
-        load.arithmetic_w_per_mhz * arithmetic_s + load.memory_w_per_mhz * load.memory_s
-    ) / times_s
-    voltage = 1 + load.voltage_slope_per_mhz * np.maximum(0.0, achieved - load.ridge_mhz)
-    energies_j = (load.static_w + w_per_mhz * achieved * voltage**2) * times_s
+    set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
+    achieved: Any = np.minimum(set_mhz, top_mhz)
+    times_s: Any = load.free_time_s(achieved)
+    energies_j: Any = load.free_power_w(achieved) * times_s
     places = np.arange(len(set_mhz))
     if count:
         least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
         places = np.unique(np.linspace(0, least, count).round().astype(int))
-    rows = zip(set_mhz[places], times_s[places], energies_j[places], strict=True)
     return tuple(
-        Measurement(int(clock), float(time_s), float(energy_j)) for clock, time_s, energy_j in rows
+        Measurement(int(set_mhz[place]), float(times_s[place]), float(energies_j[place]))
+        for place in places
     )
 
 
@@ -158,8 +159,8 @@ class CurveMaker:
         16 in large jobs.
         """
         self.system, self.points = system, points
-        self._rows: dict[tuple[Phases, int], tuple[Measurement, ...]] = {}
-        self._hulls: dict[tuple[Phases, ...], Hull] = {}
+        self._points = cache(lambda phases, count: measurements_of(phases, system, count))
+        self._hull = cache(self._hull_of)
         self._frontiers: dict[Configuration, Frontier] = {}
 
     def bound(self, candidate: Candidate) -> Bound:
@@ -167,7 +168,7 @@ class CurveMaker:
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
         of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
-        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+        for stage, rank in enumerate(job.stage_ranks):
             of_rank[rank].append(stage)
         hulls = [
             self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank
@@ -335,7 +336,7 @@ class CurveMaker:
     def _microbatch_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
         """Return the seconds of a microbatch on each rank, at the top clock."""
         both_s = [0.0] * job.ranks
-        for stage, rank in enumerate(stage_ranks(job.schedule, job.ranks, job.virtual_stages)):
+        for stage, rank in enumerate(job.stage_ranks):
             for kind in "FB":
                 both_s[rank] += self._points(stages[stage][kind], self.points)[0].time_s
         return both_s
@@ -347,24 +348,122 @@ class CurveMaker:
             frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
         )
 
-    def _points(self, phases: Phases, points: int) -> tuple[Measurement, ...]:
-        key = phases, points
-        if key not in self._rows:
-            self._rows[key] = measurements_of(phases, self.system, points)
-        return self._rows[key]
-
-    def _hull(self, parts: tuple[Phases, ...]) -> Hull:
+    def _hull_of(self, parts: tuple[Phases, ...]) -> Hull:
         """Return the hull of computations that run one after the other."""
-        if parts not in self._hulls:
-            if len(parts) == 1:
-                hull = hull_of(self._points(parts[0], self.points), self._gpu.blocking_power_w)
-            else:
-                hull = self._hull(parts[:1])
-                for part in parts[1:]:
-                    hull = hull + self._hull((part,))
-            self._hulls[parts] = hull
-        return self._hulls[parts]
+        first, *others = parts
+        if not others:
+            return hull_of(self._points(first, self.points), self._gpu.blocking_power_w)
+        return reduce(operator.add, (self._hull((part,)) for part in parts))
 
     @property
     def _gpu(self) -> GpuModel:
         return self.system.gpu
+
+
+def estimate(
+    job: Configuration,
+    system: System,
+    calibration: Calibration | None = None,
+    *,
+    kinds: str = "FB",
+) -> Profile:
+    """Return the profile of every stage of a pipeline, marked as simulated; `conditions` record its
+    sources.
+
+    Args:
+        job: The model and its stages. Energies are sums over the GPUs of a stage.
+        system: GPUs and their links.
+        calibration: A measured stage.
+        kinds: Of the computations.
+    """
+    stages = job.stage_phases(system)
+    profile = CurveMaker(system).profile(job, stages, kinds=kinds)
+    if calibration is None:
+        return profile
+    gpus, rows = profile.gpus_per_stage, {}
+    for stage, kind in profile.measurements:
+        load, clocks = stages[stage][kind].load(system), system.gpu.clocks_mhz
+        rows[stage, kind] = tuple(
+            Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
+            for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)
+        )
+    return replace(
+        profile,
+        measurements=rows,
+        blocking_power_w=calibration.blocking_power_w * profile.gpus_per_stage,
+        conditions={**profile.conditions, "calibration": calibration.source},
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured stage, with what the model says of it."""
+
+    #: (clock, measured over modelled time, the same of energy) of each kind, clocks rising.
+    ratios: Mapping[str, NDArray[np.float64]]
+    source: str  #: What was measured
+    blocking_power_w: float  #: Power of one GPU while it waits
+
+    def factors(
+        self, kind: str, clocks_mhz: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the factors of time and energy at clocks; I and W have those of B if they were not
+        measured.
+        """
+        clocks, times, energies = self.ratios.get(kind, self.ratios["B"])
+        return np.interp(clocks_mhz, clocks, times), np.interp(clocks_mhz, clocks, energies)
+
+
+def calibration_of(
+    profile: Profile, job: Configuration, system: System, source: str = "profile"
+) -> Calibration:
+    """Return the calibration by a stage of a measured profile: the one in the middle, which has
+    neither embedding nor head if there are three.
+
+    Args:
+        profile: Profile of one GPU of each stage, or of all of them. It may be of the same model on
+            another number of stages, which then share the layers evenly.
+        job: The pipeline that was measured.
+        system: GPUs that were measured.
+        source: Where the profile is from, for error messages and `Profile.conditions`.
+
+    Raises:
+        UsageError: If the profile does not fit the pipeline, or lacks forwards, backwards or
+            energies.
+    """
+    shape = job.shape
+    if profile.stages != len(job.split):
+        job = replace(job, split=split_layers(shape.layers, profile.stages))
+    stage, gpus = (profile.stages - 1) // 2, profile.gpus_per_stage
+    if profile.control == "power-limit":
+        raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
+    if gpus not in (1, shape.tensor_degree):
+        raise UsageError(
+            f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
+            "give the tensor degree that was measured"
+        )
+    phases, ratios = job.stage_phases(system)[stage], {}
+    for kind in "FBIW":
+        rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
+        if not rows and kind in "IW":
+            continue
+        if not rows or any(row.energy_j == 0 for row in rows):
+            raise UsageError(
+                f"{source}: a {word_of(kind)} of stage {stage} is missing, or its energy; measure "
+                "it at one clock or more"
+            )
+        load = phases[kind].load(system)
+        ratios[kind] = np.array(
+            [
+                (
+                    row.clock_mhz,
+                    row.time_s / load.time_s(row.clock_mhz),
+                    row.energy_j / gpus / load.energy_j(row.clock_mhz),
+                )
+                for row in rows
+            ]
+        ).T
+    origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
+    return Calibration(
+        ratios, f"stage {stage} of {source} ({origin})", profile.blocking_w(stage) / gpus
+    )

@@ -1,5 +1,5 @@
-"""Compare all configurations of a training job by time and energy, keep those that can win, and say
-what a training run in them takes.
+"""Find the configurations in which a model can be trained on some GPUs, compare all of them by time
+and energy, keep those that can win, and say what a training run in them takes.
 
 Every configuration has a lower bound on its time-energy curve, which costs microseconds. The exact
 curve is computed in the order of the bounds, until no bound is below what has been found: neither
@@ -10,24 +10,236 @@ that remain are solved again with all clocks, or 16 of them in large jobs.
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
-from perseus_planner.estimate.candidates import Candidate, Choices, candidates
+from perseus_planner.estimate.configuration import Candidate, Configuration, Memory, memory
 from perseus_planner.estimate.curves import Curve, CurveMaker
+from perseus_planner.estimate.operations import LayerTimes, kernel_key, layer_times
+from perseus_planner.estimate.transformer import Transformer, shared_by, split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from perseus_planner.estimate.system import System
-    from perseus_planner.estimate.transformer import Transformer
+    from perseus_planner.estimate.operations import System
+
+RECOMPUTATIONS = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
+_MAX_MICROBATCH = 64
+_VIRTUAL_STAGES = (2, 3, 4, 6)
+_RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
+_MAX_STAGES = 64
+_MAX_TENSOR = 16
+_CONTEXT = 8192  # tokens of a sequence on a GPU from which on it is divided
+_DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be chosen; everything else follows from the model, the GPUs and the batch.
+
+    Tensor groups divide norms too, the optimizer's state is shared, and gradients are summed during
+    the backward. Without a pipeline weights may be shared too.
+    """
+
+    gpus: int  #: GPUs of the job. Configurations that leave some of them unused count too.
+    batch: int  #: Sequences of an iteration
+    recomputations: tuple[str, ...] = RECOMPUTATIONS  #: Kinds of recomputation
+    schedules: tuple[str, ...] = SCHEDULES  #: Names of schedules
+
+
+def candidates(model: Transformer, system: System, choices: Choices) -> list[Candidate]:
+    """Return all configurations that fit in memory.
+
+    Raises:
+        UsageError: If there are none; the text names the memory that is missing, or the option that
+            allows none.
+    """
+    speedup = {"fp8": system.fp8_speedup, "nvfp4": system.fp4_speedup}
+    if model.precision == "mxfp8":  # what has FP4 has scales of blocks too
+        speedup["mxfp8"] = system.fp4_speedup
+    if speedup.get(model.precision, 2.0) <= 1:
+        raise UsageError(
+            f"--precision: {system.gpu.name} has no {model.precision}; give bf16 or fp16"
+        )
+    if model.attention != "plain" and tuple(choices.recomputations) == ("selective",):
+        raise UsageError(
+            f"--recompute: {model.attention} attention keeps no scores that selective could "
+            "recompute; give none or full, or --attention plain"
+        )
+    fitting, least, unmeasured = list[Candidate](), None, bool(system.kernels)
+    for job, times in _configurations(model, system, choices):
+        unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
+        needed = memory(job, system)
+        if job.ranks == 1 and job.replicas > 1 and not needed.fits:
+            job = replace(job, sharding=3)  # sends more than what shares the optimizer's state
+            needed = memory(job, system)
+        if needed.fits:
+            fitting.append(Candidate(job, times, needed))
+        elif least is None or needed.total < least[1].total:
+            least = job, needed
+    if unmeasured:
+        raise UsageError(
+            f"--system: its kernels are of no configuration of this model in {model.precision}, "
+            f"with {model.attention} attention and {model.sequence} tokens; measure "
+            f"them by planner calibrate --kernels MODEL --gpu {system.gpu.name} -o FILE"
+        )
+    if not fitting and least is not None:
+        job, needed = least
+        raise UsageError(
+            f"--gpus: {choices.gpus} GPUs of {si(system.memory_bytes, 'B', 3)} are too few: "
+            f"{job.name} needs least, {si(needed.total, 'B', 3)} on a GPU "
+            f"({_memory_text(needed)}); {_enough(model, system, choices)}"
+        )
+    return fitting
+
+
+def split_choices(
+    layers: int, stages: int, times: LayerTimes, top_mhz: float
+) -> list[tuple[int, ...]]:
+    """Return the splits to try: as even as possible, and with fewer layers beside embedding and
+    head.
+
+    The second one makes the slowest stage as fast as whole layers allow.
+    """
+    even = split_layers(layers, stages)
+    if stages == 1:
+        return [even]
+    layer_s, first_s, last_s = (
+        part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz)
+        for part in (times.layer, times.embedding, times.head)
+    )
+    balanced = _balanced(layers, stages, layer_s, first_s, last_s)
+    return [even] if balanced == even else [even, balanced]
+
+
+@lru_cache(maxsize=4096)
+def _balanced(
+    layers: int, stages: int, layer_s: float, first_s: float, last_s: float
+) -> tuple[int, ...]:
+    """Return the split whose slowest stage is fastest, with so many seconds of a layer and
+    beside the layers.
+    """
+    # Of equally fast stages the last one gets the next layer: it keeps fewer microbatches.
+    free = [
+        (layer_s + beside_s, -stage)
+        for stage, beside_s in enumerate([first_s, *[0.0] * (stages - 2), last_s])
+    ]
+    heapq.heapify(free)
+    split = [1] * stages
+    for _ in range(layers - stages):
+        least_s, stage = free[0]
+        split[-stage] += 1
+        heapq.heapreplace(free, (least_s + layer_s, stage))
+    return tuple(split)
+
+
+def _configurations(
+    model: Transformer, system: System, choices: Choices
+) -> Iterator[tuple[Configuration, LayerTimes]]:
+    """Yield the configurations of at most so many GPUs, and the times of their layers.
+
+    Which ones does not depend on the number of GPUs otherwise, so that more never make it worse.
+    """
+    for tensor, context, expert in _groups(model, system, choices.gpus):
+        shared = shared_by(model, tensor, context_degree=context, expert_degree=expert)
+        for microbatch in _divisors(choices.batch):
+            if microbatch > (_MAX_MICROBATCH if context == 1 else 1):
+                continue  # more sequences need less traffic than parts of one
+            for recomputation in choices.recomputations:
+                if recomputation == "selective" and model.attention != "plain":
+                    continue  # flash attention keeps no scores
+                shape = replace(shared, microbatch=microbatch, recomputation=recomputation)
+                times = layer_times(shape, system)
+                yield from ((job, times) for job in _pipelines(shape, system, times, choices))
+
+
+def _groups(model: Transformer, system: System, gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Yield tensor, context and expert degrees, the latter powers of 2."""
+    for tensor in range(1, min(gpus, system.gpus_per_node, _MAX_TENSOR) + 1):
+        if not _shares(model, tensor):
+            continue
+        for context in _powers(min(gpus // tensor, model.sequence // _CONTEXT)):
+            if model.sequence % context == 0:
+                for expert in _powers(min(gpus, model.experts)):
+                    if max(1, model.experts) % expert == 0:
+                        yield tensor, context, expert
+
+
+def _pipelines(
+    shape: Transformer, system: System, times: LayerTimes, choices: Choices
+) -> Iterator[Configuration]:
+    group = shape.tensor_degree * shape.context_degree
+    for ranks in _RANKS:
+        if ranks > min(shape.layers, choices.gpus // group):
+            break
+        for data in _divisors(choices.batch // shape.microbatch):
+            if group * ranks * data > choices.gpus:
+                break
+            if group * data % shape.expert_degree:
+                continue
+            count, shared = (
+                choices.batch // (data * shape.microbatch),
+                data * shape.context_degree > 1,
+            )
+            kinds = [("1f1b", 1)]
+            if ranks > 1:
+                kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
+                if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
+                    kinds += [
+                        ("interleaved-1f1b", virtual_stages)
+                        for virtual_stages in _VIRTUAL_STAGES
+                        if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
+                    ]
+            for name, virtual in kinds:
+                for split in split_choices(shape.layers, ranks * virtual, times, system.top_mhz):
+                    yield Configuration(
+                        shape, split, data, count, name, virtual, int(shared), shared
+                    )
+
+
+def _shares(model: Transformer, tensor: int) -> bool:
+    """Return whether so many GPUs can share a layer."""
+    groups = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    return model.heads % tensor == 0 and model.ffn % tensor == 0 and groups
+
+
+@lru_cache(maxsize=4096)
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of 2 up to a number; 1 if there are none."""
+    return [1 << step for step in range(max(1, most.bit_length()))]
+
+
+def _enough(model: Transformer, system: System, choices: Choices) -> str:
+    """Return the first doubling of the GPUs that has enough memory, as advice."""
+    for times in range(1, _DOUBLINGS + 1):
+        gpus = choices.gpus << times
+        if any(
+            memory(job, system).fits
+            for job, _ in _configurations(model, system, replace(choices, gpus=gpus))
+        ):
+            return f"give --gpus {gpus}"
+    return "give more GPUs and a larger batch"
+
+
+def _memory_text(needed: Memory) -> str:
+    parts = ("parameters", "gradients", "optimizer", "activations", "reserve")
+    return ", ".join(f"{name} {si(getattr(needed, name), 'B', 3)}" for name in parts)
+
 
 FIRST = 3
 """Configurations to measure, as no estimate ranks them surely."""
@@ -364,47 +576,35 @@ def _within_power(
 _J_PER_KWH = 3.6e6
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What energy costs."""
+def forecast(
+    row: Row, system: System, *, tokens: float, pue: float, price: float, carbon: float
+) -> dict[str, Any]:
+    """Return what training on `tokens` tokens takes in the configuration of a row.
 
-    #: Energy of the data center for each joule of its computers (power usage effectiveness).
-    pue: float = 1.2
-    per_kwh: float = 0.12  #: Price of a kWh at the meter, in any currency
-    g_per_kwh: float = 400.0  #: CO2e of a kWh at the meter, grams
+    Energy at the meter, its price and its emissions are the least and the most: with the rest of
+    the nodes and the data center's share.
 
-
-@dataclass(frozen=True)
-class Forecast:
-    """A whole training run."""
-
-    tokens: float  #: Tokens to train on
-    hours: float  #: Time
-    gpu_kwh: float  #: Energy of the GPUs
-    #: Energy at the meter, the least and the most: with the rest of the nodes and the data center's
-    #: share.
-    meter_kwh: tuple[float, float]
-    cost: tuple[float, float]  #: Price of that energy
-    co2e_kg: tuple[float, float]  #: Emissions of that energy, kilograms
-    node_overhead_w: tuple[float, float]  #: What was assumed for each node beside its GPUs, watts
-    pue: float  #: What was assumed for the data center
-
-
-def forecast(row: Row, tokens: float, system: System, prices: Prices) -> Forecast:
-    """Return what training on `tokens` tokens takes in the configuration of a row."""
+    Args:
+        row: The configuration.
+        system: The GPUs.
+        tokens: Tokens to train on.
+        pue: Energy of the data center for each joule of its computers (power usage effectiveness).
+        price: Price of a kWh at the meter, in any currency.
+        carbon: CO2e of a kWh at the meter, grams.
+    """
     job = row.candidate.job
     seconds = tokens / row.tokens_per_s
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
     beside_w = system.node_overhead_w, system.node_overhead_most_w
     nodes = job.gpus / system.gpus_per_node  # parts of a node count as such
-    least, most = ((gpu_kwh + w * nodes * seconds / _J_PER_KWH) * prices.pue for w in beside_w)
-    return Forecast(
-        tokens=tokens,
-        hours=seconds / 3600,
-        gpu_kwh=gpu_kwh,
-        meter_kwh=(least, most),
-        cost=(least * prices.per_kwh, most * prices.per_kwh),
-        co2e_kg=(least * prices.g_per_kwh / 1e3, most * prices.g_per_kwh / 1e3),
-        node_overhead_w=beside_w,
-        pue=prices.pue,
-    )
+    kwh = [(gpu_kwh + w * nodes * seconds / _J_PER_KWH) * pue for w in beside_w]
+    return {
+        "tokens": tokens,
+        "hours": seconds / 3600,
+        "gpu_kwh": gpu_kwh,
+        "meter_kwh": kwh,
+        "cost": [each * price for each in kwh],
+        "co2e_kg": [each * carbon / 1e3 for each in kwh],
+        "node_overhead_w": beside_w,
+        "pue": pue,
+    }

@@ -11,44 +11,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.estimate.system import KernelTimes, System, kernel_key
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from perseus_planner.estimate.operations import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
-    import torch
-
     from perseus_planner.estimate.transformer import Transformer
 
 _LAYERS = 4
+_REPETITIONS = 10  # of what is timed
 _EXCHANGES = (1 << 16, 1 << 26)  # bytes of the two all-reduces
 _COPIED = 1 << 28  # bytes of the copy
 
 
-@dataclass(frozen=True)
-class KernelPlan:
-    """What to measure."""
-
-    #: The model with each tensor degree, which divides the ranks, microbatch and recomputation.
-    shapes: Sequence[Transformer]
-    #: How often each is timed, after as many runs to warm up, but at most three.
-    repetitions: int = 10
-    exchange_bytes: tuple[int, int] = _EXCHANGES  #: Sizes of the two all-reduces
-    copied_bytes: int = _COPIED  #: Size of the copy
-
-
-def measure_kernels(plan: KernelPlan, system: System) -> System:
+def measure_kernels(shapes: Sequence[Transformer], system: System) -> System:
     """Return `system` with measured kernels, links and memory; every rank of a process group
     calls it.
+
+    Args:
+        shapes: The model with each tensor degree, which divides the ranks, microbatch and
+            recomputation.
+        system: The GPUs.
     """
     ranks = _ranks()
-    kernels = {kernel_key(shape): _measure_shape(shape, plan.repetitions) for shape in plan.shapes}
-    copied = _copy_bytes_per_s(plan) / system.gpu.bytes_per_s
+    kernels = {kernel_key(shape): _measure_shape(shape) for shape in shapes}
+    copied = _copy_bytes_per_s() / system.gpu.bytes_per_s
     measured = replace(system, kernels=kernels, memory_share=min(1.0, copied))
-    return measured if ranks == 1 else _with_links(measured, plan, ranks)
+    return measured if ranks == 1 else _with_links(measured, ranks)
 
 
 def measured_names(ranks: int) -> tuple[str, ...]:
@@ -59,9 +56,7 @@ def measured_names(ranks: int) -> tuple[str, ...]:
     )
 
 
-def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
-    import torch
-
+def _measure_shape(shape: Transformer) -> KernelTimes:
     device, dtype = _device()
     group = _group(shape.tensor_degree)
     layer, head = _Layer(shape, group), _Head(shape, group)
@@ -83,17 +78,15 @@ def _measure_shape(shape: Transformer, repetitions: int) -> KernelTimes:
             value = layer.run(value)
         return value
 
-    forward_s, backward_s = _timed(layers, repetitions)
-    head_s = sum(_timed(lambda: head.run(words), repetitions))
+    forward_s, backward_s = _timed(layers)
+    head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
 
 
-def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, float]:
+def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Return the seconds of a forward and of its backward: medians, the longest of all ranks."""
-    import torch
-
     forwards, backwards = [], []
-    for turn in range(repetitions + min(3, repetitions)):
+    for turn in range(_REPETITIONS + 3):
         _barrier()
         begin_s = time.perf_counter()
         out = run()
@@ -102,7 +95,7 @@ def _timed(run: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, fl
         out.backward(torch.ones_like(out))
         _wait()
         end_s = time.perf_counter()
-        if turn >= min(3, repetitions):
+        if turn >= 3:
             forwards.append(middle_s - begin_s)
             backwards.append(end_s - middle_s)
     return _longest(median(forwards)), _longest(median(backwards))
@@ -124,15 +117,11 @@ class _Layer:
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the forward, with recomputation where the shape has it."""
-        from torch.utils.checkpoint import checkpoint
-
         if self._shape.recomputation == "full":
             return checkpoint(self._forward, hidden, use_reentrant=False)
         return self._forward(hidden)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        from torch.nn import functional
-
         shape = self._shape
         into, summed = _exchanges(shape, self._group)
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))
@@ -178,8 +167,6 @@ class _Head:
 
     def run(self, words: torch.Tensor) -> torch.Tensor:
         """Run embedding, norm, head and loss."""
-        from torch.nn import functional
-
         into, summed = _exchanges(self._shape, self._group)
         hidden = summed(functional.embedding(words, self._table))
         logits = functional.linear(
@@ -198,11 +185,10 @@ def _exchanges(
     """
     if group is None:
         return lambda value: value, lambda value: value
-    through = _through()
     before, after = (_gathered, _scattered) if shape.sequence_parallel else (_kept, _summed)
     return (
-        lambda value: through.apply(value, group, before, after),
-        lambda value: through.apply(value, group, after, before),
+        lambda value: _Through.apply(value, group, before, after),
+        lambda value: _Through.apply(value, group, after, before),
     )
 
 
@@ -211,64 +197,47 @@ def _kept(value: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _summed(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch.distributed as dist
-
     value = value.clone()
     dist.all_reduce(value, group=group)
     return value
 
 
 def _gathered(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch
-    import torch.distributed as dist
-
     parts = [torch.empty_like(value).contiguous() for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, value.contiguous(), group=group)
     return torch.cat(parts, 1)
 
 
 def _scattered(value: torch.Tensor, group: Any) -> torch.Tensor:
-    import torch
-    import torch.distributed as dist
-
     parts = [part.contiguous() for part in value.chunk(dist.get_world_size(group), 1)]
     found = torch.empty_like(parts[0])
     dist.reduce_scatter(found, parts, group=group)
     return found
 
 
-@cache
-def _through() -> Any:
-    import torch
+class _Through(torch.autograd.Function):  # type: ignore[misc]
+    """A step over a group on the way forth, and another one on the way back: Megatron's f and g, or
+    those of sequence parallelism.
+    """
 
-    class Through(torch.autograd.Function):  # type: ignore[misc]
-        """A step over a group on the way forth, and another one on the way back: Megatron's f and
-        g, or those of sequence parallelism.
-        """
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
+        context.group, context.back = group, steps[1]
+        return steps[0](value, group)
 
-        @staticmethod
-        def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
-            context.group, context.back = group, steps[1]
-            return steps[0](value, group)
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-            return context.back(gradient, context.group), None, None, None
-
-    return Through
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return context.back(gradient, context.group), None, None, None
 
 
-def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
+def _with_links(system: System, ranks: int) -> System:
     """Return the system with the times of two all-reduces over all ranks: fixed time and
     bandwidth.
     """
-    import torch
-    import torch.distributed as dist
-
     device, _ = _device()
-    values = [torch.ones(size // 4, device=device) for size in plan.exchange_bytes]
-    times_s = [_median_s(partial(dist.all_reduce, value), plan.repetitions) for value in values]
-    few, many = plan.exchange_bytes
+    values = [torch.ones(size // 4, device=device) for size in _EXCHANGES]
+    times_s = [_median_s(partial(dist.all_reduce, value)) for value in values]
+    few, many = _EXCHANGES
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
     usual_s = system.exchange_s + system.exchange_gpu_s * (ranks - 2)
@@ -280,19 +249,17 @@ def _with_links(system: System, plan: KernelPlan, ranks: int) -> System:
     )
 
 
-def _copy_bytes_per_s(plan: KernelPlan) -> float:
-    import torch
-
+def _copy_bytes_per_s() -> float:
     device, _ = _device()
-    source = torch.ones(plan.copied_bytes, dtype=torch.uint8, device=device)
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * plan.copied_bytes / _median_s(partial(target.copy_, source), plan.repetitions)
+    return 2 * _COPIED / _median_s(partial(target.copy_, source))
 
 
-def _median_s(run: Callable[[], object], repetitions: int) -> float:
+def _median_s(run: Callable[[], object]) -> float:
     """Return the seconds of a call after a first one: the median, the longest of all ranks."""
     times_s = []
-    for _ in range(repetitions + 1):
+    for _ in range(_REPETITIONS + 1):
         _barrier()
         begin_s = time.perf_counter()
         run()
@@ -302,23 +269,17 @@ def _median_s(run: Callable[[], object], repetitions: int) -> float:
 
 
 def _weight(*sizes: int) -> torch.Tensor:
-    import torch
-
     device, dtype = _device()
     return (0.02 * torch.randn(*sizes, device=device)).to(dtype).requires_grad_()
 
 
 def _device() -> tuple[torch.device, torch.dtype]:
-    import torch
-
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     return torch.device("cpu"), torch.float32
 
 
 def _ranks() -> int:
-    import torch.distributed as dist
-
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -328,14 +289,11 @@ def _group(degree: int) -> Any:
     """
     if degree == 1:
         return None
-    import torch.distributed as dist
 
     return dist.new_subgroups(degree)[0]
 
 
 def _wait() -> None:
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -343,16 +301,12 @@ def _wait() -> None:
 def _barrier() -> None:
     _wait()
     if _ranks() > 1:
-        import torch.distributed as dist
-
         dist.barrier()
 
 
 def _longest(seconds: float) -> float:
     if _ranks() == 1:
         return seconds
-    import torch
-    import torch.distributed as dist
 
     value = torch.tensor([seconds], device=_device()[0], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)

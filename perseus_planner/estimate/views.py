@@ -4,7 +4,7 @@ a figure, and the job file of a configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,15 @@ import yaml
 from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import counted, si
-from perseus_planner.base.tables import Column, Sheet, column, lay_out, numbers, quantities, table
-from perseus_planner.estimate.explore import Prices, forecast
+from perseus_planner.base.tables import Column, Sheet, lay_out, table
+from perseus_planner.estimate.explore import forecast
 from perseus_planner.estimate.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+    from perseus_planner import Profile
     from perseus_planner.estimate.configuration import Configuration
     from perseus_planner.estimate.explore import Exploration, Row
-    from perseus_planner.profiles.profiles import Profile
 
 
 def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:
@@ -68,10 +66,7 @@ def estimate_text(summary: dict[str, Any]) -> str:
             Column("stage", "stage"),
             Column("layers", "layers"),
             Column("computation", "instruction", "<"),
-        ),
-        *quantities(["{}"], "FLOPs", [row["flops"] for row in rows]),
-        *lay_out(
-            rows,
+            Column("{}", "flops", "FLOPs"),
             Column("{}", "bytes", "B"),
             Column("{}", "time_s", "s"),
             Column("{}", "energy_j", "J"),
@@ -172,10 +167,12 @@ NOT_TRIED = (
 
 
 def exploration_view(
-    name: str, gpus: int, found: Exploration, tokens: float | None, prices: Prices
+    name: str, gpus: int, found: Exploration, run: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what is printed of an exploration of so many GPUs."""
-    view = [_row_view(row, found, tokens, prices) for row in (*found.first, *found.frontier)]
+    """Return what is printed of an exploration of so many GPUs, with what `forecast` is told of the
+    whole run.
+    """
+    view = [_row_view(row, found, run) for row in (*found.first, *found.frontier)]
     system = found.maker.system
     return {
         "model": name,
@@ -225,38 +222,33 @@ def exploration_text(view: dict[str, Any]) -> str:
             f"{100 * view['gap']:.2g} %.",
         ]
     runs = [
-        (number, row["forecast"])
+        {"number": number, **row["forecast"]}
         for number, row in enumerate(view["first"], 1)
         if row["forecast"] is not None
     ]
     if runs:
-        numbered, forecasts = zip(*runs, strict=True)
-        first = forecasts[0]
+        first = runs[0]
+        columns = lay_out(
+            runs,
+            Column("#", "number"),
+            Column("hours", "hours", "#"),
+            Column("GPU MWh", lambda run: run["gpu_kwh"] / 1e3, "#"),
+            Column("meter MWh", lambda run: _range(run["meter_kwh"], 1e-3)),
+            Column("cost", lambda run: _range(run["cost"])),
+            Column("t CO2e", lambda run: _range(run["co2e_kg"], 1e-3)),
+            digits=_DIGITS,
+        )
         lines += [
             "",
-            f"{first.tokens:,.0f} tokens (nodes draw {_range(first.node_overhead_w)} W beside "
-            f"their GPUs, PUE {first.pue:g}, both assumed unless given):",
+            f"{first['tokens']:,.0f} tokens (nodes draw {_range(first['node_overhead_w'])} W "
+            f"beside their GPUs, PUE {first['pue']:g}, both assumed unless given):",
             "",
-            table(
-                [
-                    column("#", list(map(str, numbered))),
-                    column("hours", numbers([run.hours for run in forecasts], _DIGITS)),
-                    column("GPU MWh", numbers([run.gpu_kwh / 1e3 for run in forecasts], _DIGITS)),
-                    *(
-                        column(title, [_range(value, scale) for value in values])
-                        for title, scale, values in (
-                            ("meter MWh", 1e-3, [run.meter_kwh for run in forecasts]),
-                            ("cost", 1.0, [run.cost for run in forecasts]),
-                            ("t CO2e", 1e-3, [run.co2e_kg for run in forecasts]),
-                        )
-                    ),
-                ]
-            ),
+            table(columns),
         ]
     return "\n".join([*lines, ""])
 
 
-def _range(values: tuple[float, float], scale: float = 1.0) -> str:
+def _range(values: Sequence[float], scale: float = 1.0) -> str:
     return " to ".join(dict.fromkeys(f"{scale * value:,.{_DIGITS}g}" for value in values))
 
 
@@ -266,35 +258,6 @@ def _energy_remarks(rows: Sequence[dict[str, Any]]) -> Iterable[str]:
             "Joules are an upper bound: narrow products were measured at the power limit only half "
             "as often as bf16 ones."
         )
-
-
-def exploration_figure(view: dict[str, Any]) -> Figure:
-    """Return tokens per second against joules per token."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["configuration"] for row in view["frontier"]):
-        rows = [row for row in view["frontier"] if row["configuration"] == name]
-        axes.plot(
-            [row["tokens_per_s"] for row in rows],
-            [row["j_per_token"] for row in rows],
-            "o-",
-            label=name,
-        )
-    first = view["first"]
-    axes.plot(
-        [r["tokens_per_s"] for r in first],
-        [r["j_per_token"] for r in first],
-        "k*",
-        label="measure these",
-        markersize=12,
-    )
-    axes.set_xlabel("tokens/s")
-    axes.set_ylabel("GPU energy, J/token")
-    axes.set_title(f"{view['model']} on {view['gpu']} ({view['origin']})")
-    axes.legend(fontsize="small")
-    return figure
 
 
 def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
@@ -338,7 +301,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     return [path, profile_path, profile_path.with_suffix(".csv")]
 
 
-def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices) -> dict[str, Any]:
+def _row_view(row: Row, found: Exploration, run: Mapping[str, Any]) -> dict[str, Any]:
     job, shape = row.candidate.job, row.candidate.job.shape
     slowdown = row.time_s / float(row.curve.times_s[0])
     return {
@@ -365,7 +328,7 @@ def _row_view(row: Row, found: Exploration, tokens: float | None, prices: Prices
         "gpu_power_w": row.power_w / job.gpus,
         "saved_share": found.maker.saved_share(row.candidate, slowdown),
         "clocks_mhz": found.maker.clocks_mhz(row.candidate, slowdown),
-        "forecast": None if tokens is None else forecast(row, tokens, found.maker.system, prices),
+        "forecast": None if run["tokens"] is None else forecast(row, found.maker.system, **run),
     }
 
 
@@ -381,12 +344,10 @@ def _table(rows: Sequence[dict[str, Any]], gpus: int) -> list[list[str]]:
             Column("GB/GPU", "memory_gb", ".1f"),
             Column("iteration {}", "time_s", f"s{_DIGITS}"),
             Column("tokens/s", "tokens_per_s", ".0f"),
-        ),
-        *quantities(["{}"], "J/token", [row["j_per_token"] for row in rows], digits=_DIGITS),
-        *lay_out(
-            rows,
+            Column("{}", "j_per_token", f"J/token{_DIGITS}"),
             Column("W/GPU", "gpu_power_w", ".0f"),
-            Column("saved %", lambda row: round(100 * row["saved_share"], 1) + 0.0, ".1f"),
+            Column("saved %", "saved_share", "%"),
             Column("clocks MHz", lambda row: "{}-{}".format(*row["clocks_mhz"])),
+            digits=3,
         ),
     ]

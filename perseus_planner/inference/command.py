@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,14 @@ from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     BlockingPower,
     Counts,
     Lag,
     Listed,
     Option,
     OutputFile,
+    Positive,
+    Text,
     Time,
     Tolerance,
     command,
@@ -39,12 +39,13 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
-    from perseus_planner.inference.cells import InferenceProfile
-    from perseus_planner.inference.metrics import MetricsReader
-    from perseus_planner.inference.programme import ChangeCosts
-    from perseus_planner.inference.serving import ServedRow
+    from perseus_planner.inference.online import MetricsReader
+    from perseus_planner.inference.plan import ChangeCosts
+    from perseus_planner.inference.serving import ServedRow, Shape
+    from perseus_planner.inference.workload import InferenceProfile
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
 
 
@@ -61,40 +62,30 @@ def inference() -> None:
     """
 
 
-class _Class(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """The type of an option: input and output tokens of a class of requests."""
+def _read_class(text: str, option: str) -> Shape:
+    """Return the class that a text writes: input and output tokens."""
+    from perseus_planner.inference.serving import Shape
 
-    name = "in/out"
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        """Return the class that a text writes."""
-        from perseus_planner.inference.serving import Shape
-
-        tokens = [units.COUNT.parse(part) for part in value.partition("/")[::2]]
-        if None in tokens:
-            raise UsageError(
-                f"--class: {value!r} is not a class; write input/output tokens, as 256/100"
-            )
-        return Shape(*tokens)
-
-
-def _checked_bounds(
-    _: click.Context, parameter: click.Parameter, bounds: tuple[int, ...]
-) -> tuple[int, ...]:
-    if len(bounds) != 2 or bounds[0] >= bounds[1]:
-        text = ",".join(map(str, bounds))
+    tokens = [units.COUNT.parse(part) for part in text.partition("/")[::2]]
+    if None in tokens:
         raise UsageError(
-            f"{parameter.opts[0]}: {text!r} are not the most tokens of short and medium; write "
-            "two, such as 256,1024"
+            f"{option}: {text!r} is not a class; write input/output tokens, as 256/100"
+        )
+    return Shape(*tokens)
+
+
+def _read_bounds(text: str, option: str) -> tuple[int, ...]:
+    bounds = tuple(units.COUNT.read(part, option) for part in text.split(","))
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        raise UsageError(
+            f"{option}: {text!r} are not the most tokens of short and medium; write two, such as "
+            "256,1024"
         )
     return bounds
 
 
-_Bounds = Annotated[
-    tuple[int, ...], Listed(units.COUNT, "tokens"), Option(callback=_checked_bounds)
-]
+_Class = Annotated[Any, Text("in/out", _read_class)]
+_Bounds = Annotated[Any, Text("tokens,tokens,…", _read_bounds)]
 
 
 def _read_key(_: click.Context, __: click.Parameter, key: str | None) -> str | None:
@@ -118,7 +109,7 @@ _Key = Annotated[
 class _Service:
     """What is served, on what, and what changes cost."""
 
-    gpus: Annotated[int, click.IntRange(1), "Number of GPUs.", Option(metavar="N")]
+    gpus: Annotated[Positive, "Number of GPUs."]
     ttft_s: Annotated[
         tuple[float, ...],
         Listed(units.DURATION, "time"),
@@ -154,14 +145,14 @@ class _Service:
 
     def costs(self) -> ChangeCosts:
         """Return what changes cost."""
-        from perseus_planner.inference.programme import Change, ChangeCosts
+        from perseus_planner.inference.plan import Change, ChangeCosts
 
         times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
         return ChangeCosts(*(Change(time_s, time_s * self.change_power_w) for time_s in times_s))
 
     def read_profile(self, path: Path) -> InferenceProfile:
         """Return the inference profile in a file."""
-        from perseus_planner.inference.cells import Objectives, read_inference_profile
+        from perseus_planner.inference.workload import Objectives, read_inference_profile
 
         return read_inference_profile(
             path,
@@ -175,7 +166,8 @@ class _Service:
         """Say on stderr where a load was assumed."""
         if profile.assumed_load:
             click.echo(
-                f"planner: {path} has no column tokens_per_s: its load is taken for {self.load:g}",
+                f"planner: {path} has no column tokens_per_s; a load of {self.load:g} tokens/s is "
+                "assumed",
                 err=True,
             )
 
@@ -193,7 +185,7 @@ def profile(
         Option("--gpu", metavar="GPU", required=True),
     ],
     shapes: Annotated[
-        tuple[Annotated[Any, _Class()], ...],
+        tuple[_Class, ...],
         "Class of requests: input and output tokens; repeat it for several.",
         Option("--class", metavar="IN/OUT", required=True),
     ],
@@ -217,7 +209,7 @@ def profile(
         Option("--at", default=()),
     ],
     window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
-    windows: Annotated[int, click.IntRange(1), "Windows a row.", Option(metavar="N", default=3)],
+    windows: Annotated[Positive, "Windows a row.", Option(default=3)],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
     ],
@@ -228,7 +220,6 @@ def profile(
         Time, "Longest time between two events of an answer.", Option("--timeout", default="10min")
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
-    as_json: AsJson,
 ) -> None:
     """Measure what requests to a server cost under traffic, at several clocks: energy, throughput
     and latency, input and output tokens apart.
@@ -237,8 +228,12 @@ def profile(
     as it is measured.
     """
     from perseus_planner.gpu import open_gpu
-    from perseus_planner.inference.serving import ServingSettings, measure_serving, save_served
-    from perseus_planner.inference.targets import Server
+    from perseus_planner.inference.serving import (
+        Server,
+        ServingSettings,
+        measure_serving,
+        save_served,
+    )
 
     chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s, windows)
     rows: list[ServedRow] = []
@@ -253,7 +248,7 @@ def profile(
             rows.append(row)
             save_served(rows, control, origin, output)
     summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
-    console.report(summary, _text(rows, control, origin), [output], as_json=as_json)
+    console.report(summary, _text(rows, control, origin), [output])
 
 
 @command(
@@ -262,24 +257,20 @@ def profile(
 def read(
     results: Annotated[tuple[str, ...], Option(required=True, metavar="MHZ[@WATTS]=FILE...")],
     *,
-    degree: Annotated[
-        int, click.IntRange(1), "GPUs of the server.", Option(metavar="N", default=1)
-    ],
+    degree: Annotated[Positive, "GPUs of the server.", Option(default=1)],
     shape: Annotated[
-        Annotated[Any, _Class()] | None,
+        _Class | None,
         "Class of the requests.  [default: their mean tokens]",
         Option("--class", metavar="IN/OUT"),
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
-    as_json: AsJson,
 ) -> None:
     """Make an inference profile of what genai-perf, guidellm or `vllm bench serve` measured.
 
     Each file has the clock in MHz that was set, and the mean power of the server's GPUs meanwhile,
     for example as `planner measure` prints it. Rows without a power have no energy.
     """
-    from perseus_planner.inference.results import read_results
-    from perseus_planner.inference.serving import save_served
+    from perseus_planner.inference.serving import read_results, save_served
 
     rows: list[ServedRow] = []
     for each in results:
@@ -292,9 +283,12 @@ def read(
         rows += read_results(Path(file), clock_mhz, degree, power_w, shape)
     save_served(rows, "clock", "read", output)
     if any(row.energy_j is None for row in rows):
-        click.echo("planner: rows without an energy count as too slow; give MHZ@WATTS", err=True)
+        click.echo(
+            "planner: rows without an energy count as too slow; give their power as MHZ@WATTS",
+            err=True,
+        )
     summary = {"rows": [asdict(row) for row in rows]}
-    console.report(summary, _text(rows, "clock", "read from files"), [output], as_json=as_json)
+    console.report(summary, _text(rows, "clock", "read from files"), [output])
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -335,7 +329,6 @@ def plan(
     epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
     service: _Service,
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
-    as_json: AsJson,
 ) -> None:
     """Choose instances, tensor degree and clock of the pools that serve each class of requests.
 
@@ -343,7 +336,7 @@ def plan(
     energy_j (or energy_wh) of one request, empty where the latency objective is violated. Give a
     --trace or --rates.
     """
-    from perseus_planner.inference.plan import make_plan
+    from perseus_planner.inference.plan import make_plan, save_plan
     from perseus_planner.inference.views import plan_text, plan_view
     from perseus_planner.inference.workload import periods_of, read_rates, read_trace
 
@@ -358,10 +351,10 @@ def plan(
         periods = [(0.0, epoch_s, read_rates(rates, measured))]
     with console.progress("Planning"):
         inference_plan = make_plan(measured, periods, service.gpus, costs)
-    inference_plan.save(output)
+    save_plan(inference_plan, output)
     view = plan_view(inference_plan)
     service.warn(measured, profile)
-    console.report(view, plan_text(view), [output], as_json=as_json)
+    console.report(view, plan_text(view), [output])
 
 
 @command()
@@ -386,7 +379,6 @@ def simulate(
     ],
     plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     service: _Service,
-    as_json: AsJson,
 ) -> None:
     """Replay a trace through pools that are planned again and again.
 
@@ -418,22 +410,18 @@ def simulate(
         most_requests=most,
     )
     requests, replays, left_out = read_trace(trace), [], list[str]()
-    with console.progress("Replaying") as progress:
-        names = tuple(dict.fromkeys((BASELINE, *(policies or POLICIES))))
-        for done, name in enumerate(names):
-            try:
-                replays.append(replay(measured, requests, settings, name))
-            except (InfeasibleGpus, UsageError) as error:
-                if name in policies or name == "planner":
-                    raise
-                left_out.append(f"{POLICIES[name]}: {error}")
-            if progress is not None:
-                progress(done + 1, len(names))
+    for name in console.each("Replaying", dict.fromkeys((BASELINE, *(policies or POLICIES)))):
+        try:
+            replays.append(replay(measured, requests, settings, name))
+        except (InfeasibleGpus, UsageError) as error:
+            if name in policies or name == "planner":
+                raise
+            left_out.append(f"{POLICIES[name]}: {error}")
     service.warn(measured, profile)
     result = views.simulation_view(requests, settings, replays, left_out)
     if plot is not None:
         save_figure(views.simulation_figure(result), plot)
-    console.report(result, views.simulation_text(result), [plot] if plot else [], as_json=as_json)
+    console.report(result, views.simulation_text(result), [plot] if plot else [])
 
 
 @dataclass(frozen=True)
@@ -452,12 +440,9 @@ class _Kept:
     ]
     dry_run: Annotated[bool, "Set nothing; say what would be set."]
 
-    def keep(
-        self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool], as_json: bool
-    ) -> None:
+    def keep(self, gpus: Sequence[Gpu], reader: MetricsReader, is_over: Callable[[], bool]) -> None:
         """Keep the clocks of its GPUs, and report what became of it."""
-        from perseus_planner.inference.attend import attend
-        from perseus_planner.inference.online import OnlineSettings
+        from perseus_planner.inference.online import OnlineSettings, attend
 
         settings = OnlineSettings(self.ttft_s, self.tbt_s, self.late)
         reader.read()
@@ -469,18 +454,18 @@ class _Kept:
             is_dry=self.dry_run,
             tell=lambda line: click.echo(f"planner: {line}", err=True),
         )
-        late = 100 * result.late / max(1.0, result.requests)
+        late = 100 * result["late"] / max(1.0, result["requests"])
         text = (
-            f"{result.requests:.0f} requests in {result.time_s:.0f} s, {late:.2f} % late; "
-            f"{result.energy_j:.4g} J; clocks were set {result.changes} times"
+            f"{result['requests']:.0f} requests in {result['time_s']:.0f} s, {late:.2f} % late; "
+            f"{result['energy_j']:.4g} J; clocks were set {result['changes']} times"
         )
-        console.report(asdict(result), text, [], as_json=as_json)
+        console.report(result, text, [])
 
     @contextmanager
     def opened(self) -> Iterator[list[Gpu]]:
         """Yield the GPUs, whose clocks can be set."""
         from perseus_planner.gpu import open_gpu
-        from perseus_planner.inference.attend import check_gpus
+        from perseus_planner.inference.online import check_gpus
 
         with ExitStack() as stack:
             gpus = [stack.enter_context(open_gpu(text)) for text in self.gpus]
@@ -489,27 +474,14 @@ class _Kept:
             yield gpus
 
 
-@contextmanager
-def _until_ended() -> Iterator[Callable[[], bool]]:
-    """Yield whether this process was asked to end, by an interrupt or SIGTERM."""
-    asked = list[int]()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda got, _: asked.append(got)) for number in numbers}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @command("planner inference attach http://127.0.0.1:8000 --gpu nvml:0 --ttft 400ms --tbt 100ms")
-def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
+def attach(server: str, *, kept: _Kept) -> None:
     """Set the clocks of a running server for the least energy within latency objectives.
 
     SERVER is the address of a server of vLLM or SGLang, whose metrics are read. The command runs
     until it is interrupted or gets SIGTERM.
     """
-    from perseus_planner.inference.metrics import MetricsReader
+    from perseus_planner.inference.online import MetricsReader
 
     with kept.opened() as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
         try:
@@ -519,8 +491,9 @@ def attach(server: str, *, kept: _Kept, as_json: AsJson) -> None:
                 f"{reader.where}: does not answer ({error!r}); start the server, and give the "
                 "address that it prints"
             ) from error
-        with _until_ended() as is_over:
-            kept.keep(gpus, reader, is_over, as_json)
+        asked = list[int]()
+        with console.signals(_ENDING, asked.append):
+            kept.keep(gpus, reader, lambda: bool(asked))
 
 
 @command(
@@ -535,32 +508,31 @@ def run(
         str, "Address of the server.", Option(metavar="URL", default="http://127.0.0.1:8000")
     ],
     start_s: Annotated[Time, "Longest time until the server answers.", Option(default="30min")],
-    as_json: AsJson,
 ) -> None:
     """Run a server, and set its clocks for the least energy within latency objectives.
 
     COMMAND starts a server of vLLM or SGLang, whose metrics are read. The planner ends with the
     command, and with its exit status.
     """
-    from perseus_planner.inference.metrics import MetricsReader
+    from perseus_planner.inference.online import MetricsReader
 
+    asked = list[int]()
     with (
         kept.opened() as gpus,
         closing(MetricsReader(url, _ANSWER_S)) as reader,
-        _until_ended() as is_over,
+        console.signals(_ENDING, asked.append),
     ):
-        try:
-            process = subprocess.Popen(command, stdout=sys.stderr.fileno())
-        except OSError as error:
-            raise console.cannot_run(command, error) from error
+        process = console.start(command, sys.stderr.fileno())
+
+        def is_over() -> bool:
+            return bool(asked) or process.poll() is not None
+
         try:
             end_s = time.monotonic() + start_s
-            while process.poll() is None and not is_over():
+            while not is_over():
                 with suppress(OSError, HTTPException):
                     reader.read()
-                    kept.keep(
-                        gpus, reader, lambda: is_over() or process.poll() is not None, as_json
-                    )
+                    kept.keep(gpus, reader, is_over)
                     break
                 if time.monotonic() > end_s:
                     raise UsageError(

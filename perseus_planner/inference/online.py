@@ -1,4 +1,4 @@
-"""Chooses the clock of a server while it serves: the one of least energy at which its queue and its
+"""Keeps the clock of a server while it serves: the one of least energy at which its queue and its
 batch keep the objectives of latency.
 
 1. An iteration at full clocks takes a time, more for each request that gets a token, and more for
@@ -15,25 +15,192 @@ batch keep the objectives of latency.
 5. A ledger counts requests whose first token, and tokens, that came late. If that is more than
    agreed, or if anything is in doubt, clocks are full.
 
-It is pure: it sees no GPU, no server and no time of day.
+`ServerClock` decides; it is pure: it sees no GPU, no server and no time of day. `attend` asks it,
+from another process than the server's. It leases the GPUs, so that they are reset whatever happens
+to this process. If the server does not answer, clocks are full until it does. What the server says
+of itself stands at `/metrics`, as vLLM and SGLang have it in Prometheus' text format
+(https://prometheus.io/docs/instrumenting/exposition_formats/).
 """
 
 from __future__ import annotations
 
+import http.client
 import math
 import random
-from collections.abc import Sequence
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
+from perseus_planner.base.errors import GpuNotSupported, UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import Rule, Seconds
+from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.profiler.control import common_settings
 from perseus_planner.runtime.autopilot.one_clock import Curve
 
 if TYPE_CHECKING:
-    from perseus_planner.inference.metrics import ServerState
+    from perseus_planner.gpu import Gpu
+
+_NAMES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "input_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "ttft": ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
+    "tbt": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+        "sglang:inter_token_latency_seconds",
+        "sglang:time_per_output_token_seconds",
+    ),
+}
+"""What is read -> its names, in versions of either server."""
+_HISTOGRAMS = ("ttft", "tbt")
+_LINE = re.compile(
+    r"^({})(_bucket|_sum|_count)?(?:\{{(.*)\}})? (\S+)".format(
+        "|".join(name for names in _NAMES.values() for name in names)
+    ),
+    re.MULTILINE,
+)
+_BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
+
+
+class Histogram(NamedTuple):
+    """How many values were seen, by bounds."""
+
+    bounds: tuple[float, ...]  #: highest last: infinity
+    counts: tuple[float, ...]  #: values of at most each bound
+    total: float  #: sum of all values
+
+    @property
+    def seen(self) -> float:
+        """How many values there were."""
+        return self.counts[-1] if self.counts else 0.0
+
+    def since(self, before: Histogram) -> Histogram:
+        """Return what was seen after `before`."""
+        counts = tuple(a - b for a, b in zip(self.counts, before.counts, strict=True))
+        return Histogram(self.bounds, counts, self.total - before.total)
+
+    def above(self, most: float) -> float:
+        """Return how many values were above: for sure, and of those between the two bounds around
+        it as many as their mean tells, if they are spread evenly around that.
+        """
+        place = bisect_right(self.bounds, most)
+        counts = [b - a for a, b in zip((0.0, *self.counts), self.counts, strict=False)]
+        lows = (0.0, *self.bounds[:-1])
+        low, high, unsure = lows[place], self.bounds[place], counts[place]
+        sure = sum(counts[place + 1 :])
+        if not unsure:
+            return sure
+        others = sum(
+            count * (low if math.isinf(high) else (low + high) / 2)
+            for each, (count, low, high) in enumerate(zip(counts, lows, self.bounds, strict=True))
+            if each != place and count
+        )
+        mean = min(max((self.total - others) / unsure, low), high)
+        spread = min(mean - low, high - mean) if self.seen > 1 else 0.0
+        if not spread:
+            return sure + unsure * (mean > most)
+        return sure + unsure * min(1.0, max(0.0, (mean + spread - most) / (2 * spread)))
+
+
+class ServerState(NamedTuple):
+    """A server at one moment. Tokens and histograms count from its start."""
+
+    time_s: float  #: monotonic clock
+    running: float  #: requests in the batch
+    waiting: float  #: requests that wait
+    input_tokens: float
+    output_tokens: float
+    ttft: Histogram  #: times to the first token, seconds
+    tbt: Histogram  #: times between tokens, seconds
+
+
+def parse_state(text: str, time_s: float, where: str) -> ServerState:
+    """Return what a text in Prometheus' format says; engines of one server are added up.
+
+    Raises:
+        UsageError: If it has not all that is needed.
+    """
+    values: dict[str, float] = {}
+    buckets: dict[str, dict[float, float]] = {}
+    for name, part, labels, value in _LINE.findall(text):
+        if part == "_bucket" and (bound := _BOUND.search(labels)):
+            counts = buckets.setdefault(name, {})
+            counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + float(value)
+        else:
+            values[name + part] = values.get(name + part, 0.0) + float(value)
+    found: dict[str, float | Histogram] = {}
+    for what, names in _NAMES.items():
+        if what in _HISTOGRAMS:
+            name = next((name for name in names if name in buckets), None)
+            if name is not None:
+                bounds, below = zip(*sorted(buckets[name].items()), strict=True)
+                found[what] = Histogram(bounds, below, values[f"{name}_sum"])
+        elif (name := next((name for name in names if name in values), None)) is not None:
+            found[what] = values[name]
+        if what not in found:
+            raise UsageError(
+                f"{where}: has no {' or '.join(names)}; give the address of a server of vLLM or "
+                "SGLang (with --enable-metrics) of a version that has it"
+            )
+    return ServerState(time_s, **found)  # type: ignore[arg-type]
+
+
+class MetricsReader:
+    """Reads the metrics of a server, over one connection.
+
+    Args:
+        address: Where the server is, such as "http://127.0.0.1:8000".
+        limit_s: How long it may take to answer, seconds.
+
+    Raises:
+        UsageError: If this is no address.
+    """
+
+    def __init__(self, address: str, limit_s: float) -> None:
+        base = address.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+        self.where, parts = f"{base}/metrics", urlsplit(base)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UsageError(
+                f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000"
+            )
+        self._path = f"{parts.path}/metrics"
+        self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=limit_s)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def read(self) -> ServerState:
+        """Return the state of the server.
+
+        Raises:
+            UsageError: If it answers something else.
+            OSError, http.client.HTTPException: If it does not answer.
+        """
+        try:
+            self._http.request("GET", self._path)
+            response = self._http.getresponse()
+            text = response.read().decode(errors="replace")
+        except BaseException:
+            self._http.close()
+            raise
+        if response.status != 200:
+            raise UsageError(
+                f"{self.where}: answers {response.status}; start the server with its metrics (vLLM "
+                "has them, SGLang with --enable-metrics)"
+            )
+        return parse_state(text, time.monotonic(), self.where)
+
 
 _WINDOW_S = 0.25  #: what is learnt from at once, at least
 _FIRST = 12  #: windows at full clocks before another clock is tried
@@ -285,3 +452,98 @@ class ServerClock:
         power_w = (self._top_w or 0.0) * np.exp(self._power.mean - 2 * self._power.error)
         costs: np.ndarray = busy * power_w + (1 - busy) * np.minimum(power_w, self._idle_w)
         return costs
+
+
+_POLL_S = 0.05
+_TELL_S = 10.0
+_CLOCKS = 16  #: that are tried
+
+
+def attend(
+    reader: MetricsReader,
+    gpus: Sequence[Gpu],
+    settings: OnlineSettings,
+    is_over: Callable[[], bool],
+    *,
+    is_dry: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Keep the clocks of the GPUs of a server until it is over; return what became of it.
+
+    Args:
+        reader: Reads its metrics; it has answered once.
+        gpus: All GPUs that it runs on.
+        settings: What is to be kept.
+        is_over: Whether to end; asked every 50 ms.
+        is_dry: Whether to set nothing, and only tell.
+        tell: Called with a line every 10 s, and when the server does not answer.
+
+    Raises:
+        GpuError: If the GPUs cannot be read, leased or set.
+    """
+    clocks_mhz = common_settings([gpu.supported_clocks_mhz for gpu in gpus])
+    chooser = ServerClock(clocks_mhz[:: max(1, len(clocks_mhz) // _CLOCKS)], settings)
+    current_mhz, changes, failures, told_s = clocks_mhz[0], 0, 0, 0.0
+    begin_s, begin_j = time.monotonic(), sum(gpu.energy_j() for gpu in gpus)
+    with ExitStack() as stack:
+        if not is_dry:
+            stack.enter_context(lease_gpus(gpus, power_limit=False))
+        while not is_over():
+            poll_s = time.monotonic()
+            try:
+                state = reader.read()
+            except (OSError, http.client.HTTPException, UsageError) as error:
+                if chooser.reason != NO_ANSWER:
+                    tell(f"{reader.where}: does not answer ({error!r}); clocks are full")
+                chooser.fail()
+                failures += 1
+            else:
+                chooser.observe(state, sum(gpu.energy_j() for gpu in gpus))
+            if chooser.clock_mhz != current_mhz:
+                current_mhz, changes = chooser.clock_mhz, changes + 1
+                for gpu in () if is_dry else gpus:
+                    gpu.set_clock_mhz(current_mhz)
+            if poll_s - told_s > _TELL_S:
+                told_s = poll_s
+                tell(_line(chooser, is_dry))
+            time.sleep(max(0.0, poll_s + _POLL_S - time.monotonic()))
+        energy_j = sum(gpu.energy_j() for gpu in gpus) - begin_j
+    return {
+        "time_s": time.monotonic() - begin_s,
+        "energy_j": energy_j,  # of its GPUs
+        "requests": chooser.requests,  # that got their first token
+        "late": chooser.late,  # of these, later than the objective
+        "tokens": chooser.tokens,  # after the first of each request
+        "late_tokens": chooser.late_tokens,  # at longer distances than the objective, on average
+        "changes": changes,  # how often clocks were set
+        "failures": failures,  # how often the server did not answer
+        "saving": chooser.saving,  # expected saving of power at the last clock, a share
+    }
+
+
+def check_gpus(gpus: Sequence[Gpu]) -> None:
+    """Check that the clocks of GPUs can be kept, before a server is started.
+
+    Raises:
+        GpuError: If a GPU has no clocks to set or no energy counter, or another process has leased
+            it, or this one may not set it.
+    """
+    common_settings([gpu.supported_clocks_mhz for gpu in gpus])
+    for gpu in gpus:
+        try:
+            gpu.energy_j()
+        except GpuNotSupported as error:
+            raise UsageError(
+                f"{gpu.text}: has no energy counter, from which clocks are chosen; name another GPU"
+            ) from error
+    with lease_gpus(gpus, power_limit=False):
+        pass
+
+
+def _line(chooser: ServerClock, is_dry: bool) -> str:
+    late = 100 * chooser.late / max(1.0, chooser.requests)
+    saving = "" if chooser.saving is None else f", {100 * chooser.saving:.0f} % less power"
+    return (
+        f"{'would set' if is_dry else 'at'} {chooser.clock_mhz} MHz ({chooser.reason}){saving}; "
+        f"{chooser.requests:.0f} requests, {late:.2f} % late"
+    )

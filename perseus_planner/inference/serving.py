@@ -1,4 +1,5 @@
-"""Measure what requests to a server cost under traffic, over clocks or power limits.
+"""Measure what requests to a server cost under traffic, over clocks or power limits; or read what
+other load generators measured.
 
 Traffic is a closed loop, where so many requests are in flight at any time, or an open loop, where
 requests arrive at random at a rate (Poisson), as genai-perf, guidellm and `vllm bench serve` have
@@ -9,45 +10,287 @@ In a closed loop, requests of one output token give the cost of an input token, 
 requests need beyond that is the cost of their output tokens. An open loop also has times without
 requests, so its costs of tokens are those of the closed loop with the nearest throughput, times one
 factor.
+
+`Server` is a client of a server that speaks OpenAI's API, as vLLM, SGLang, TGI and llama.cpp serve
+it: `POST /v1/completions` or `/v1/chat/completions` with `stream`, answered by server-sent events
+(https://platform.openai.com/docs/api-reference/completions). Tokens are those that the server
+counts (`usage`): an event may have several, or no text.
+
+Other generators' files are the JSON of GenAI-Perf (`profile_export_genai_perf.json`), guidellm
+(`benchmarks.json`) and `vllm bench serve --save-result`. They have no energy: a sampler that ran
+beside them says the power.
 """
 
 from __future__ import annotations
 
+import http.client
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
+import msgspec
+
+from perseus_planner import Monitor
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import write_file
 from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import Count, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.gpu.monitor import Monitor
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
-    from perseus_planner.inference.targets import Answer
+
+LIMIT_S = 600.0
+"""The most seconds between two events of an answer, unless others are given."""
+_TOKENS = range(10, 1010)  # numbers of tokens that every vocabulary has
+_WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be")
+_MOST_OFF = 0.1  # of the tokens of a request that a server may count otherwise
+
+
+class Answer(NamedTuple):
+    """What came of a request; times in seconds of the monotonic clock."""
+
+    begin_s: float  #: when it was sent
+    times_s: tuple[float, ...]  #: when each event with text came
+    input_tokens: int  #: as the server counts them
+    output_tokens: int  #: likewise
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.times_s[0] - self.begin_s
+
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time between tokens, which GenAI-Perf calls inter token latency and others time per
+        output token; None if there is one token.
+        """
+        if self.output_tokens < 2:
+            return None
+        return (self.times_s[-1] - self.times_s[0]) / (self.output_tokens - 1)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: Any = None
+
+    @property
+    def has_text(self) -> bool:
+        return any(
+            each.text or (each.delta and (each.delta.content or each.delta.reasoning_content))
+            for each in self.choices
+        )
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Server:
+    """A server at an address such as "http://127.0.0.1:8000/v1"; connections are kept alive.
+
+    Args:
+        address: Where it is; with or without /v1.
+        model: Name of the model; None for the first that the server lists.
+        chat: Whether to ask for chat completions.
+        text: Whether prompts are text; otherwise numbers of tokens. Chats are text.
+        key: What the server wants as a bearer token.
+        limit_s: The most seconds between two events of an answer.
+
+    Raises:
+        UsageError: If no server answers there, or it does not list the model.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: str | None = None,
+        *,
+        chat: bool = False,
+        text: bool = False,
+        key: str | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(
+                f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000/v1"
+            )
+        self._parts, self._limit_s = parts, limit_s
+        self._chat, self._text = chat, text or chat
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._free: list[http.client.HTTPConnection] = []
+        with self._answered("GET", "/models") as response:
+            try:
+                names = [str(entry["id"]) for entry in msgspec.json.decode(response.read())["data"]]
+                self._model = names[0] if model is None else model
+            except (LookupError, TypeError, msgspec.DecodeError) as error:
+                raise self._problem(f"lists no models ({error!r})") from error
+        if self._model not in names:
+            self.close()
+            raise UsageError(
+                f"{self.address}: has no model {model!r}; choose one of: {', '.join(names)}"
+            )
+
+    def close(self) -> None:
+        """Close all connections."""
+        while self._free:
+            self._free.pop().close()
+
+    def complete(self, input_tokens: int, output_tokens: int) -> Answer:
+        """Send a request, and return what came; its prompt is random, so that no server has it in
+        its cache. May be called by many threads.
+
+        Raises:
+            UsageError: If the server refuses it, ends it early or takes too long.
+        """
+        prompt: Any = random.choices(_TOKENS, k=input_tokens)
+        if self._text:
+            prompt = " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
+        asked = {"messages": [{"role": "user", "content": prompt}]} if self._chat else None
+        body = {
+            "model": self._model,
+            **(asked or {"prompt": prompt}),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        path = "/chat/completions" if self._chat else "/completions"
+        times_s, usage, finish = list[float](), None, "no reason given"
+        encoded, begin_s = msgspec.json.encode(body), time.monotonic()
+        with self._answered("POST", path, encoded) as response:
+            for now_s, event in self._events(response):
+                if event.error is not None:
+                    raise self._problem(f"ended a request with {str(event.error)[:200]}")
+                if event.has_text:
+                    times_s.append(now_s)
+                for choice in event.choices:
+                    finish = choice.finish_reason or finish
+                usage = event.usage or usage
+        if usage is None and len(times_s) == output_tokens:
+            usage = _Usage(input_tokens, output_tokens)
+        if usage is None:
+            raise self._problem(
+                f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how many "
+                "tokens they have (stream_options.include_usage)"
+            )
+        if not times_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
+            raise UsageError(
+                f"{self.address}: the server ended a request after {usage.completion_tokens} of "
+                f"{output_tokens} tokens, {len(times_s)} events of which had text ({finish}); let "
+                "it ignore the end of a text (ignore_eos), or ask for fewer"
+            )
+        if abs(usage.prompt_tokens - input_tokens) > max(_MOST_OFF * input_tokens, 64):
+            raise UsageError(
+                f"{self.address}: counts {usage.prompt_tokens} tokens in a prompt of "
+                f"{input_tokens}; send numbers of tokens, or another class"
+            )
+        return Answer(begin_s, tuple(times_s), usage.prompt_tokens, usage.completion_tokens)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[float, _Event]]:
+        """Yield when each server-sent event came, and what it says."""
+        rest = b""
+        while data := response.read1(1 << 16):
+            now_s = time.monotonic()
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    if line[5:].strip() == b"[DONE]":
+                        response.read()  # to its end, so that the connection can be used again
+                        return
+                    yield now_s, _decode(line[5:])
+        raise self._problem("ended a request without its last event ([DONE])")
+
+    @contextmanager
+    def _answered(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; what goes wrong with the connection is a `UsageError`."""
+        try:
+            connection, response = self._sent(method, self._parts.path + path, body)
+            try:
+                self._check(response, path)
+                yield response
+            except BaseException:
+                connection.close()
+                raise
+            self._free.append(connection)
+        except TimeoutError as error:
+            raise self._problem(f"sent nothing for {self._limit_s:g} s") from error
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise self._problem(f"does not answer as OpenAI's API does ({error!r})") from error
+
+    def _sent(
+        self, method: str, path: str, body: bytes | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request on a connection that is open, or on a new one if the server has closed
+        that.
+        """
+        while True:
+            try:
+                connection, is_new = self._free.pop(), False
+            except IndexError:
+                secure = self._parts.scheme == "https"
+                kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+                host, port = self._parts.hostname or "", self._parts.port
+                connection, is_new = kind(host, port, timeout=self._limit_s), True
+            try:
+                connection.request(method, path, body, self._headers)
+                return connection, connection.getresponse()
+            except (ConnectionError, http.client.BadStatusLine):
+                connection.close()
+                if is_new:
+                    raise
+
+    def _check(self, response: http.client.HTTPResponse, path: str) -> None:
+        if response.status != 200:
+            said = response.read(200).decode(errors="replace")
+            raise UsageError(
+                f"{self.address}{path}: answers {response.status}: {said}; check the address, the "
+                "key and the model"
+            )
+
+    def _problem(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self.address}: {what}; start the server, and give the address that it prints"
+        )
+
 
 _CLOCK_EVERY_S = 0.05
 _SETTINGS = 6  # that are measured unless they are given
 _LOWEST = 0.4  # of the highest setting: below, requests are slow and no cheaper
-
-
-class Target(Protocol):
-    """Serves requests, from many threads at once."""
-
-    def complete(self, input_tokens: int, output_tokens: int) -> Answer:
-        """Send a request, and return what came."""
 
 
 class Shape(NamedTuple):
@@ -77,10 +320,6 @@ class ServingSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.control not in ("clock", "power-limit", "observed"):
-            raise UsageError(
-                f"control: {self.control!r} is unknown; choose one of: clock, power-limit, observed"
-            )
         if not self.shapes or not (self.concurrencies or self.rates):
             raise UsageError(
                 "there is nothing to measure; give a class of requests, and a concurrency or rate"
@@ -170,7 +409,7 @@ class Traffic:
     """
 
     def __init__(
-        self, target: Target, shape: Shape, concurrency: int | None, rate_per_s: float | None
+        self, target: Server, shape: Shape, concurrency: int | None, rate_per_s: float | None
     ) -> None:
         self._target, self._shape = target, shape
         self.answers: list[Answer] = []
@@ -246,7 +485,7 @@ class Traffic:
 
 
 def measure_serving(
-    target: Target,
+    target: Server,
     gpus: Sequence[Gpu],
     settings: ServingSettings,
     progress: Callable[[int, int], None] | None = None,
@@ -289,7 +528,7 @@ class _Meter:
     """Measures traffic on some GPUs, at the setting that they have."""
 
     def __init__(
-        self, target: Target, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
+        self, target: Server, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
     ) -> None:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
         self.achieved_mhz = self._idle_w = 0.0
@@ -437,3 +676,131 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
     )
     text = f"# {origin} by planner inference profile\n{csv_text([columns, *cells])}"
     write_file(path, text, UsageError)
+
+
+def read_results(
+    path: Path,
+    setting: int,
+    tensor_degree: int,
+    power_w: float | None = None,
+    shape: Shape | None = None,
+) -> list[ServedRow]:
+    """Return a row of each load in a file.
+
+    Args:
+        path: The file.
+        setting: The clock in MHz, or power limit in watts, that was set.
+        tensor_degree: Number of GPUs of the server.
+        power_w: Their mean power meanwhile, watts, all together; None if it is not known.
+        shape: The class of its requests; None for their mean lengths.
+
+    Raises:
+        UsageError: If the file cannot be read, or is none of these.
+    """
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        loads = list(_loads(content))
+    except (OSError, msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: cannot be read as a result of genai-perf, guidellm or vllm bench serve "
+            f"({error!r}); give the JSON file that one of them writes"
+        ) from error
+    rows = []
+    for load in loads:
+        lengths = Shape(round(load.pop("inputs")), round(load.pop("outputs")))
+        energy_j = power_w / load["requests_per_s"] if power_w is not None else None
+        rows.append(
+            ServedRow(
+                shape or lengths,
+                tensor_degree=tensor_degree,
+                setting=setting,
+                energy_j=energy_j,
+                error_j=None,
+                idle_w=None,
+                **load,
+            )
+        )
+    return rows
+
+
+def _loads(content: Any) -> Iterator[dict[str, Any]]:
+    """Yield the fields of a row for each load."""
+    if "benchmarks" in content:
+        for benchmark in content["benchmarks"]:
+            yield _guidellm(benchmark)
+    elif "request_throughput" in content and isinstance(content["request_throughput"], dict):
+        yield _genai_perf(content)
+    else:
+        yield _vllm(content)
+
+
+def _vllm(content: Mapping[str, Any]) -> dict[str, Any]:
+    count, concurrency = content["completed"], content.get("max_concurrency")
+    rate = content["request_rate"]
+    is_open = concurrency is None and rate != "inf"
+
+    def high_s(name: str) -> float:
+        key = f"p95_{name}_ms"
+        return float(content[key if key in content else f"p99_{name}_ms"]) / 1e3
+
+    return {
+        "concurrency": None if is_open else int(concurrency or count),
+        "rate_per_s": float(rate) if is_open else None,
+        "requests_per_s": float(content["request_throughput"]),
+        "inputs": content["total_input_tokens"] / count,
+        "outputs": content["total_output_tokens"] / count,
+        "ttft_p50_s": content["median_ttft_ms"] / 1e3,
+        "ttft_p95_s": high_s("ttft"),
+        "tbt_p50_s": content["median_tpot_ms"] / 1e3,
+        "tbt_p95_s": high_s("tpot"),
+    }
+
+
+def _genai_perf(content: Mapping[str, Any]) -> dict[str, Any]:
+    asked = content["input_config"]
+    loop = (asked.get("perf_analyzer") or {}).get("stimulus") or asked
+    concurrency, rate = loop.get("concurrency"), loop.get("request_rate")
+    if (concurrency is None) == (rate is None):
+        raise ValueError("its input_config has no concurrency or request_rate")
+
+    def of(name: str, what: str) -> float:
+        scale = {"ms": 1e3, "us": 1e6, "ns": 1e9}.get(content[name]["unit"], 1.0)
+        return float(content[name][what]) / scale
+
+    return {
+        "concurrency": concurrency,
+        "rate_per_s": rate,
+        "requests_per_s": of("request_throughput", "avg"),
+        "inputs": of("input_sequence_length", "avg"),
+        "outputs": of("output_sequence_length", "avg"),
+        "ttft_p50_s": of("time_to_first_token", "p50"),
+        "ttft_p95_s": of("time_to_first_token", "p95"),
+        "tbt_p50_s": of("inter_token_latency", "p50"),
+        "tbt_p95_s": of("inter_token_latency", "p95"),
+    }
+
+
+def _guidellm(benchmark: Mapping[str, Any]) -> dict[str, Any]:
+    places = (benchmark.get(name) or {} for name in ("config", "args", "scheduler"))
+    strategy = next(place["strategy"] for place in places if place.get("strategy"))
+    kind = strategy["type_"]
+    concurrency = 1 if kind == "synchronous" else strategy.get("streams")
+    if kind == "throughput":
+        concurrency = strategy.get("max_concurrency")
+    metrics = benchmark["metrics"]
+
+    def of(name: str, percentile: str = "") -> float:
+        found = metrics[name]["successful"]
+        return float(found["percentiles"][percentile] if percentile else found["mean"])
+
+    return {
+        "concurrency": concurrency,
+        "rate_per_s": None if concurrency else float(strategy["rate"]),
+        "requests_per_s": of("requests_per_second"),
+        "inputs": of("prompt_token_count"),
+        "outputs": of("output_token_count"),
+        "ttft_p50_s": of("time_to_first_token_ms", "p50") / 1e3,
+        "ttft_p95_s": of("time_to_first_token_ms", "p95") / 1e3,
+        "tbt_p50_s": of("inter_token_latency_ms", "p50") / 1e3,
+        "tbt_p95_s": of("inter_token_latency_ms", "p95") / 1e3,
+    }

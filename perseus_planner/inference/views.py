@@ -1,83 +1,103 @@
-"""What is shown of plans of pools and of replays of traces: tables, JSON, figures, and the report,
+"""What is shown of plans of pools and of replays of traces: tables, JSON, a figure, and the report,
 one HTML file without scripts that opens offline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out
-from perseus_planner.inference.plan import BASELINE, POLICIES, InferencePlan, epoch_content
+from perseus_planner.inference.plan import BASELINE, POLICIES, read_plan
+from perseus_planner.inference.simulation import CHANGES
 from perseus_planner.profiles.csv_file import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.inference.simulation import Replay, Settings
+    from perseus_planner.inference.simulation import Settings
     from perseus_planner.inference.workload import Trace
-    from perseus_planner.views.savings import EnergyCost, EnergyRates
+    from perseus_planner.views.sources import EnergyCost, EnergyRates
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
 """The baseline of savings, in a sentence."""
 
 
-_CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
 _SAVING = (
     Column("chosen how", "description", "<"),
     Column("energy kWh", lambda row: row["energy_j"] and row["energy_j"] / 3.6e6, ".4g"),
-    Column("saved %", lambda row: _percent(row["saved_share"])),
+    Column("saved %", "saved_share", "%"),
 )
 
 
-def plan_view(plan: InferencePlan) -> dict[str, Any]:
+def plan_view(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is printed of a plan, for JSON; shares are relative, and None where the
     objectives cannot be met.
     """
-    policies = [
-        {
+    baseline_j = plan["policies"][BASELINE]["energy_j"]
+    policies = {
+        name: {
             "policy": name,
             "description": POLICIES[name],
-            **asdict(total),
-            "saved_share": plan.saved_share(name),
+            **total,
+            "saved_share": None
+            if None in (baseline_j, total["energy_j"])
+            else 1 - total["energy_j"] / baseline_j,
         }
-        for name, total in plan.policies.items()
-    ]
+        for name, total in plan["policies"].items()
+    }
+    gaps = [each["energy_j"] / each["bound_j"] - 1 for each in plan["epochs"] if each["bound_j"]]
     return {
-        "gpus": plan.gpus,
-        "control": plan.control,
+        "gpus": plan["gpus"],
+        "control": plan["control"],
         "baseline": BASELINE,
-        "energy_j": plan.energy_j,
-        "saved_share": plan.saved_share(),
-        "gap": plan.gap,
-        "policies": policies,
-        "epochs": [epoch_content(epoch) for epoch in plan.epochs],
+        "energy_j": policies["planner"]["energy_j"],
+        "saved_share": policies["planner"]["saved_share"],
+        "gap": max(0.0, *gaps),
+        "policies": [*policies.values()],
+        "epochs": plan["epochs"],
     }
 
 
-def show_plan(path: Path) -> tuple[dict[str, Any], str, Callable[[], Figure]]:
-    """Return a plan in a file as `planner show` wants it: for JSON, as text, and what draws it."""
-    view = plan_view(InferencePlan.load(path))
-    return view, plan_text(view), lambda: plan_figure(view)
+def show_plan(path: Path) -> tuple[dict[str, Any], str]:
+    """Return a plan in a file as `planner show` wants it: for JSON, and as text."""
+    view = plan_view(read_plan(path))
+    return view, plan_text(view)
 
 
-def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[PoolsReport, str, str]:
-    """Return the report of a plan in a file as `planner report` wants it: its values, text and
-    page.
+def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, Any], str, str]:
+    """Return the report of a plan in a file as `planner report` wants it: for JSON, as text, and as
+    a page. Names are escaped, whatever they contain.
 
     Raises:
         UsageError: If there are more files.
     """
+    from perseus_planner.views.report import page_of_sheets
+
     if len(paths) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
-    report = make_pools_report(paths[0].name, plan_view(InferencePlan.load(paths[0])), rates)
-    return report, pools_text(report), pools_page(report)
+    file, view = paths[0].name, plan_view(read_plan(paths[0]))
+    baseline_j, saved = view["policies"][0]["energy_j"], None
+    if baseline_j is not None:
+        saved = rates.cost(baseline_j - view["energy_j"])
+    headline = _headline(view, saved)
+    assumed = (
+        f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
+        f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
+    )
+    page = page_of_sheets(
+        f"Pools for inference: {file}",
+        "Energy of pools for inference",
+        ("Where the energy goes", headline, assumed),
+        plan_sheets(view)[::-1],
+    )
+    cost = rates.cost(view["energy_j"])
+    report = {"file": file, "rates": rates, "cost": cost, "saved": saved, "plan": view}
+    return report, f"{plan_text(view)}\n{headline}\n{assumed}\n", page
 
 
 def plan_text(view: dict[str, Any]) -> str:
@@ -88,7 +108,7 @@ def plan_text(view: dict[str, Any]) -> str:
 def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     """Return the tables of a plan: the policies, and the pools of the first periods."""
     rows = view["policies"]
-    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"))
+    columns = lay_out(rows, *_SAVING, Column("GPUs", "gpus"), digits=3)
     proved = (
         f"at most {100 * view['gap']:.2g} % above its bound"
         if view["gap"] > 1e-6
@@ -118,31 +138,6 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     ]
 
 
-def plan_figure(view: dict[str, Any]) -> Figure:
-    """Return the energy of each policy as bars."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in view["policies"] if row["energy_j"] is not None]
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(
-        [row["description"] for row in rows], [(row["energy_j"] or 0.0) / 3.6e6 for row in rows]
-    )
-    axes.bar_label(
-        bars,
-        [f"{_percent(row['saved_share'])} % saved" for row in rows],
-        padding=3,
-        fontsize="small",
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("energy (kWh)")
-    axes.set_title(
-        f"Pools for inference on {counted(view['gpus'], 'GPU')} (replayed)", fontsize="medium"
-    )
-    return figure
-
-
 def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     pools = epoch["pools"]
     gpus = sum(pool["instances"] * pool["tensor_degree"] for pool in pools)
@@ -164,37 +159,21 @@ def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
 
 
 def simulation_view(
-    trace: Trace, settings: Settings, replays: Sequence[Replay], left_out: Sequence[str]
+    trace: Trace, settings: Settings, replays: Sequence[dict[str, Any]], left_out: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what is printed of replays, at least one, for JSON; the fields of a policy are
-    those of `Replay`.
-    """
-    baseline_j = {replay.policy: replay.energy_j for replay in replays}.get(BASELINE)
+    """Return what is printed of replays, at least one, for JSON."""
+    baseline_j = {each["policy"]: each["energy_j"] for each in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,
         "requests": len(trace.times_s),
         "length_s": trace.end_s,
         "prediction": settings.prediction,
         "baseline": BASELINE,
-        "policies": [_replay_view(replay, baseline_j) for replay in replays],
+        "policies": [
+            {**each, "saved_share": baseline_j and 1 - each["energy_j"] / baseline_j}
+            for each in replays
+        ],
         "left_out": list(left_out),
-    }
-
-
-def _replay_view(replay: Replay, baseline_j: float | None) -> dict[str, Any]:
-    fields = {
-        name: value
-        for name, value in vars(replay).items()
-        if name not in ("requests", "changes", "periods")
-    }
-    return {
-        **fields,
-        **dict(zip(_CHANGES, replay.changes, strict=True)),
-        "description": POLICIES[replay.policy],
-        "saved_share": 1 - replay.energy_j / baseline_j if baseline_j else None,
-        "late_share": None if replay.late is None else replay.late / replay.requests,
-        "gpus": replay.gpus,
-        "periods": [period._asdict() for period in replay.periods],
     }
 
 
@@ -204,12 +183,13 @@ def simulation_text(view: dict[str, Any]) -> str:
     columns = lay_out(
         rows,
         *_SAVING,
-        Column("late %", lambda row: _percent(row["late_share"], 2)),
+        Column("late %", lambda row: row["late_share"] and 100 * row["late_share"], ".2f"),
         Column("TTFT p95 (ms)", lambda row: row["ttft_p95_s"] and 1e3 * row["ttft_p95_s"], ".4g"),
         Column("TBT p95", lambda row: row["tbt_p95_s"] and 1e3 * row["tbt_p95_s"], ".4g"),
         Column("GPUs", "gpus", ".0f"),
         Column("most", "most_gpus"),
-        Column("changes", lambda row: "/".join(str(row[name]) for name in _CHANGES)),
+        Column("changes", lambda row: "/".join(str(row[name]) for name in CHANGES)),
+        digits=3,
     )
     predicted = "as it will be" if view["prediction"] == "perfect" else "as the one before"
     notes = [
@@ -269,78 +249,12 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     return figure
 
 
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f}"
-
-
-_STYLE = """
-.bars { width: 100%; min-width: 32rem; max-width: 46rem; height: auto; }
-.bars rect { fill: var(--series-7); }
-.bars .plan { fill: var(--good); }
-.bars text { fill: var(--ink); font-size: 13px; }
-.panel p { white-space: pre-line; }
-"""
-
-
-@dataclass(frozen=True)
-class PoolsReport:
-    """A plan for inference with what it costs and saves."""
-
-    file: str  #: name of the plan
-    rates: EnergyRates  #: what a kilowatt-hour costs
-    cost: EnergyCost  #: of all periods of the plan
-    saved: EnergyCost | None  #: against the baseline; None if that cannot meet the objectives
-    plan: dict[str, Any]  #: the plan
-
-
-def make_pools_report(file: str, plan: dict[str, Any], rates: EnergyRates) -> PoolsReport:
-    """Return the report of a plan."""
-    baseline_j = next(row["energy_j"] for row in plan["policies"] if row["policy"] == BASELINE)
-    saved = None if baseline_j is None else rates.cost(baseline_j - plan["energy_j"])
-    return PoolsReport(file, rates, rates.cost(plan["energy_j"]), saved, plan)
-
-
-def pools_text(report: PoolsReport) -> str:
-    """Return the text that `planner report` prints."""
-    return f"{plan_text(report.plan)}\n{_headline(report)}\n{_assumed(report)}\n"
-
-
-def pools_page(report: PoolsReport) -> str:
-    """Return the page of a report. Names are escaped, whatever they contain."""
-    from perseus_planner.views.report import page_environment, page_of_sheets
-
-    rows = [row for row in report.plan["policies"] if row["energy_j"] is not None]
-    template = (files("perseus_planner.inference") / "pools.svg.j2").read_text(encoding="utf-8")
-    figure = (
-        page_environment()
-        .from_string(template)
-        .render(rows=rows, most_j=max(row["energy_j"] for row in rows))
-    )
-    return page_of_sheets(
-        f"Pools for inference: {report.file}",
-        "Energy of pools for inference",
-        ("Where the energy goes", _headline(report), _assumed(report)),
-        plan_sheets(report.plan)[::-1],
-        figure=figure,
-        style=_STYLE,
-    )
-
-
-def _headline(report: PoolsReport) -> str:
-    plan, hours = report.plan, sum(epoch["length_s"] for epoch in report.plan["epochs"]) / 3600
+def _headline(plan: dict[str, Any], saved: EnergyCost | None) -> str:
+    hours = sum(epoch["length_s"] for epoch in plan["epochs"]) / 3600
     said = f"{plan['energy_j'] / 3.6e6:.4g} kWh of {plan['gpus']} GPUs in {hours:.3g} h."
-    if report.saved is None or plan["saved_share"] is None:
+    if saved is None or plan["saved_share"] is None:
         return f"{said} The baseline violates the latency objective of a class."
-    saved = report.saved
     return (
         f"{said} That is {100 * plan['saved_share']:.1f} % less than with {AGAINST}: "
         f"{saved.kwh:.4g} kWh at the meter, {saved.usd:.4g} USD, {saved.co2e_kg:.4g} kg of CO2e."
-    )
-
-
-def _assumed(report: PoolsReport) -> str:
-    rates = report.rates
-    return (
-        f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "
-        f"{rates.carbon_kg_per_kwh:g} kg of CO2e per kWh, PUE {rates.pue:g}."
     )

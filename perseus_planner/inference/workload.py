@@ -1,5 +1,16 @@
-"""What is asked of a cluster: traces of requests, rates by class, and the demand of a period; their
-CSV files.
+"""What requests cost, and what is asked of a cluster: inference profiles, traces of requests, rates
+by class, their CSV files, and the demand of a period.
+
+A profile has joules of a request by its class, tensor degree, clock (or power limit) and load. The
+columns are `input`, `output`, `tensor_degree`, `clock_mhz` or `power_limit_w`, and `energy_j` or
+`energy_wh`: of one request, all GPUs of the instance. Leave the energy empty where the latency
+objective is violated. Optional columns: `tokens_per_s`, the load of the instance, input and output
+tokens; `ttft_s` and `tbt_s`, time to the first token and between tokens; `idle_w`, the power of the
+instance without requests; `concurrency`, the requests in flight of a closed loop; `input_token_j`,
+`output_token_j`, `input_token_s` and `output_token_s`, what a token costs.
+
+`input` and `output` name the class of a request: short, medium and long, or the most tokens of the
+class, such as 256.
 
 A trace has a row for each request, in the order of time: its time, in seconds or as a date, its
 input tokens and its output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or
@@ -11,33 +22,290 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from functools import lru_cache
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.errors import ProfileError, UsageError, shown
+from perseus_planner.base.files import sha256
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import CsvFile, Text
-from perseus_planner.base.units import INDEX, WAIT, Rule
+from perseus_planner.base.tables import CsvFile, CsvRow, Text
+from perseus_planner.base.units import CLOCK, COUNT, ENERGY, INDEX, LIMIT, POWER, TIME, WAIT, Rule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from perseus_planner.inference.cells import InferenceProfile, RequestClass
+INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
+"""Most tokens of the classes short and medium, those of DynamoLLM."""
+LOAD_TOKENS_PER_S = 2000.0
+"""The load of a row without `tokens_per_s`: that of table I of DynamoLLM."""
+_WORDS = ("short", "medium", "long")
+_CLASS = (
+    "a class of requests; write short, medium or long, or the most tokens of the class, such as 256"
+)
+_HEADER = "input,output,tensor_degree,clock_mhz,energy_j"
+_LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 2000")
+_SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
+_ENERGIES = {"energy_j": 1.0, "energy_wh": 3600.0}
+_TOKEN = Rule(float, True, "a cost of a token: write a number of 0 or more, or nothing")
+_OPTIONAL = {
+    "tokens_per_s": _LOAD,
+    "ttft_s": TIME,
+    "tbt_s": TIME,
+    "idle_w": POWER,
+    "concurrency": COUNT,
+    "input_token_j": _TOKEN,
+    "output_token_j": _TOKEN,
+    "input_token_s": _TOKEN,
+    "output_token_s": _TOKEN,
+}
+_ENERGY = ENERGY._replace(
+    zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow"
+)
+
+
+@dataclass(frozen=True, order=True)
+class RequestClass:
+    """Requests of similar length."""
+
+    input_tokens: float  #: most input tokens; infinite if there is no most
+    output_tokens: float  #: most output tokens; infinite if there is no most
+    name: str = field(compare=False)  #: how the profile names it, such as "short/medium"
+
+    def covers(self, other: RequestClass) -> bool:
+        """Return whether no request of `other` is longer, in input or output, than those of this
+        class may be.
+        """
+        return other.input_tokens <= self.input_tokens and other.output_tokens <= self.output_tokens
+
+
+class Configuration(NamedTuple):
+    """How an instance runs: on how many GPUs, and at which clock in MHz (or power limit in
+    watts).
+    """
+
+    tensor_degree: int
+    setting: int
+
+
+class Point(NamedTuple):
+    """An instance under load."""
+
+    tokens_per_s: float  #: input and output tokens of all its requests in a second
+    power_w: float  #: power of all its GPUs, watts
+
+
+class Cell(NamedTuple):
+    """An instance under load, as measured."""
+
+    tokens_per_s: float  #: input and output tokens of all requests of the instance in a second
+    #: joules of one request, all GPUs of the instance; None where the objective is violated.
+    energy_j: float | None
+    ttft_s: float | None = None  #: time to the first token, seconds; None if unknown
+    tbt_s: float | None = None  #: time between tokens, seconds; None if unknown
+    idle_w: float = 0.0  #: watts of the instance without requests; 0 if unknown
+    #: joules and seconds of the instance for an input token, and for an output token after the
+    #: first; None if unknown.
+    input_token_j: float | None = None
+    output_token_j: float | None = None
+    input_token_s: float | None = None
+    output_token_s: float | None = None
+    concurrency: int | None = None  #: requests in flight of a closed loop; None for other traffic
+
+    def carried(self, input_tokens: float, output_tokens: float) -> Point:
+        """Return what it carries of requests of so many tokens each, on average: like those that
+        were measured, unless the costs of tokens are known.
+        """
+        tokens, after = input_tokens + output_tokens, max(0.0, output_tokens - 1.0)
+        energy_j, tokens_per_s = self.energy_j or 0.0, self.tokens_per_s
+        if self.input_token_j is not None and self.output_token_j is not None:
+            energy_j = input_tokens * self.input_token_j + after * self.output_token_j
+        if self.input_token_s is not None and self.output_token_s is not None:
+            seconds = input_tokens * self.input_token_s + after * self.output_token_s
+            tokens_per_s = tokens / seconds
+        return Point(tokens_per_s, energy_j * tokens_per_s / tokens)
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The latency that requests must meet."""
+
+    #: time to the first token, seconds, for each input class, shortest first; or one number for
+    #: all. Empty: 0.25 s for inputs of up to 256 tokens, 0.4 s up to 1,024, 2 s beyond, as later
+    #: papers quote DynamoLLM.
+    ttft_s: tuple[float, ...] = ()
+    tbt_s: float = 0.1  #: time between tokens, seconds
+
+
+@dataclass(frozen=True)
+class InferenceProfile:
+    """What requests cost, and which configurations meet the objectives."""
+
+    #: class and configuration -> its measurements, by load.
+    cells: Mapping[tuple[RequestClass, Configuration], tuple[Cell, ...]]
+    control: str  #: "clock" or "power-limit": what is set
+    objectives: Objectives  #: the latency objectives
+    digest: str  #: of what was read
+    assumed_load: bool = False  #: whether the file has no loads, so that one was assumed
+
+    def __post_init__(self) -> None:
+        given, classes = len(self.objectives.ttft_s), len(self._inputs)
+        if given not in (0, 1, classes):
+            raise UsageError(
+                f"--ttft: has {given} times for {classes} input classes; give one each, or one"
+            )
+
+    @cached_property
+    def classes(self) -> list[RequestClass]:
+        """All classes, shortest first."""
+        return sorted({request_class for request_class, _ in self.cells})
+
+    @cached_property
+    def configurations(self) -> list[Configuration]:
+        """All configurations."""
+        return sorted({configuration for _, configuration in self.cells})
+
+    def ttft_s(self, of: RequestClass) -> float:
+        """Return the objective of the time to the first token, seconds."""
+        given = self.objectives.ttft_s
+        if not given:
+            return 0.25 if of.input_tokens <= 256 else 0.4 if of.input_tokens <= 1024 else 2.0
+        return given[self._inputs.index(of.input_tokens) if len(given) > 1 else 0]
+
+    def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
+        """Return the measurements that meet the objectives, by load; none if the configuration
+        never does. Closed loops have no bursts, so they count only where there are no others.
+        """
+        return self._feasible.get((of, at), ())
+
+    def idle_w(self, at: Configuration) -> float:
+        """Return the power of an instance without requests, watts; 0 if unknown."""
+        return max(
+            cell.idle_w
+            for (_, configuration), cells in self.cells.items()
+            if configuration == at
+            for cell in cells
+        )
+
+    @cached_property
+    def _inputs(self) -> list[float]:
+        return sorted({request_class.input_tokens for request_class in self.classes})
+
+    @cached_property
+    def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
+        def meets(cell: Cell, ttft_s: float) -> bool:
+            latencies = ((cell.ttft_s, ttft_s), (cell.tbt_s, self.objectives.tbt_s))
+            return cell.energy_j is not None and all(
+                took is None or took <= most for took, most in latencies
+            )
+
+        def counted(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
+            return tuple(cell for cell in cells if cell.concurrency is None) or cells
+
+        ttft_s = {request_class: self.ttft_s(request_class) for request_class in self.classes}
+        return {
+            key: tuple(
+                sorted(
+                    (cell for cell in counted(cells) if meets(cell, ttft_s[key[0]])),
+                    key=lambda cell: cell[0],
+                )
+            )
+            for key, cells in self.cells.items()
+        }
+
+
+def read_inference_profile(
+    path: Path,
+    objectives: Objectives = Objectives(),
+    *,
+    input_bounds: Sequence[int] = INPUT_BOUNDS,
+    output_bounds: Sequence[int] = OUTPUT_BOUNDS,
+    load_tokens_per_s: float = LOAD_TOKENS_PER_S,
+) -> InferenceProfile:
+    """Read the CSV of an inference profile.
+
+    Args:
+        path: the file.
+        objectives: what rows with latencies must meet.
+        input_bounds: most input tokens of the classes short and medium.
+        output_bounds: most output tokens of the classes short and medium.
+        load_tokens_per_s: load of the rows if the file has no column `tokens_per_s`.
+
+    Raises:
+        ProfileError: If the file cannot be read, or a row is wrong.
+    """
+    table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
+    setting, energy = _checked_header(table)
+    cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
+    rows, names = list[str](), dict[RequestClass, str]()
+    for row in table:
+        longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
+        request_class = RequestClass(*longest, f"{row['input']}/{row['output']}")
+        if (other := names.setdefault(request_class, request_class.name)) != request_class.name:
+            raise ProfileError(
+                f"{path}: {other} and {request_class.name} are one class; write it in one way"
+            )
+        degree = row.read("tensor_degree", COUNT)
+        configuration = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
+        extra = {
+            name: row.read(name, rule) for name, rule in _OPTIONAL.items() if row.cells.get(name)
+        }
+        load = extra.pop("tokens_per_s", load_tokens_per_s)
+        joules = row.read(energy, _ENERGY) * _ENERGIES[energy] if row[energy] else None
+        measured = cells.setdefault((request_class, configuration), {})
+        if load in measured:
+            unit = "MHz" if setting == "clock_mhz" else "W"
+            raise ProfileError(
+                f"{row.where}: {request_class.name} at tensor degree {degree}, "
+                f"{configuration.setting} {unit} and "
+                f"{load:g} tokens/s is there twice; keep one of them"
+            )
+        measured[load] = Cell(load, joules, **extra)
+        rows.append(",".join(row.cells.values()))
+    if not cells:
+        raise ProfileError(
+            f"{path}: has no rows; write one for each class, tensor degree and {setting}"
+        )
+    digest = sha256(",".join(table.header).encode(), *map(str.encode, rows))
+    frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
+    return InferenceProfile(
+        frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in table.header
+    )
+
+
+def _checked_header(table: CsvFile) -> tuple[str, str]:
+    """Return the columns of the setting and of the energy."""
+    table.refuse_twice(table.header)
+    choices, missing = list[str](), list[str]()
+    for names in (tuple(_SETTINGS), tuple(_ENERGIES)):
+        columns = [name for name in names if name in table.header]
+        if len(columns) > 1:
+            both = " and ".join(map(repr, columns))
+            raise ProfileError(f"{table.where}: has the columns {both}; keep one of them")
+        missing += [] if columns else [" or ".join(names)]
+        choices += columns
+    table.need(["input", "output", "tensor_degree", *missing], _HEADER)
+    return choices[0], choices[1]
+
+
+def _bound(row: CsvRow, column: str, bounds: Sequence[int]) -> float:
+    """Return the most tokens of the class that the row names."""
+    words = dict(zip(_WORDS, (*bounds, math.inf), strict=True))
+    return float(row.read(column, Text(lambda text: words.get(text, COUNT.parse(text)), _CLASS)))
+
 
 _COLUMNS = (
     ("time", "timestamp"),
     ("input_tokens", "contexttokens"),
     ("output_tokens", "generatedtokens"),
 )
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d+)?(?:(Z)|([+-])(\d\d):?(\d\d))?")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d+)?(?:Z|([+-]\d\d):?(\d\d))?")
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
 _RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
-_DAY_S = 86400
 _BUSIEST_S = 60.0
 """The period whose load instances must carry: the busiest minute."""
 
@@ -89,39 +357,31 @@ class Trace:
         Raises:
             UsageError: If the profile lacks a class.
         """
-        inputs = {
-            request_class.input_tokens: request_class.name.partition("/")[0]
-            for request_class in profile.classes
-        }
-        outputs = {
-            request_class.output_tokens: request_class.name.partition("/")[2]
-            for request_class in profile.classes
-        }
-        order = {
-            (request_class.input_tokens, request_class.output_tokens): number
-            for number, request_class in enumerate(profile.classes)
-        }
-        table = np.array(
-            [
-                [order.get((first, second), -1) for second in sorted(outputs)]
-                for first in sorted(inputs)
-            ]
-        )
-        place, other = (
-            np.minimum(np.searchsorted(sorted(bounds), tokens), len(bounds) - 1)
-            for bounds, tokens in ((inputs, self.input_tokens), (outputs, self.output_tokens))
-        )
-        class_numbers = table[place, other]
-        if class_numbers.min() < 0:
-            request = int(np.argmin(class_numbers))
-            of_input, of_output = sorted(inputs)[place[request]], sorted(outputs)[other[request]]
-            missing = f"{inputs[of_input]}/{outputs[of_output]}"
+        bounds = [(of.input_tokens, of.output_tokens) for of in profile.classes]
+        numbers = {longest: number for number, longest in enumerate(bounds)}
+        steps = [sorted(set(each)) for each in zip(*bounds, strict=True)]
+        places = [
+            np.minimum(np.searchsorted(most, tokens), len(most) - 1)
+            for most, tokens in zip(steps, (self.input_tokens, self.output_tokens), strict=True)
+        ]
+        table = np.array([[numbers.get((a, b), -1) for b in steps[1]] for a in steps[0]])
+        found = table[places[0], places[1]]
+        if found.min() < 0:
+            request = int(np.argmin(found))
+            missing = "/".join(
+                next(
+                    of.name.split("/")[k]
+                    for of, longest in zip(profile.classes, bounds, strict=True)
+                    if longest[k] == steps[k][places[k][request]]
+                )
+                for k in (0, 1)
+            )
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
                 f"{self.output_tokens[request]} output tokens, but the profile has no class "
                 f"{missing}; measure it"
             )
-        return class_numbers
+        return found
 
     def demand(
         self,
@@ -271,27 +531,17 @@ def _parse_time(text: str) -> tuple[float, bool] | None:
     if (seconds := WAIT.parse(text)) is not None:
         return seconds, False
     match = _DATE.fullmatch(text)
-    moment_s = _moment_s(match[1], match[2]) if match else None
-    offset_s = 3600 * int(match[6] or 0) + 60 * int(match[7] or 0) if match else 0
-    if match is None or moment_s is None or offset_s >= _DAY_S:
+    if match is None:
         return None
-    return moment_s - (-offset_s if match[5] == "-" else offset_s) + float(match[3] or 0), True
+    day, part, hours, minutes = match.groups()
+    try:
+        moment = datetime.fromisoformat(f"{day}{hours or '+00'}:{minutes or '00'}")
+    except ValueError:
+        return None
+    return moment.timestamp() + float(part or 0), True
 
 
 _TIME = Text(
     _parse_time,
     "a time: write seconds such as 12.5, or a date such as 2023-11-16 18:17:03.979",
 )
-
-
-@lru_cache(1024)
-def _moment_s(day: str, time: str) -> float | None:
-    """Return a date as seconds since 1970, or None if there is no such date."""
-    try:
-        return (
-            datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S")
-            .replace(tzinfo=timezone.utc)
-            .timestamp()
-        )
-    except ValueError:
-        return None

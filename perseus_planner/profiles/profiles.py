@@ -271,7 +271,8 @@ class Profile(Checked, error=ProfileError):
             _check("blocking_power_w", blocking_power_w, "blocking_power_w")
         if path.suffix.lower() in _YAML_SUFFIXES:
             return _load_yaml(path, blocking_power_w)
-        if blocking_power_w is None and path.exists() and not path.is_dir():
+        if blocking_power_w is None:
+            _built(path, blocking_power_w=0.0)  # what else is wrong with the file is said first
             raise ProfileError(_without_power(path))
         return _built(path, blocking_power_w=blocking_power_w)
 

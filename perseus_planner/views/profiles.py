@@ -25,7 +25,6 @@ _WARNINGS = (
     "unlike training",
 )  #: conditions of a profile that are always printed
 _LARGE_OVERHEAD = 0.1  #: of the measured iteration time
-_NANO, _MICRO = 10**9, 10**6
 
 
 @dataclass(frozen=True)
@@ -228,10 +227,6 @@ def _point(row: Measurement) -> CurvePoint:
 
 
 def _hull(points: Sequence[OperatingPoint]) -> tuple[int, ...]:
-    scaled: dict[
-        int, tuple[int, int]
-    ] = {}  # nanoseconds -> microjoules and clock; the cheaper of equal times is last
-    for point in points:
-        scaled[round(point.time_s * _NANO)] = round(point.effective_j * _MICRO), point.clock_mhz
-    on_hull = lower_hull((time, cost) for time, (cost, _) in scaled.items())
-    return tuple(scaled[time][1] for time, _ in on_hull)
+    clocks = {point.time_s: point.clock_mhz for point in points}
+    on_hull = lower_hull((point.time_s, point.effective_j) for point in points)
+    return tuple(clocks[time_s] for time_s, _ in on_hull)

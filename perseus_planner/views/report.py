@@ -26,15 +26,28 @@ from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
-from perseus_planner.views.figures import draw_curves, draw_frontier, draw_gantt
+from perseus_planner.views.figures import (
+    GanttChart,
+    chart_plan,
+    chart_run,
+    draw_curves,
+    draw_frontier,
+    draw_gantt,
+    page_file,
+)
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
-from perseus_planner.views.gantt import GanttChart, chart_plan, chart_run
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.profiles import MeasuredCurve, curves_of
 from perseus_planner.views.run import account_text, tables_of_run
-from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
-from perseus_planner.views.web import page_file
-from perseus_planner.views.where import PHASES, WhereEnergyGoes, where_energy_goes
+from perseus_planner.views.sources import (
+    PHASES,
+    EnergyRates,
+    IterationSize,
+    Saving,
+    WhereEnergyGoes,
+    savings_of,
+    where_energy_goes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -240,7 +253,7 @@ def page(report: EnergyReport) -> str:
     and loads nothing.
     """
     styles = [Markup(page_file(f"{name}.css")) for name in ("theme", "report")]
-    scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "timeline", "report")]
+    scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "report")]
     unit = _unit(report)
     environment = page_environment()
     environment.filters |= {
@@ -322,7 +335,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
             row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
-            row |= {"power_w": energy_j / time_s, **asdict(efficiency)}
+            row |= {"power_w": energy_j / time_s, **efficiency}
             if row not in rows:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
@@ -451,9 +464,6 @@ def page_of_sheets(
     heading: str,
     first: tuple[str, str, str],
     sheets: Sequence[Sheet],
-    *,
-    figure: str = "",
-    style: str = "",
 ) -> str:
     """Return a page. Texts are escaped, whatever they contain.
 
@@ -462,10 +472,8 @@ def page_of_sheets(
         heading: Its heading.
         first: Its first section: the heading, the sentence under it, and a note.
         sheets: Its tables.
-        figure: HTML of a figure between sentence and note.
-        style: CSS of the figure.
     """
-    styles = [page_file("theme.css"), page_file("report.css"), *([style] if style else [])]
+    styles = [page_file("theme.css"), page_file("report.css")]
     return (
         page_environment()
         .from_string(page_file("sheets.html.j2"))
@@ -474,7 +482,6 @@ def page_of_sheets(
             heading=heading,
             first=first,
             sheets=[(sheet.title, Markup(sheet.html())) for sheet in sheets],
-            figure=Markup(figure),
             styles=[Markup(text) for text in styles],
             policy=Markup(content_policy([], styles)),
         )

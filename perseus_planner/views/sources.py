@@ -1,28 +1,47 @@
-"""The input of a report: files that are recognized, read, and checked against each other."""
+"""The input of a report: files that are recognized, read, and checked against each other. What
+plans and runs save against all clocks at maximum: energy, money and carbon, and energy per token or
+sample; where the energy of an iteration goes, per rank and phase, computing apart from waiting; and
+why, in sentences.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated, Any
 
 from perseus_planner.base import registry
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.fields import Checked
+from perseus_planner.base.prefixes import counted, si
+from perseus_planner.base.units import COUNT, Rule
 from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.views.context import Context, context_of_plan, context_of_profile
+from perseus_planner.views.context import (
+    Comparison,
+    Context,
+    compare,
+    context_of_plan,
+    context_of_profile,
+    origin_label,
+    share,
+)
 from perseus_planner.views.run import RunSummary, summarize_run
 
 if TYPE_CHECKING:
+    from perseus_planner.plans.replay import Span
     from perseus_planner.schedules.iteration import Iteration
 
 _WRONG = "was made from another profile", "has another schedule, transfers or operations"
@@ -198,3 +217,503 @@ def _short_name(path: Path, taken: list[str]) -> str:
     """Return the last part of the path, or the whole path if that name is taken."""
     name = path.resolve().name
     return str(path) if name in taken else name
+
+
+_DAY_S = 86400.0
+_J_PER_KWH = 3.6e6
+_PUE = Rule(
+    float,
+    False,
+    "a PUE: give what the building draws over what the GPUs draw, at least 1, such as 1.2",
+    least=1.0,
+)
+_Size = Annotated[float, Rule(float, False, "a number above 0 that a float can hold; give one")]
+_Whole = Annotated[int, COUNT._replace(wanted=f"{COUNT.wanted}; give one")]
+_Rate = Annotated[
+    float, Rule(float, True, "a rate: give a finite number of 0 or more, such as 0.12")
+]
+
+
+@dataclass(frozen=True)
+class EnergyRates(Checked):
+    """What a kilowatt-hour costs. The defaults are assumptions; replace them by the rates where the
+    GPUs are.
+
+    Raises:
+        UsageError: If a number is negative or not finite, or the PUE is below 1.
+    """
+
+    price_usd_per_kwh: _Rate = 0.12  #: price of electricity, US dollars
+    #: power usage effectiveness, the energy at the meter over the energy at the GPUs; 1 adds
+    #: nothing.
+    pue: Annotated[float, _PUE] = 1.2
+    #: emissions of the grid, kilograms of CO2 equivalent.
+    carbon_kg_per_kwh: _Rate = 0.40
+
+    def cost(self, energy_j: float) -> EnergyCost:
+        """Return the cost of `energy_j` joules at the GPUs, which may be negative."""
+        kwh = energy_j * self.pue / _J_PER_KWH
+        return EnergyCost(energy_j, kwh, kwh * self.price_usd_per_kwh, kwh * self.carbon_kg_per_kwh)
+
+
+@dataclass(frozen=True)
+class EnergyCost:
+    """An energy and its cost: joules at the GPUs; kWh, US dollars and kg CO2e at the meter, with
+    the PUE.
+    """
+
+    gpu_j: float
+    kwh: float
+    usd: float
+    co2e_kg: float
+
+
+@dataclass(frozen=True)
+class IterationSize(Checked):
+    """The size of one iteration of all pipelines that a report is about.
+
+    Raises:
+        UsageError: If a number is not a count.
+    """
+
+    pipelines: _Whole = 1  #: number of equal pipelines, whose energies are added up
+    tokens: _Size | None = None  #: tokens that an iteration of them trains on, or None if not known
+    #: samples that an iteration of them trains on, or None if not known.
+    samples: _Size | None = None
+    iterations: _Whole | None = None  #: number of iterations of the planned run, if known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving(Comparison):
+    """An iteration of a plan or run compared with all clocks at maximum, all pipelines together."""
+
+    name: str  #: name of the plan or the run
+    #: whether it is a run; then its time is the mean over the iterations that count, on the slowest
+    #: rank.
+    is_run: bool
+    pipelines: int  #: number of pipelines; for a run, as many as its GPUs make up
+    #: where the time comes from, such as "measured" or "replayed, measured profile".
+    time_origin: str
+    energy_origin: str  #: where the energy comes from; for a run also "simulated"
+    baseline_origin: str  #: where the baseline comes from
+    per_iteration: EnergyCost  #: saved per iteration
+    per_day: EnergyCost  #: saved in a day of such iterations, around the clock
+    #: number of iterations of the planned run, or of all attempts of a run; None if not known.
+    iterations: int | None
+    #: saved in that many iterations, or None if not known; by a run, against all clocks at maximum
+    #: in as much time as each iteration took.
+    per_run: EnergyCost | None
+    #: `joules_per_token` and `samples_per_s_per_w`, which is samples per joule; None if not known.
+    efficiency: dict[str, float | None]
+    baseline_efficiency: dict[str, float | None]  #: the same with all clocks at maximum
+
+
+def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tuple[Saving, ...]:
+    """Return what each run saves by its newest plan if its energy is known, then what each plan
+    saves.
+
+    Nothing is saved by plans of another machine than that of a run.
+    """
+    if sources.unlike_plan:
+        return ()
+    of_runs = (
+        saving
+        for name, run in sources.runs.items()
+        for saving in _run_saving(name, run, sources.summaries[name], rates, size)
+    )
+    of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
+    return (*of_runs, *of_plans)
+
+
+def _plan_saving(name: str, plan: Plan, rates: EnergyRates, size: IterationSize) -> Saving:
+    origin = origin_label(plan.origin)
+    energies_j = size.pipelines * plan.energy_j, size.pipelines * plan.baseline_energy_j
+    compared = compare(plan.time_s, energies_j[0], plan.baseline_time_s, energies_j[1])
+    return _saving(name, compared, (origin, origin, origin), rates, size)
+
+
+def _run_saving(
+    name: str, run: Run, summary: RunSummary, rates: EnergyRates, size: IterationSize
+) -> Iterator[Saving]:
+    """Yield the saving of a run, if the energy of an iteration is known."""
+    current = summary.current
+    if current.time_s is None or current.energy_j is None or not run.total.iterations:
+        return
+    plan, total = run.plan(summary.version, summary.ranks[0].pipeline), run.total
+    iteration_s = total.mean_iteration_s
+    part = total.gpu_s / total.metered_s / total.iterations
+    baseline_s = plan.baseline_time_s + iteration_s - current.time_s
+    compared = compare(
+        iteration_s, part * total.energy_j, baseline_s, part * (total.energy_j + total.saved_j)
+    )
+    origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
+    # The number of pipelines follows from the run, whatever the size says.
+    pipelines = summary.pipelines_of_plan
+    part = pipelines / size.pipelines
+    of_run = IterationSize(
+        pipelines,
+        None if size.tokens is None else size.tokens * part,
+        None if size.samples is None else size.samples * part,
+        run.total.iterations,
+    )
+    saving = _saving(name, compared, origins, rates, of_run)
+    yield replace(saving, is_run=True, per_run=rates.cost(run.total.saved_j))
+
+
+def _saving(
+    name: str,
+    compared: Comparison,
+    origins: tuple[str, str, str],
+    rates: EnergyRates,
+    size: IterationSize,
+) -> Saving:
+    iterations = size.iterations
+    return Saving(
+        **vars(compared),
+        name=name,
+        is_run=False,
+        pipelines=size.pipelines,
+        time_origin=origins[0],
+        energy_origin=origins[1],
+        baseline_origin=origins[2],
+        per_iteration=rates.cost(compared.saved_j),
+        per_day=rates.cost(compared.saved_j * _DAY_S / compared.time_s),
+        iterations=iterations,
+        per_run=None if iterations is None else rates.cost(compared.saved_j * iterations),
+        efficiency=_efficiency(size, compared.energy_j),
+        baseline_efficiency=_efficiency(size, compared.baseline_energy_j),
+    )
+
+
+def _efficiency(size: IterationSize, energy_j: float) -> dict[str, float | None]:
+    per_j = None if size.samples is None or energy_j <= 0 else size.samples / energy_j
+    per_token_j = None if size.tokens is None else energy_j / size.tokens
+    return {"joules_per_token": per_token_j, "samples_per_s_per_w": per_j}
+
+
+PHASES = ("warm-up", "steady state", "drain")
+"""A rank's warm-up lasts until its first backward begins; its drain begins when its last forward
+has ended.
+"""
+
+_ALIKE = 0.005  #: ranks whose times differ by less, relative to each other, are not told apart
+_LOW = 0.995  #: of the highest clock; a rank below it runs at lower clocks
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """Joules of computing, with operations of fixed time, and joules of waiting."""
+
+    computing_j: float
+    waiting_j: float
+
+    @property
+    def energy_j(self) -> float:
+        """Both together, joules."""
+        return self.computing_j + self.waiting_j
+
+
+@dataclass(frozen=True)
+class IterationEnergy:
+    """Where the energy of one iteration of one pipeline goes."""
+
+    name: str  #: what the iteration is of
+    kind: str  #: "baseline", "plan" or "run"
+    origin: str  #: where the numbers come from
+    time_s: float  #: iteration time, seconds
+    ranks: tuple[EnergyUse, ...]  #: the energy of all GPUs of each rank
+    #: the energy of each of `PHASES`, all ranks together; empty for a run, whose phases are not
+    #: recorded.
+    phases: tuple[EnergyUse, ...]
+    busy_s: tuple[float, ...]  #: seconds of computations and operations of each rank
+    #: mean clock of each rank over its computations, weighted by time, MHz or watts; empty for a
+    #: run.
+    clocks: tuple[float, ...]
+
+    @property
+    def computing_j(self) -> float:
+        """Joules of computing of all ranks."""
+        return math.fsum(rank.computing_j for rank in self.ranks)
+
+    @property
+    def waiting_j(self) -> float:
+        """Joules of waiting of all ranks."""
+        return math.fsum(rank.waiting_j for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The ranks whose computations take longest with all clocks at maximum."""
+
+    ranks: tuple[int, ...]  #: their numbers; empty if most ranks are about as busy
+    busy_s: float  #: seconds of computations and operations of the busiest rank
+    excess_share: float  #: by how much that is more than the median of all ranks
+    balanced_time_s: float  #: iteration time if every rank were as busy as the mean of all, seconds
+    time_s: float  #: iteration time as it is, seconds
+
+
+@dataclass(frozen=True)
+class WhereEnergyGoes:
+    """The first picture of a report."""
+
+    #: all clocks at maximum, the first plan, and the first run, as far as they are known.
+    iterations: tuple[IterationEnergy, ...]
+    bottleneck: Bottleneck | None  #: the busiest rank, or None if it is not known
+    #: what the picture shows, in words; the first one says what is saved, and why.
+    sentences: tuple[str, ...]
+
+
+def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnergyGoes:
+    """Return where the energy goes before, by the first plan, and in the first run.
+
+    It is not known if the plans are of another machine than that of a run.
+
+    Args:
+        sources: what the report is made of.
+        savings: what each run and plan saves; the sentences are about the first.
+    """
+    if sources.unlike_plan:
+        return WhereEnergyGoes((), None, ())
+    before = bottleneck = None
+    if sources.frontier is not None and sources.before is not None:
+        before = energy_of_plan(ALL_MAXIMUM, sources.before, "baseline")
+        bottleneck = find_bottleneck(sources.frontier, sources.before, before)
+    planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
+    runs = (
+        _energy_of_run(name, run, sources.summaries[name]) for name, run in sources.runs.items()
+    )
+    ran = next(filter(None, runs), None)
+    sentences = _sentences(savings, before, planned, ran, bottleneck)
+    iterations = tuple(filter(None, (before, planned, ran)))
+    return WhereEnergyGoes(iterations, bottleneck, tuple(sentences))
+
+
+def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
+    """Return where the energy of a replayed iteration goes; its sum is the plan's energy."""
+    iteration, time_s = plan.iteration, plan.timeline.time_s
+    spans = list(plan.timeline.spans.values())
+    uses: list[list[EnergyUse]] = []
+    busy_s, clocks = [], []
+    for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
+        in_order = [spans[place] for place in program]
+        computed = [
+            (iteration.computations[place].kind, plan.clocks[iteration.names[place]], spans[place])
+            for place in program
+            if place < len(iteration.computations)
+        ]
+        ends_s = _phase_ends_s([(kind, span) for kind, _, span in computed], time_s)
+        uses.append(list(_phases(in_order, ends_s, waiting_w)))
+        busy_s.append(math.fsum(span.time_s for span in in_order))
+        computed_s = math.fsum(span.time_s for _, _, span in computed)
+        clocks.append(math.fsum(clock * span.time_s for _, clock, span in computed) / computed_s)
+    return IterationEnergy(
+        name=name,
+        kind=kind,
+        origin=origin_label(plan.origin),
+        time_s=time_s,
+        ranks=tuple(map(_sum, uses)),
+        phases=tuple(map(_sum, zip(*uses, strict=True))),
+        busy_s=tuple(busy_s),
+        clocks=tuple(clocks),
+    )
+
+
+def _phase_ends_s(computed: Sequence[tuple[str, Span]], time_s: float) -> tuple[float, ...]:
+    """Return when each phase of a rank ends; without backwards, all is steady state."""
+    backwards = [span.start_s for kind, span in computed if kind != "F"]
+    if not backwards:
+        return 0.0, time_s, time_s
+    forward_s = max((span.end_s for kind, span in computed if kind == "F"), default=0.0)
+    return min(backwards), max(min(backwards), forward_s), time_s
+
+
+def _phases(
+    spans: Sequence[Span], ends_s: Sequence[float], waiting_w: float
+) -> Iterator[EnergyUse]:
+    begin_s = 0.0
+    for number, end_s in enumerate(ends_s, 1):
+        # With a negative calibrated overhead, spans begin after the iteration's end.
+        before_s = math.inf if number == len(ends_s) else end_s
+        inside = [span for span in spans if begin_s <= span.start_s < before_s]
+        busy_s = math.fsum(span.time_s for span in inside)
+        computing_j = math.fsum(span.energy_j for span in inside)
+        yield EnergyUse(computing_j, waiting_w * (end_s - begin_s - busy_s))
+        begin_s = end_s
+
+
+def _sum(uses: Sequence[EnergyUse]) -> EnergyUse:
+    return EnergyUse(
+        math.fsum(use.computing_j for use in uses), math.fsum(use.waiting_j for use in uses)
+    )
+
+
+def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy | None:
+    """Return where the energy of a run's mean iteration goes, or None if it is not known.
+
+    Only the energy of a whole iteration is read from a GPU: that of waiting is the time without
+    computations at the blocking power of the plan, and the rest is that of computing.
+    """
+    time_s = summary.current.time_s
+    if time_s is None or summary.current.energy_j is None:
+        return None
+    plan = run.plan(summary.version, summary.ranks[0].pipeline)
+    uses, busy_s = [], []
+    for number, waiting_w in enumerate(plan.rank_waiting_w):
+        ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
+        busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
+        # Each rank's own time: it may have waited for less than the slowest one took.
+        own_s = fmean(rank.mean("inside_s") or 0.0 for rank in ranks)
+        waiting_j = waiting_w * max(0.0, own_s - busy_s[-1])
+        energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks)
+        energy_j /= summary.pipelines_of_plan
+        uses.append(EnergyUse(energy_j - waiting_j, waiting_j))
+    return IterationEnergy(
+        name=name,
+        kind="run",
+        origin=summary.origin,
+        time_s=time_s,
+        ranks=tuple(uses),
+        phases=(),
+        busy_s=tuple(busy_s),
+        clocks=(),
+    )
+
+
+def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> Bottleneck:
+    """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks
+    were equally busy.
+    """
+    most_s, mean_s = max(before.busy_s), fmean(before.busy_s)
+    ranks = tuple(
+        rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s
+    )
+    # Fixed operations keep their time; the computations of a rank are scaled alike.
+    balanced_s = [
+        plan.measurement(computation).time_s * mean_s / before.busy_s[rank]
+        for computation, rank in zip(
+            plan.iteration.computations, plan.iteration.rank_of, strict=False
+        )
+    ]
+    return Bottleneck(
+        ranks if 2 * len(ranks) <= len(before.busy_s) else (),
+        most_s,
+        most_s / median(before.busy_s) - 1,
+        max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
+        before.time_s,
+    )
+
+
+# --- In words
+
+
+def _sentences(
+    savings: Sequence[Saving],
+    before: IterationEnergy | None,
+    planned: IterationEnergy | None,
+    ran: IterationEnergy | None,
+    bottleneck: Bottleneck | None,
+) -> Iterator[str]:
+    after = ran or planned
+    if savings:
+        yield from _saving_sentences(savings[0], before, after)
+    if before is not None:
+        waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
+        yield (
+            f"With {ALL_MAXIMUM}, {waiting:.0f} % of the energy is drawn while GPUs wait for "
+            f"their neighbours, and {100 - waiting:.0f} % while they compute."
+        )
+    if bottleneck is not None and before is not None:
+        yield from _bottleneck_sentences(bottleneck, before, planned)
+    if before is not None and planned is not None and savings:
+        yield from _phase_sentences(before, planned)
+
+
+def _saving_sentences(
+    saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None
+) -> Iterator[str]:
+    """Yield what all pipelines of the job save together, then where one of them does."""
+    subject = f"The run in the folder {saving.name}" if saving.is_run else saving.name
+    many = f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
+    time_share = 100 * (saving.time_ratio - 1)
+    slower = (
+        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
+        if abs(time_share) >= 0.05
+        else "as long"
+    )
+    yield (
+        f"{subject}{many} takes {si(saving.energy_j, 'J', 3)} and {si(saving.time_s, 's', 3)} per "
+        f"iteration: {100 * abs(saving.saved_share):.1f} % "
+        f"{'less' if saving.saved_j >= 0 else 'more'} energy than {saving.baseline}, and {slower}."
+    )
+    if before is None or after is None:
+        return
+    lower = sum(
+        clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
+    )
+    because = (
+        f", as {lower} of {counted(len(after.clocks), 'rank')} run at lower clocks" if lower else ""
+    )
+    yield (
+        f"In {'each' if saving.pipelines > 1 else 'its'} pipeline computing takes "
+        f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "
+        f"{_change(before.waiting_j - after.waiting_j)}."
+    )
+
+
+def _change(saved_j: float) -> str:
+    return f"{si(abs(saved_j), 'J', 3)} {'less' if saved_j >= 0 else 'more'}"
+
+
+def _bottleneck_sentences(
+    found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None
+) -> Iterator[str]:
+    busy = f"{si(found.busy_s, 's', 3)} of {si(found.time_s, 's', 3)}"
+    if len(before.ranks) == 1:
+        return
+    if not found.ranks:
+        yield (
+            f"No rank is the bottleneck: most compute for about as long ({busy}). They wait "
+            "because the schedule fills and empties the pipeline; more microbatches make that a "
+            "smaller part."
+        )
+        return
+    first, *more = found.ranks
+    name, verb = (
+        (f"Ranks {first} and {len(more)} more are", "they compute")
+        if more
+        else (f"Rank {first} is", "it computes")
+    )
+    text = (
+        f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer "
+        "than the median rank"
+    )
+    shorter = 1 - found.balanced_time_s / found.time_s
+    if shorter > _ALIKE:
+        text += (
+            f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
+        )
+    if planned is not None:
+        parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
+        others = [part for rank, part in enumerate(parts) if rank not in found.ranks]
+        kept = fmean(parts[rank] for rank in found.ranks)
+        them = "them" if more else "it"
+        text += (
+            f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, "
+            "the others at "
+        )
+        text += f"{100 * fmean(others):.0f} %"
+    yield f"{text}."
+
+
+def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Iterator[str]:
+    saved_j = [
+        was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)
+    ]
+    whole_j = math.fsum(saved_j)
+    if whole_j <= 0:
+        return
+    first, second, third = (
+        f"{100 * phase_j / whole_j:.0f} % is in the {name}"
+        for name, phase_j in zip(PHASES, saved_j, strict=True)
+    )
+    yield f"Of the saving, {second}, {first} and {third}."

@@ -227,8 +227,8 @@ class Agent:
             self._ends_s, self._has_lapsed = None, True
             self._warnings.warn(
                 "service lease",
-                "nothing was heard of the service while plans waited for a straggler; the job runs "
-                "its own plan until the service answers",
+                "the service was silent while plans waited for a straggler; the job runs its own "
+                "plan until the service answers",
                 by="rank 0",
             )
             self._lapse()

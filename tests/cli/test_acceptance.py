@@ -20,8 +20,8 @@ from fake_nvml import StandIn
 from launching import Ended, ended, started, torchrun
 from waiting import LONG_S
 
-from perseus_planner.acceptance.command import AcceptanceReport, page
-from perseus_planner.acceptance.ranks import Rank
+from perseus_planner.acceptance.command import page
+from perseus_planner.acceptance.ranks import Layout, Rank, Trained
 from perseus_planner.acceptance.steps import (
     CHECKS,
     Acceptance,
@@ -30,7 +30,6 @@ from perseus_planner.acceptance.steps import (
     alike,
     mark_error_s,
 )
-from perseus_planner.acceptance.training import Layout, Trained
 from perseus_planner.base.checks import CheckResult, run_check
 from perseus_planner.base.errors import GpuError, RankError
 
@@ -186,7 +185,10 @@ def test_a_step_that_fails_dies_or_hangs_ends_with_a_sentence(
 
 def test_what_a_failed_check_says_is_on_the_page_escaped():
     failed = CheckResult("clocks", "failed", "it ran at <b>1980</b> MHz; see Slurm")
-    report = AcceptanceReport("0", "H100", 8, "2 x 4", "measured", False, False, (failed,))
+    report = {
+        **{"planner": "0", "gpu": "H100", "ranks": 8, "layout": "2 x 4", "origin": "measured"},
+        "checks": (failed,),
+    }
     text = page(report)
     assert "does not work on 8 x H100 (measured) yet: clocks failed." in text
     assert "it ran at &lt;b&gt;1980&lt;/b&gt; MHz; see Slurm" in text

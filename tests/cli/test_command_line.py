@@ -133,7 +133,7 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     assert Plan.load("plan.yaml") == frontier.plan_for(frontier.baseline_time_s)
     before = Path("measured.yaml").stat().st_mtime_ns
     said = done("job.yaml --slowdown 1.1 --max-changes 2")
-    assert said.startswith("measured.yaml is there; remove it to measure again\n")
+    assert said.startswith("measured.yaml exists; remove it to measure again\n")
     assert Path("measured.yaml").stat().st_mtime_ns == before
     assert Plan.load("plan.yaml") == frontier.plan_for(
         1.1 * frontier.baseline_time_s, max_changes=2

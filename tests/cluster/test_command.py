@@ -16,10 +16,13 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
 from perseus_planner.cluster.command import simulate as command
-from perseus_planner.cluster.lengths import POLICIES as LENGTHS_POLICIES
-from perseus_planner.cluster.policies import POLICIES
-from perseus_planner.cluster.replay import Cluster, simulate
-from perseus_planner.cluster.stragglers import read_stragglers
+from perseus_planner.cluster.replay import (
+    LENGTH_POLICIES,
+    POLICIES,
+    Cluster,
+    read_stragglers,
+    simulate,
+)
 from perseus_planner.cluster.views import cluster_text, summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
@@ -45,7 +48,7 @@ def work(folder: Path, frontier: Frontier) -> Path:
 
 def test_it_offers_every_policy():
     choice = next(option.type for option in command.params if option.name == "policies")
-    assert tuple(dict.fromkeys((*POLICIES, *LENGTHS_POLICIES))) == tuple(choice.choices)
+    assert tuple(dict.fromkeys((*POLICIES, *LENGTH_POLICIES))) == tuple(choice.choices)
 
 
 def test_text_and_json_are_what_the_library_says(work: Path, frontier: Frontier):

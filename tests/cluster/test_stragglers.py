@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.cluster.stragglers import (
+from perseus_planner.cluster.replay import (
     UNDISTURBED,
     Condition,
     Straggler,
@@ -111,26 +111,6 @@ def test_a_malformed_file_is_refused(folder: Path, data: bytes, complaint: str):
 def test_a_missing_file_is_refused(folder: Path):
     assert message_of(Path("slow.csv")) == "slow.csv: no such file; check the path"
     assert message_of(folder) == f"{folder}: is a folder; name the file in it"
-
-
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    [
-        ((-1.0, 2.0, 1.1, 0), f"straggler, start_s: -1.0 {NEEDS_START}"),
-        ((1.0, math.nan, 1.1, 0), f"straggler, end_s: nan {NEEDS_END}"),
-        (
-            (1.0, 0.5, 1.1, 0),
-            "straggler, end_s: 0.5 is not after its start 1.0; correct one of them",
-        ),
-        ((1.0, 2.0, 0.5, 0), f"straggler, slowdown: 0.5 {NEEDS_SLOWDOWN}"),
-        ((1.0, 2.0, 1.1, True), f"straggler, pipeline: True {NEEDS_PIPELINE}"),
-        ((1.0, 2.0, 1.1, 0, "1"), f"straggler, stage: '1' {NEEDS_STAGE}"),
-    ],
-)
-def test_a_straggler_of_wrong_values_is_refused(values: tuple[float, ...], complaint: str):
-    with pytest.raises(UsageError) as caught:
-        Straggler(*values)
-    assert str(caught.value) == complaint
 
 
 def test_slowdowns_of_the_same_stage_are_multiplied():

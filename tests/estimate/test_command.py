@@ -12,9 +12,8 @@ from commands import done, refusal
 
 from perseus_planner import Profile
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.estimate import estimate
-from perseus_planner.estimate.operations import stage_totals
-from perseus_planner.estimate.system import SYSTEMS, with_link
+from perseus_planner.estimate.curves import estimate
+from perseus_planner.estimate.operations import SYSTEMS, stage_totals, with_link
 from perseus_planner.estimate.transformer import PRESETS
 from perseus_planner.profiles.measurement import Measurement
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.estimate import Calibration, calibration_of, estimate
-from perseus_planner.estimate.operations import stage_totals
-from perseus_planner.estimate.system import SYSTEMS, System, with_link
+from perseus_planner.estimate.curves import Calibration, calibration_of, estimate
+from perseus_planner.estimate.operations import SYSTEMS, System, stage_totals, with_link
 from perseus_planner.estimate.transformer import PRESETS, split_layers
 from perseus_planner.gpu.simulated.model import Load
 from perseus_planner.profiles.measurement import Measurement

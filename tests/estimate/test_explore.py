@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.candidates import Choices, candidates, split_choices
 from perseus_planner.estimate.curves import CurveMaker, measurements_of
 from perseus_planner.estimate.explore import (
+    Choices,
     Exploration,
     Objective,
-    Prices,
+    candidates,
     explore,
     forecast,
+    split_choices,
     worth_measuring,
 )
-from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.system import SYSTEMS, KernelTimes
+from perseus_planner.estimate.operations import SYSTEMS, KernelTimes, layer_times
 from perseus_planner.estimate.transformer import PRESETS, Transformer
 
 A100, H100 = SYSTEMS["a100-sxm"], SYSTEMS["h100-sxm"]
@@ -232,13 +232,13 @@ def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
 
 def test_a_forecast_is_energy_at_the_meter(eight: Exploration):
     row = eight.first[0]
-    found = forecast(row, 1e12, A100, Prices(pue=1.5, per_kwh=0.2, g_per_kwh=100))
-    assert found.hours == pytest.approx(1e12 / row.tokens_per_s / 3600)
-    assert found.gpu_kwh == pytest.approx(1e12 * row.j_per_token / 3.6e6)
+    found = forecast(row, A100, tokens=1e12, pue=1.5, price=0.2, carbon=100)
+    assert found["hours"] == pytest.approx(1e12 / row.tokens_per_s / 3600)
+    assert found["gpu_kwh"] == pytest.approx(1e12 * row.j_per_token / 3.6e6)
     for place, beside_w in enumerate((A100.node_overhead_w, A100.node_overhead_most_w)):
-        wanted = (found.gpu_kwh + found.hours * beside_w * row.candidate.job.gpus / 8e3) * 1.5
-        assert found.meter_kwh[place] == pytest.approx(wanted)
-        assert (found.cost[place], found.co2e_kg[place]) == pytest.approx(
+        wanted = (found["gpu_kwh"] + found["hours"] * beside_w * row.candidate.job.gpus / 8e3) * 1.5
+        assert found["meter_kwh"][place] == pytest.approx(wanted)
+        assert (found["cost"][place], found["co2e_kg"][place]) == pytest.approx(
             (0.2 * wanted, 0.1 * wanted)
         )
 

@@ -13,12 +13,19 @@ from hypothesis import strategies as st
 from iteration_times import calibrated
 from measured_iterations import TimeEstimates, measured
 
-from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.kernel_times import Phases, layer_times, sum_s
-from perseus_planner.estimate.operations import Exchange, Product, layer_operations
-from perseus_planner.estimate.system import SYSTEMS, KernelTimes, kernel_key
-from perseus_planner.estimate.transformer import PRESETS, Transformer, split_layers
+from perseus_planner.estimate.operations import (
+    SYSTEMS,
+    Exchange,
+    KernelTimes,
+    Phases,
+    Product,
+    kernel_key,
+    layer_operations,
+    layer_times,
+    sum_s,
+)
+from perseus_planner.estimate.transformer import PRESETS, Transformer
 from perseus_planner.plans.replay import end_times
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
@@ -169,12 +176,6 @@ def test_the_fast_replay_is_that_of_the_graph(
     dag = PipelineDag(Profile(rows, blocking_power_w=80.0), iteration)
     exact_s = max(end_times(dag, [dag.points[key][0].time_s for key in iteration.keys]))
     assert replay_s(job, A100, times) == pytest.approx(exact_s, rel=2e-3)
-
-
-def test_virtual_stages_must_divide_the_stages():
-    with pytest.raises(UsageError) as refusal:
-        Configuration(SMALL, split_layers(24, 6), 1, 8, "interleaved-1f1b", 4)
-    assert str(refusal.value) == "virtual_stages: 4 does not divide the 6 stages; choose a divisor"
 
 
 def test_phases_add_up():

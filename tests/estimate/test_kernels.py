@@ -9,8 +9,7 @@ import pytest
 from commands import done, refusal
 from launching import ranks
 
-from perseus_planner.estimate.kernel_times import layer_times
-from perseus_planner.estimate.system import load_system
+from perseus_planner.estimate.operations import layer_times, load_system
 from perseus_planner.estimate.transformer import read_transformer
 
 pytest.importorskip("torch")
@@ -62,7 +61,7 @@ def test_the_ranks_of_a_node_measure_tensor_groups_and_their_links(folder: Path)
     assert [key.tensor_degree for key in system.kernels] == [1, 2]
     assert system.link_bytes_per_s > 0
     assert "".join(rank.stdout for rank in everyone).count("Wrote") == 1
-    said = "torch finds no GPU: processors are measured, which may take hours"
+    said = "torch finds no GPU, so processors are measured, which may take hours"
     assert "".join(rank.stderr for rank in everyone).count(said) == 1
 
 

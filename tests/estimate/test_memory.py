@@ -12,7 +12,7 @@ from measured_iterations import measured
 from modern_iterations import published
 
 from perseus_planner.estimate.configuration import Configuration, kept_layer_bytes, memory
-from perseus_planner.estimate.system import SYSTEMS
+from perseus_planner.estimate.operations import SYSTEMS
 from perseus_planner.estimate.transformer import PRESETS, split_layers
 
 A100 = SYSTEMS["a100-sxm"]

@@ -13,7 +13,7 @@ from inference_cases import PROFILE, RATES, steady, write_trace
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.inference.command import inference
-from perseus_planner.inference.plan import POLICIES, InferencePlan
+from perseus_planner.inference.plan import POLICIES, read_plan, save_plan
 
 PLAN = "inference plan inference.csv --rates rates.csv"
 
@@ -31,9 +31,11 @@ def test_the_plan_is_a_table_and_a_file(folder: Path):
     text = done(f"{PLAN} --gpus 16 -o pools.yaml")
     assert "highest clock, largest tensor degree" in text
     assert "The plan is proved to be the best." in text
-    plan = InferencePlan.load("pools.yaml")
-    assert plan.energy_j == plan.policies["planner"].energy_j
-    plan.save("again.yaml")
+    plan = read_plan(Path("pools.yaml"))
+    assert plan["policies"]["planner"]["energy_j"] == sum(
+        epoch["energy_j"] for epoch in plan["epochs"]
+    )
+    save_plan(plan, Path("again.yaml"))
     assert Path("again.yaml").read_bytes() == Path("pools.yaml").read_bytes()
 
 
@@ -93,8 +95,12 @@ def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder
 
 def test_show_and_report_take_a_plan(folder: Path):
     text = done(f"{PLAN} --gpus 16 -o 'po<b>ols.yaml'").partition("Wrote")[0]
-    assert text == done("show 'po<b>ols.yaml' --plot pools.svg").partition("Wrote")[0]
-    assert "planner" in Path("pools.svg").read_text()
+    assert text == done("show 'po<b>ols.yaml'")
+    assert refusal("show 'po<b>ols.yaml' --plot pools.svg") == (
+        2,
+        "",
+        "Error: po<b>ols.yaml: has no figure; leave --plot out\n",
+    )
     found = json.loads(done("report 'po<b>ols.yaml' --price 0.2 --pue 1.5 -o page.html --json"))
     baseline_j = found["plan"]["policies"][0]["energy_j"]
     assert found["saved"]["kwh"] == pytest.approx(
@@ -118,11 +124,6 @@ def test_the_page_has_no_barrier_and_fits_a_phone(folder: Path):
             browser, (folder / "page.html").as_uri(), color_scheme="dark", viewport=phone
         ) as page,
     ):
-        assert page.locator(".bars rect").count() == len(POLICIES)
-        assert (
-            page.evaluate("getComputedStyle(document.querySelector('.bars .plan')).fill")
-            != "rgb(0, 0, 0)"
-        )
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert barriers(page) == []
 
@@ -161,12 +162,12 @@ def test_a_changed_file_is_refused(folder: Path):
         Path("pools.yaml").read_text().replace("instances: 2", "instances: 1")
     )
     with pytest.raises(PlanError, match="does not match the content"):
-        InferencePlan.load("pools.yaml")
+        read_plan(Path("pools.yaml"))
     Path("pools.yaml").write_text(
         Path("pools.yaml").read_text().replace("classes:\n", "classes:\n  1: [1, 1]\n")
     )
     with pytest.raises(PlanError, match="does not match the content"):
-        InferencePlan.load("pools.yaml")
+        read_plan(Path("pools.yaml"))
 
 
 @pytest.mark.parametrize(

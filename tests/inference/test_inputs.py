@@ -12,14 +12,17 @@ import pytest
 from inference_cases import PROFILE, RATES
 
 from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
-from perseus_planner.inference.cells import (
+from perseus_planner.inference.workload import (
     Cell,
     Configuration,
+    Load,
     Objectives,
     RequestClass,
+    periods_of,
     read_inference_profile,
+    read_rates,
+    read_trace,
 )
-from perseus_planner.inference.workload import Load, periods_of, read_rates, read_trace
 
 
 def text_file(path: Path, text: str) -> Path:

@@ -24,9 +24,14 @@ from waiting import eventually
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.inference.metrics import Histogram, MetricsReader, ServerState, parse_state
-from perseus_planner.inference.online import ServerClock
-from perseus_planner.inference.targets import Server
+from perseus_planner.inference.online import (
+    Histogram,
+    MetricsReader,
+    ServerClock,
+    ServerState,
+    parse_state,
+)
+from perseus_planner.inference.serving import Server
 
 GPU = "emulated:a100-sxm/72?slower=10"
 SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"

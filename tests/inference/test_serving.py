@@ -20,15 +20,15 @@ from inference_cases import VLLM
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.inference.cells import Configuration, read_inference_profile
-from perseus_planner.inference.results import read_results
 from perseus_planner.inference.serving import (
+    Server,
     ServingSettings,
     Shape,
     measure_serving,
+    read_results,
     save_served,
 )
-from perseus_planner.inference.targets import Server
+from perseus_planner.inference.workload import Configuration, read_inference_profile
 
 GPU = "emulated:a100-sxm/70?slower=10"
 SERVER = Path(__file__).parents[1] / "support" / "completions_server.py"
@@ -255,10 +255,6 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (
-            {"control": "voltage"},
-            "control: 'voltage' is unknown; choose one of: clock, power-limit, observed",
-        ),
         (
             {"control": "observed", "settings": (1410,)},
             "control='observed' sets nothing; leave out the settings",

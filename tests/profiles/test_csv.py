@@ -243,6 +243,11 @@ def test_a_csv_without_blocking_power_says_how_to_give_it(folder: Path):
     assert message_of("p.csv") == expected + "p.yaml, which holds it"
 
 
+def test_a_file_of_another_kind_is_refused_for_its_header(folder: Path):
+    (folder / "p.csv").write_text("a,b\n1,2\n")
+    assert message_of("p.csv").startswith("p.csv, line 1: no column 'stage', 'instruction', ")
+
+
 def test_a_wrong_header_is_found_before_the_rest_is_read(folder: Path):
     os.mkfifo("p.csv")
     # Open for both, so that opening does not wait; a second read would wait until the time limit.

@@ -21,8 +21,7 @@ from perseus_planner.runtime.agent.outbox import added_up, told
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
 from perseus_planner.service.jobs import add_counters
 from perseus_planner.views.run import run_text, summarize_run
-from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
-from perseus_planner.views.sources import Sources
+from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
 SOME_S, SOME_J = st.floats(0.001, 10.0), st.none() | st.floats(0.0, 1e4)
 

@@ -16,8 +16,7 @@ from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.verdict import of_another_machine, verdict_of
 from perseus_planner.views.report import make_report, page, report_text
 from perseus_planner.views.run import run_text, summarize_run
-from perseus_planner.views.savings import EnergyRates, IterationSize
-from perseus_planner.views.sources import Sources
+from perseus_planner.views.sources import EnergyRates, IterationSize, Sources
 
 RANKS, WINDOWS = 4, 10
 

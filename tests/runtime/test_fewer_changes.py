@@ -135,8 +135,8 @@ def test_a_rank_whose_changes_cannot_keep_up_follows_its_plan_with_fewer(
     before, _, after = text.partition("--max-changes ")
     assert before == (
         "planner, rank 0: clock changes cannot keep up, so this rank follows its plan with at "
-        f"most {last.changes} of {FULL.changes} clock changes in an iteration, to the same "
-        "deadline and for more energy; make the plan with fewer changes ("
+        f"most {last.changes} of {FULL.changes} clock changes in an iteration: it meets "
+        "the same deadline with more energy; make the plan with fewer changes ("
     )
     most, _, rest = after.partition(")")
     assert last.changes <= int(most) <= 11

@@ -72,8 +72,8 @@ def test_other_numbers_of_microbatches_run_without_clocks_with_one_warning_in_th
         ]  # fmt: skip
     (text,) = [text for text in warnings_of(changed) if "microbatches" in text]
     assert (
-        "ran 6 microbatches, and the plan has 4; clocks are reset in such iterations, and set again"
-        in text
+        "ran 6 microbatches, and the plan has 4; clocks are reset in these iterations, and set "
+        "again after an iteration that runs as planned" in text
     )
 
 

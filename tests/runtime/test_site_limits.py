@@ -79,7 +79,7 @@ def test_each_new_limit_is_warned_of_and_counted():
         work.close()
     assert list(warned.values()) == [
         f"the power limit of this GPU is {limit} W, below its default, so it may not reach the "
-        "clocks of its plan; a service plans within it, else solve again with --gpu-power-limit "
-        f"{limit}W"
+        "clocks of its plan; a service plans within this limit; without a service, solve again "
+        f"with --gpu-power-limit {limit}W"
         for limit in (300, 250)
     ]

@@ -14,15 +14,15 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_planner.inference.cells import (
+from perseus_planner.inference.plan import PUBLISHED, ChangeCosts, Pool
+from perseus_planner.inference.workload import (
     Cell,
     Configuration,
     InferenceProfile,
+    Load,
     Objectives,
     RequestClass,
 )
-from perseus_planner.inference.programme import PUBLISHED, ChangeCosts, Pool
-from perseus_planner.inference.workload import Load
 
 SHORT, LONG = RequestClass(256.0, 100.0, "256/100"), RequestClass(4096.0, 100.0, "4096/100")
 

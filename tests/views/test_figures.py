@@ -22,17 +22,17 @@ from perseus_planner.profiles.measurement import Evidence, Measurement, pareto_f
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
 from perseus_planner.views.figures import (
+    chart_plan,
     check_figure_path,
     draw_curves,
     draw_frontier,
     draw_gantt,
+    page_file,
     save_figure,
 )
 from perseus_planner.views.frontier import chart_frontier
-from perseus_planner.views.gantt import chart_plan
 from perseus_planner.views.report import FIGURES, chart_sources
 from perseus_planner.views.sources import Sources
-from perseus_planner.views.web import page_file
 
 FIRST_BYTES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

@@ -24,11 +24,10 @@ from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import solve_dag
-from perseus_planner.views.gantt import chart_plan, spare_s
+from perseus_planner.views.figures import chart_plan, spare_s
 from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report import chart_sources, make_report, number, page
-from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
-from perseus_planner.views.sources import Sources
+from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
 SMALL = smooth_profile(3, step_mhz=150)
 

@@ -25,7 +25,7 @@ from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs import Run
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.traces import Counter, total, trace_plan, trace_run
+from perseus_planner.views.traces import total, trace_plan, trace_run
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +243,8 @@ def test_equal_plans_give_equal_files_and_a_failure_leaves_the_old_one(plan: Pla
 
 
 def test_a_sum_begins_when_all_are_known():
-    summed = total(
-        [
-            Counter("a", "W", [(0, 1.0), (5, 2.0), (9, 2.0)]),
-            Counter("b", "W", [(3, 10.0), (5, 20.0)]),
-        ],
-        "ab",
-    )
-    assert summed == Counter("ab", "W", [(3, 11.0), (5, 22.0), (9, 22.0)])
+    summed = total([[(0, 1.0), (5, 2.0), (9, 2.0)], [(3, 10.0), (5, 20.0)]])
+    assert summed == [(3, 11.0), (5, 22.0), (9, 22.0)]
 
 
 def test_a_run_is_what_each_rank_measured_of_the_iterations_it_kept(tmp_path: Path):

@@ -20,9 +20,7 @@ from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.plan import summarize_plan
 from perseus_planner.views.report import make_report
-from perseus_planner.views.savings import EnergyRates, IterationSize
-from perseus_planner.views.sources import Sources
-from perseus_planner.views.where import energy_of_plan
+from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, energy_of_plan
 
 
 def profile_of(factors: list[float]) -> Profile:

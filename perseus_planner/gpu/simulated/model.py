@@ -104,7 +104,8 @@ class Load:
 
     def voltage(self, clock_mhz: float) -> float:
         """Return the core voltage at an achieved clock, as a multiple of its smallest value."""
-        return 1 + self.voltage_slope_per_mhz * max(0.0, clock_mhz - self.ridge_mhz)
+        above_mhz = clock_mhz - self.ridge_mhz
+        return 1 + self.voltage_slope_per_mhz * above_mhz * (above_mhz > 0)  # arrays, too
 
 
 @dataclass(frozen=True)
