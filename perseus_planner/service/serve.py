@@ -41,8 +41,7 @@ from perseus_planner.service.access import (
     Token,
     error_answer,
 )
-from perseus_planner.service.app import create_app
-from perseus_planner.service.live import AsyncService
+from perseus_planner.service.app import AsyncService, create_app
 from perseus_planner.service.service import Service
 
 _STAND_BY_S = 1.0  # between two tries to take the database over

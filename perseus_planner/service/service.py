@@ -10,11 +10,13 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
@@ -76,22 +78,14 @@ from perseus_planner.service.power import (
     share_least_power,
     share_power,
 )
-from perseus_planner.service.store import (
-    Changed,
-    Draft,
-    Storage,
-    Stored,
-    Writer,
-    unknown_job,
-)
+from perseus_planner.service.store import Draft, Storage, Stored, Writer, unknown_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
     from perseus_planner.service.jobs import Tally
     from perseus_planner.service.models import Counters, Curve, JobTotals
-    from perseus_planner.service.store import Storage, Stored
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 JOB_LEASE_S = 180.0
@@ -103,6 +97,20 @@ _RETRY_S = 1.0  # after changes that could not be written, for example because t
 _log = logging.getLogger(__name__)
 
 
+def _command(
+    change: Callable[Concatenate[Service, Draft, P], R],
+) -> Callable[Concatenate[Service, P], Future[R]]:
+    """Return the method that has the writer run `change`, without waiting: the future has its
+    result, or its error, once what it changed is on disk.
+    """
+
+    @wraps(change)
+    def submit(service: Service, /, *args: P.args, **options: P.kwargs) -> Future[R]:
+        return service._writer.submit(lambda draft: change(service, draft, *args, **options))
+
+    return submit
+
+
 class Service:
     """Takes reports and settings, and publishes versions of plans. Use it as a context manager,
     from any thread.
@@ -112,8 +120,9 @@ class Service:
     by 1, and a promised version comes. Plans are made by other processes; only `register` and
     `solve` wait for them.
 
-    Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and
-    `StorageError` if a change cannot be written.
+    Methods that change something, except `register`, return futures of results and errors. Unless
+    they say otherwise, methods raise `UnknownJob` for a job that does not run, and `StorageError`
+    if a change cannot be written.
     """
 
     def __init__(
@@ -153,7 +162,6 @@ class Service:
         self._replanner = Replanner(self._replan, workers)
         #: When time alone may change the decision of each job.
         self._timers: dict[str, float] = {}
-        self._timing = threading.Lock()  #: of them
         self._epoch = uuid4().hex
         self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
         self._lease_s = lease_s
@@ -161,7 +169,7 @@ class Service:
         self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: list[Callable[[str, int], None]] = []
         self._storage = storage
-        self._writer = Writer(storage, stored, self._follow_up, self._now_s)
+        self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self._now_s)
         self._telemetry = TelemetryBook(
             {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
         )
@@ -304,37 +312,35 @@ class Service:
         if state is not None and (not take_over or is_same(state, job)):
             return recognize(state, job)
         first = first_state(job, frontier, self._planning)
+        return self._add(first, frontier, take_over).result()
 
-        def command(draft: Draft) -> Registered:
-            running = draft.find(job.name)
-            if running is not None and not take_over:
-                return recognize(running, job)
-            draft.frontiers[job.frontier] = frontier, first.curve
-            if running is None:
-                draft.put(first)
-            else:
-                self._reconcile(draft, take_over_job(running, first))
-            self._share_power(draft, job.name)
-            state = draft.state(job.name)
-            return Registered(state.job, state.published.version, running is None)
+    @_command
+    def _add(self, draft: Draft, first: JobState, frontier: bytes, take_over: bool) -> Registered:
+        job = first.job
+        running = draft.find(job.name)
+        if running is not None and not take_over:
+            return recognize(running, job)
+        draft.frontiers[job.frontier] = frontier, first.curve
+        if running is None:
+            draft.put(first)
+        else:
+            draft.reconcile(take_over_job(running, first))
+        share_power(draft, job.name)
+        state = draft.state(job.name)
+        return Registered(state.job, state.published.version, running is None)
 
-        return self._writer.do(command)
-
-    def end(self, job: str) -> None:
+    @_command
+    def end(self, draft: Draft, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
+        ended = draft.state(job).job
+        draft.changed[job] = None
+        draft.telemetry.pop(job, None)
+        draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
+        if draft.budget.power_w is not None:
+            share_power(draft, None)
 
-        def command(draft: Draft) -> RegisteredJob:
-            ended = draft.state(job).job
-            draft.remove(job)
-            draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
-            if draft.budget.power_w is not None:
-                self._share_power(draft, None)
-            return ended
-
-        self._telemetry.forget(self._writer.do(command))
-        self._statuses.pop(job, None)
-
-    def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
+    @_command
+    def set_deadline(self, draft: Draft, job: str, deadline_s: float | None) -> Answer:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all
         clocks at maximum.
 
@@ -342,19 +348,19 @@ class Service:
             InfeasibleError: If no plan is that fast, or the power budgets cannot be met with it.
             UsageError: If it is not a time.
         """
+        before = draft.state(job)
+        check_deadline(deadline_s, before.curve)
+        draft.put(before.with_job(deadline_s=deadline_s))
+        share_power(draft, job)
+        return answer_to(before, draft.reconcile(draft.state(job)))
 
-        def command(draft: Draft) -> Answer:
-            before = draft.state(job)
-            after = before.with_job(deadline_s=deadline_s)
-            check_deadline(deadline_s, before.curve)
-            draft.put(after)
-            self._share_power(draft, job)
-            return answer_to(before, self._reconcile(draft, draft.state(job)))
-
-        return self._writer.do(command)
-
+    @_command
     def set_power(
-        self, job: str | None, power_w: float | None, schedule: tuple[PowerStep, ...] = ()
+        self,
+        draft: Draft,
+        job: str | None,
+        power_w: float | None,
+        schedule: tuple[PowerStep, ...] = (),
     ) -> tuple[Answer, ...]:
         """Bound the average power of all GPUs of a job, or of all jobs together, watts; None
         removes the bound.
@@ -369,48 +375,38 @@ class Service:
             InfeasiblePower: If no plans draw so little; names the least.
             UsageError: If it is not a power.
         """
-
-        def command(draft: Draft) -> tuple[Answer, ...]:
-            before = draft.jobs().values() if job is None else [draft.state(job)]
-            set_budget(draft, job, PowerBudget.of(power_w, schedule))
-            self._share_power(draft, job)
-            return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
-
-        return self._writer.do(command)
+        before = draft.jobs().values() if job is None else [draft.state(job)]
+        set_budget(draft, job, PowerBudget.of(power_w, schedule))
+        share_power(draft, job)
+        return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
     # Reports
 
-    def report(self, job: str, report: Report) -> Answer:
+    @_command
+    def report(self, draft: Draft, job: str, report: Report) -> Answer:
         """Take a report. One with a known key changes nothing.
 
         Raises:
             Conflict: If another report has that key, or too many reports count.
             UsageError: If the job does not have what the report is about.
         """
-        return self.submit_report(job, report).result()
+        before = draft.state(job)
+        known_report = before.reports.get(report.key) or before.past.get(report.key)
+        if known_report is not None:
+            check_same(known_report, report)
+            return answer_to(before, before, known_report, "the report was received before")
+        check_report(before, report)
+        after = draft.reconcile(before.with_report(report, self._now_s()))
+        if report.key in after.reports:
+            reason = until_it_begins(after, report, self._now_s())
+        else:
+            reason = "it expires before it begins, or its source has observed the scope later"
+        return answer_to(before, after, report, reason)
 
-    def submit_report(self, job: str, report: Report) -> Future[Answer]:
-        """Take a report as `report` does, without waiting; the answer or the error is in the
-        future.
-        """
-
-        def command(draft: Draft) -> Answer:
-            before = draft.state(job)
-            known_report = before.reports.get(report.key) or before.past.get(report.key)
-            if known_report is not None:
-                check_same(known_report, report)
-                return answer_to(before, before, known_report, "the report was received before")
-            check_report(before, report)
-            after = self._reconcile(draft, before.with_report(report, self._now_s()))
-            if report.key in after.reports:
-                reason = until_it_begins(after, report, self._now_s())
-            else:
-                reason = "it expires before it begins, or its source has observed the scope later"
-            return answer_to(before, after, report, reason)
-
-        return self._writer.submit(command)
-
-    def alert(self, reports: Sequence[Report]) -> tuple[tuple[Answer, ...], dict[str, str]]:
+    @_command
+    def alert(
+        self, draft: Draft, reports: Sequence[Report]
+    ) -> tuple[tuple[Answer, ...], dict[str, str]]:
         """Take reports that name no job: each concerns every job that has its GPU or node.
 
         A report with a known key is the same alert, which may have another slowdown now, and is
@@ -421,74 +417,60 @@ class Service:
             The answer for each job that has a GPU or node that they name; and by the key of a
             report, why no job or not every job concerned has taken it.
         """
+        of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
+        answers = []
+        for name, alerts in of_jobs.items():
+            before = draft.state(name)
+            after, refused = with_alerts(before, alerts, self._now_s())
+            ignored |= refused
+            after = before if after is before else draft.reconcile(after)
+            answers.append(answer_to(before, after))
+        return tuple(answers), ignored
 
-        def command(draft: Draft) -> tuple[tuple[Answer, ...], dict[str, str]]:
-            of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
-            answers = []
-            for name, alerts in of_jobs.items():
-                before = draft.state(name)
-                after, refused = with_alerts(before, alerts, self._now_s())
-                ignored |= refused
-                after = before if after is before else self._reconcile(draft, after)
-                answers.append(answer_to(before, after))
-            return tuple(answers), ignored
-
-        return self._writer.do(command)
-
-    def clear(self, job: str, key: str) -> Answer:
+    @_command
+    def clear(self, draft: Draft, job: str, key: str) -> Answer:
         """Withdraw a report: it expires now.
 
         Raises:
             UnknownReport: If the job has no such report.
         """
-
-        def command(draft: Draft) -> Answer:
-            before, now_s = draft.state(job), self._now_s()
-            report = before.reports.get(key)
-            if report is None or report.expires_s <= now_s:
-                past = report or before.past.get(key)
-                if past is None:
-                    raise UnknownReport(
-                        f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
-                    )
-                return answer_to(before, before, past, "the report did not count any more")
-            report = expire(report, now_s)
-            after = self._reconcile(draft, before.with_report(report, now_s))
-            return answer_to(before, after, report)
-
-        return self._writer.do(command)
+        before, now_s = draft.state(job), self._now_s()
+        report = before.reports.get(key)
+        if report is None or report.expires_s <= now_s:
+            past = report or before.past.get(key)
+            if past is None:
+                raise UnknownReport(
+                    f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
+                )
+            return answer_to(before, before, past, "the report did not count any more")
+        report = expire(report, now_s)
+        return answer_to(before, draft.reconcile(before.with_report(report, now_s)), report)
 
     # What a job reports about itself
 
-    def taken(self, job: str, version: int, iteration: int) -> None:
+    def taken(self, job: str, version: int, iteration: int) -> Future[None]:
         """Record that a job runs a version since an iteration. An older message does not replace a
         newer one.
 
         Raises:
             Conflict: If there is no such version yet.
         """
-        self.submit_taken(job, version, iteration).result()
-
-    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
-        """Record it as `taken` does, without waiting."""
         self._hear_of(job)
+        return self._take(job, version, iteration)
 
-        def command(draft: Draft) -> None:
-            state = draft.state(job)
-            newest = state.published.version
-            if not 1 <= version <= newest:
-                raise Conflict(
-                    f"job {shown(job)} has no version {version} of its plans; the newest is "
-                    f"{newest}"
-                )
-            before = state.taken
-            if before is None or (before.version, before.iteration) < (version, iteration):
-                taken = Taken(version, iteration, self._now_s())
-                self._reconcile(draft, replace(state, taken=taken))
+    @_command
+    def _take(self, draft: Draft, job: str, version: int, iteration: int) -> None:
+        state = draft.state(job)
+        newest = state.published.version
+        if not 1 <= version <= newest:
+            raise Conflict(
+                f"job {shown(job)} has no version {version} of its plans; the newest is {newest}"
+            )
+        before = state.taken
+        if before is None or (before.version, before.iteration) < (version, iteration):
+            draft.reconcile(replace(state, taken=Taken(version, iteration, self._now_s())))
 
-        return self._writer.submit(command)
-
-    def telemetry(self, job: str, sent: Counters) -> None:
+    def telemetry(self, job: str, sent: Counters) -> Future[None]:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
         some seconds later.
 
@@ -497,26 +479,20 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
-        limited = self.submit_telemetry(job, sent)
-        if limited is not None:
-            limited.result()
-
-    def submit_telemetry(self, job: str, sent: Counters) -> Future[None] | None:
-        """Add them as `telemetry` does, without waiting for the job to be planned again; None if it
-        is not.
-        """
         self._hear_of(job)
         state, limit_w = self._state(job), sent.gpu_power_limit_w
         version = None if state.taken is None else state.taken.version
         self._telemetry.add(state.job, sent, self._now_s(), version)
-
-        def limit_gpus(draft: Draft) -> None:
-            self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))
-
         if is_other_limit(state.job.gpu_power_limit_w, limit_w):
-            return self._writer.submit(limit_gpus)
+            return self._limit_gpus(job, limit_w)
         self._compare_power(state)
-        return None
+        unlimited = Future[None]()
+        unlimited.set_result(None)
+        return unlimited
+
+    @_command
+    def _limit_gpus(self, draft: Draft, job: str, limit_w: float | None) -> None:
+        draft.reconcile(draft.state(job).with_job(gpu_power_limit_w=limit_w))
 
     def _compare_power(self, state: JobState) -> None:
         """Note whether a job has drawn more than its budgets allow for a minute, or does not any
@@ -530,14 +506,12 @@ class Service:
         else:
             self._over_s.pop(name, None)
         over_since_s = since_s if now_s - since_s >= _OVER_FOR_S else None
-
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None:
-                draft.put(replace(state, over_budget_since_s=over_since_s))
-
         if (over_since_s is None) != (state.over_budget_since_s is None):
-            self._writer.submit(command)
+            self._note_over(name, over_since_s)
+
+    @_command
+    def _note_over(self, draft: Draft, name: str, since_s: float | None) -> None:
+        draft.put(replace(draft.state(name), over_budget_since_s=since_s))
 
     # News and time
 
@@ -572,25 +546,20 @@ class Service:
             for name, state in self._writer.jobs.items():
                 if state.job.power_schedule:
                     self._set_timer(name, state)
-        with self._timing:
-            due = [name for name, at_s in self._timers.items() if at_s <= now_s]
-            for name in due:
-                self._timers[name] = math.inf
+        due = [name for name, at_s in list(self._timers.items()) if at_s <= now_s]
         silent = [
             name for name, at_s in list(self._heard_s.items()) if at_s + self._lease_s <= now_s
         ]
-        heard_s = {name: self._heard_s.pop(name, now_s) for name in silent}
         try:
             if due or silent or self._budget_s <= now_s:
-                self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
+                self._carry_out(due, silent, now_s, wall_s).result()
         except PlannerError:
-            for name in due:
-                self._timers[name] = now_s
-            for name, at_s in heard_s.items():
-                self._heard_s.setdefault(name, at_s)
+            self._timers.update(dict.fromkeys(due, now_s))
+            for name in silent:
+                self._heard_s.setdefault(name, -math.inf)
             raise
         if self._telemetry.write_s <= now_s:
-            self._write_telemetry()
+            self._write_telemetry().result()
         self._writer.check()
         return self.next_tick_s()
 
@@ -609,27 +578,25 @@ class Service:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
         return self._writer.budget.next_s(self._now_s(), self._wall_s())
 
+    @_command
     def _carry_out(
-        self,
-        names: Sequence[str],
-        silent: Sequence[str],
-        now_s: float,
-        wall_s: float,
-        draft: Draft,
+        self, draft: Draft, due: Sequence[str], silent: Sequence[str], now_s: float, wall_s: float
     ) -> None:
         """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
         these jobs.
         """
-        for state in map(draft.find, silent):
-            if state is None or state.job.name in self._heard_s:
+        for name in silent:
+            if self._heard_s.get(name, now_s) + self._lease_s > now_s:
                 continue
-            if state.silent_since_s is None:
+            del self._heard_s[name]
+            if (state := draft.find(name)) is not None and state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
-                self._share_power(draft, state.job.name)
-        begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
-        for state in map(draft.find, names):
-            if state is not None:
-                self._reconcile(draft, state)
+                share_power(draft, name)
+        begin_budgets(draft, due, wall_s)
+        for name in due:
+            self._timers[name] = math.inf
+            if (state := draft.find(name)) is not None:
+                draft.reconcile(state)
 
     def _hear_of(self, name: str) -> None:
         """Note that a job has sent something, which gives it its share of the power again."""
@@ -637,16 +604,15 @@ class Service:
         if state is None:
             return
         self._heard_s[name] = self._now_s()
-        if state.silent_since_s is None:
-            return
+        if state.silent_since_s is not None:
+            self._note_heard(name)
 
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None and state.silent_since_s is not None:
-                draft.put(replace(state, silent_since_s=None))
-                share_least_power(draft, name, partial(self._reconcile, draft))
-
-        self._writer.submit(command)
+    @_command
+    def _note_heard(self, draft: Draft, name: str) -> None:
+        state = draft.state(name)
+        if state.silent_since_s is not None:
+            draft.put(replace(state, silent_since_s=None))
+            share_least_power(draft, name)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -662,13 +628,8 @@ class Service:
             self._statuses[state.job.name] = made
         return made[3]
 
-    def _reconcile(self, draft: Draft, state: JobState) -> JobState:
-        after = reconcile(state, self._planning, self._now_s())
-        draft.put(after)
-        return after
-
-    def _share_power(self, draft: Draft, job: str | None) -> None:
-        share_power(draft, job, partial(self._reconcile, draft))
+    def _reconciled(self, state: JobState) -> JobState:
+        return reconcile(state, self._planning, self._now_s())
 
     def _replan(self, name: str) -> None:
         """Solve or plan once for a job, and publish its plans if that was the last of them; takes
@@ -688,19 +649,20 @@ class Service:
         except Exception as error:
             _log.exception("Planning failed for job %r", name)
             problem = repr(error)
-
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None and problem:
-                draft.put(give_up(state, problem))
-            elif state is not None:
-                self._reconcile(draft, state)
-
         try:
-            self._writer.do(command)
+            self._publish(name, problem).result()
         except Exception:
             self._timers[name] = self._now_s() + _RETRY_S
             raise
+
+    @_command
+    def _publish(self, draft: Draft, name: str, problem: str) -> None:
+        """Publish plans that were made, or why they could not be."""
+        state = draft.find(name)
+        if state is not None and problem:
+            draft.put(give_up(state, problem))
+        elif state is not None:
+            draft.reconcile(state)
 
     def _set_timer(self, name: str, state: JobState) -> None:
         """Remember when time alone may change the decision; a job that is being planned is
@@ -708,18 +670,18 @@ class Service:
         """
         look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
         is_awaited = not state.is_planned and look_s <= now_s
-        with self._timing:
-            self._timers[name] = math.inf if is_awaited else look_s
+        self._timers[name] = math.inf if is_awaited else look_s
 
-    def _follow_up(self, changed: Changed) -> None:
+    def _follow_up(self, draft: Draft) -> None:
         """Set timers, request plans and notify subscribers after a change is on disk."""
-        for name, (before, after) in changed.items():
+        for name, before, after in draft.changes():
             if before is None:
                 self._heard_s[name] = self._now_s()
-            if after is None:
-                for times_s in (self._timers, self._heard_s, self._over_s):
-                    times_s.pop(name, None)
-            else:
+            elif after is None:
+                self._telemetry.forget(before.job)
+                for known in (self._timers, self._heard_s, self._over_s, self._statuses):
+                    known.pop(name, None)
+            if after is not None:
                 self._set_timer(name, after)
                 if not after.is_planned:
                     self._replanner.request(name)
@@ -736,27 +698,20 @@ class Service:
             except Exception:
                 _log.exception("A subscriber failed on version %d of job %r", version, name)
 
-    def _write_telemetry(self) -> None:
-        """Write the telemetry of a few jobs, unless they have ended since it was sent.
-
-        Raises:
-            StorageError: If it cannot be written. It is written with the job's next message.
+    @_command
+    def _write_telemetry(self, draft: Draft) -> None:
+        """Write the telemetry of a few jobs, unless they have ended since it was sent; if it cannot
+        be written, it is with the job's next message.
         """
-        unwritten = self._telemetry.take_unwritten()
-
-        def command(draft: Draft) -> None:
-            for key, tally in unwritten.items():
-                state = draft.find(key[0])
-                if state is not None and state.job.key == key:
-                    draft.telemetry[key[0]] = tally
-
-        if unwritten:
-            self._writer.do(command)
+        for key, tally in self._telemetry.take_unwritten().items():
+            state = draft.find(key[0])
+            if state is not None and state.job.key == key:
+                draft.telemetry[key[0]] = tally
 
     def _write_all_telemetry(self) -> None:
         try:
             while self._telemetry.write_s < math.inf:
-                self._write_telemetry()
+                self._write_telemetry().result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
 
@@ -770,7 +725,7 @@ def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
     behind_s = stored.written_s - now_s
     _log.warning("The clock is %.0f s behind that of the last service", behind_s)
     jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
-    storage.commit(Draft({name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    storage.commit(Draft(stored.jobs, dict(jobs)))
     return replace(stored, jobs=jobs)
 
 
