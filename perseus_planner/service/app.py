@@ -43,17 +43,17 @@ from perseus_planner.base.files import sha256
 from perseus_planner.runs import account
 from perseus_planner.service import models
 from perseus_planner.service.access import (
+    CONTENT_TYPE,
     PROBLEM,
     STATIC,
     Access,
     Guard,
     Limits,
+    Metrics,
     Role,
     add_error_handlers,
     check_role,
 )
-from perseus_planner.service.alerts import read_alert, rule_of
-from perseus_planner.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.service.models import (
     EPOCH,
     KEY,
@@ -88,7 +88,9 @@ from perseus_planner.service.models import (
     Totals,
     UnknownJob,
     from_json,
+    read_alert,
     read_registration,
+    rule_of,
     to_json,
 )
 from perseus_planner.service.planning import Unsolved
@@ -764,8 +766,7 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
     add_error_handlers(app, routes)
-    app.add_middleware(Guard, access=access, limits=limits)
-    app.add_middleware(metrics.counting)
+    app.add_middleware(Guard, access=access, limits=limits, metrics=metrics)
     return app
 
 

@@ -25,13 +25,13 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from perseus_planner.base.errors import InfeasibleDeadline, shown
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.runs.account import Entry, fold
 from perseus_planner.service.models import (
     GROWING,
@@ -61,19 +61,15 @@ from perseus_planner.service.models import (
     shared,
 )
 from perseus_planner.service.planning import Planning, requests_of
-from perseus_planner.service.policy import decide, saving_w
-from perseus_planner.service.reports import (
+from perseus_planner.service.policy import (
     Look,
     check_places,
     check_scope,
+    concerned_by,
+    decide,
     is_over,
+    saving_w,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from perseus_planner.service.models import Report
-
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 VERSIONS_APART = 16
@@ -560,18 +556,6 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 
-def expire(report: Report, now_s: float) -> Report:
-    """Return the report, expired now. If it had begun, it still counts as begun and so ends its
-    source's older ones.
-    """
-    begins_s = (
-        report.begins_s
-        if report.begins_s > now_s
-        else min(report.begins_s, math.nextafter(now_s, 0.0))
-    )
-    return replace(report, begins_s=begins_s, expires_s=now_s)
-
-
 def _look(state: JobState, now_s: float) -> Look:
     return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
 
@@ -694,6 +678,48 @@ def check_same(known: Report, report: Report) -> None:
         )
 
 
+def jobs_concerned(
+    jobs: Mapping[str, JobState], reports: Sequence[Report]
+) -> tuple[dict[str, list[Report]], dict[str, str]]:
+    """Return the reports that concern each job, and why the others concern none, by their keys."""
+    of_jobs: dict[str, list[Report]] = {}
+    for name, state in sorted(jobs.items()):
+        if found := concerned_by(state.job, reports):
+            of_jobs[name] = found
+    taken = {report.key for found in of_jobs.values() for report in found}
+    return of_jobs, {
+        report.key: f"no running job has {report.scope.kind} {shown(report.scope.value)}"
+        for report in reports
+        if report.key not in taken
+    }
+
+
+def with_alerts(
+    state: JobState, reports: Iterable[Report], now_s: float
+) -> tuple[JobState, dict[str, str]]:
+    """Add the reports of alerts to a job.
+
+    Returns:
+        The new state, and the reasons for the reports that the job refuses, by their keys.
+    """
+    refused = {}
+    for report in reports:
+        known = state.reports.get(report.key)
+        if report.key in state.past or (known is not None and known.expires_s <= now_s):
+            continue
+        if known is None:
+            try:
+                check_report(state, report)
+            except PlannerError as error:
+                refused[report.key] = str(error)
+                continue
+        elif report.expires_s > now_s:
+            report = replace(known, slowdown=report.slowdown, cause=report.cause)
+        if report != known:
+            state = state.with_report(report, now_s)
+    return state, refused
+
+
 EVENTS = 100
 """How many events of a job are kept, the latest."""
 _NAMED = 3  #: pipelines that an event names; more are counted
@@ -713,8 +739,8 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
     job = after.job
     if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
         return [
-            f"registered with {_counted(job.pipelines, 'pipeline')} of "
-            f"{_counted(after.curve.gpus, 'GPU')}"
+            f"registered with {counted(job.pipelines, 'pipeline')} of "
+            f"{counted(after.curve.gpus, 'GPU')}"
         ]
     changes = []
     if job.deadline_s != before.job.deadline_s:
@@ -803,10 +829,6 @@ def _pipelines(numbers: list[int]) -> str:
     return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def _time(time_s: float | None) -> str:
     return "-" if time_s is None else si(time_s, "s")
 
@@ -816,23 +838,16 @@ _KEPT = 1024
 
 def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStatus:
     """Return the status of a job."""
-    return JobStatus(
-        job=state.job,
-        decision=state.decision,
-        version=state.published.version,
-        promised=state.promised,
-        taken=state.taken,
-        reports=current_reports(state, now_s),
-        expected_saving_w=state.saving_w,
-        expected=expected(state),
-        telemetry=telemetry,
-        autopilot=None if telemetry is None else telemetry.latest.autopilot,
-        unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
-        verdict=None if telemetry is None else telemetry.latest.verdict,
-        gpus=state.job.pipelines * state.curve.gpus,
-        silent_since_s=state.silent_since_s,
-        over_budget_since_s=state.over_budget_since_s,
-    )
+    own = {
+        "version": state.published.version,
+        "reports": current_reports(state, now_s),
+        "expected_saving_w": state.saving_w,
+        "expected": expected(state),
+        "telemetry": telemetry,
+        "gpus": state.job.pipelines * state.curve.gpus,
+    }
+    latest = {} if telemetry is None else shared(JobStatus, telemetry.latest)
+    return JobStatus(**{**latest, **shared(JobStatus, state), **own})
 
 
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -21,17 +22,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
+    AwareDatetime,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
     Strict,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
 )
+from pydantic_core import from_json as read_json
+from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError
-from perseus_planner.base.units import ON_TIME
+from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import SUMS, Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
@@ -161,7 +166,8 @@ class PowerStep:
     power_w: Watts | None  #: Watts; null for no budget.
 
 
-Places = Annotated[tuple[Place, ...], Field(max_length=2**20)]
+MOST_PLACES = 2**20
+Places = Annotated[tuple[Place, ...], Field(max_length=MOST_PLACES)]
 Steps = Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)]
 
 
@@ -257,6 +263,14 @@ class Report:
     def about(self) -> tuple[Any, ...]:
         """Its source and scope: a later report about the same replaces it."""
         return self.source, *self.scope.part
+
+    def expired(self, now_s: float) -> Report:
+        """Return the report, expired now. If it had begun, it still counts as begun and so ends its
+        source's older ones.
+        """
+        just_before_s = math.nextafter(now_s, 0.0)
+        begins_s = self.begins_s if self.begins_s > now_s else min(self.begins_s, just_before_s)
+        return replace(self, begins_s=begins_s, expires_s=now_s)
 
 
 @dataclass(frozen=True)
@@ -570,32 +584,107 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
     return value
 
 
-_PLACES = '"places":['
 SLICE = 1000
 """How many places are read or written at once: other threads get no turn meanwhile."""
 
 
 def read_registration(body: bytes) -> Registration:
-    """Read a registration as `from_json` does, with its places in slices if it was written by
-    `to_json`.
+    """Read a registration as `from_json` does, with its places in slices.
 
     Raises:
         ValueError: If it is not one.
     """
-    ends, scan = [0], json.JSONDecoder().raw_decode
     try:
-        head, _, text = body.decode().partition(_PLACES)
-        json.loads(head.rstrip(",") + "}")  # they are those of the registration itself
-        while text[ends[-1]] != "]":
-            ends.append(scan(text, ends[-1] + (text[ends[-1]] == ","))[1])
-        slices = [text[slice(*pair)].lstrip(",") for pair in pairwise([*ends[::SLICE], ends[-1]])]
-        rest = from_json(Registration, head + _PLACES + text[ends[-1] :])
-        places = [from_json(tuple[Place, ...], f"[{each}]") for each in slices if each]
-    except (ValueError, LookupError, RecursionError):
-        return from_json(Registration, body)  # as it was written otherwise, or is none
-    if rest.places or text.count('"places"'):
+        content = read_json(body)
+        sent = content.pop("places")
+        rest = from_json(Registration, write_json(content))
+        slices = [sent[begin : begin + SLICE] for begin in range(0, len(sent), SLICE)]
+        places = [_adapter(tuple[Place, ...]).validate_python(each) for each in slices]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return from_json(Registration, body)  # which says what is wrong
+    if len(sent) > MOST_PLACES:
         return from_json(Registration, body)
     return replace(rest, places=tuple(chain.from_iterable(places)))
+
+
+@dataclass(frozen=True)
+class _Alert:
+    """An alert of Prometheus. Alertmanager repeats alerts, several instances of it send the same
+    ones, and messages may overtake each other. So an alert is one report, identified by its
+    fingerprint and the moment it began to fire. Its latest message sets the slowdown, and once it
+    is resolved it stays resolved. When it fires again, it is another report of the same source.
+    """
+
+    status: Literal["firing", "resolved"]
+    labels: dict[str, str]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z]{1,64}$")]
+    began: Annotated[AwareDatetime, Field(alias="startsAt")]
+    ended: Annotated[AwareDatetime, Field(alias="endsAt")]
+    annotations: dict[str, str]
+
+
+def read_alert(alert: Any, now_s: float) -> Report | str:
+    """Read an alert as Alertmanager's version 4 has it.
+
+    Returns:
+        The alert as a report, which has expired if the alert is resolved; why there is none and
+        what to do, if it is incomplete. One from a clock that is ahead of `now_s` begins now.
+    """
+    try:
+        return _report(from_json(_Alert, json.dumps(alert)), now_s)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(('alert', *map(str, first['loc'])))}: {first['msg']}"
+    except UsageError as error:
+        return str(error)
+
+
+def rule_of(alert: Any) -> str:
+    """Return the name of the rule of an alert, whatever else it has."""
+    try:
+        return str(alert["labels"]["alertname"])
+    except (TypeError, LookupError):
+        return "unnamed"
+
+
+def _report(alert: _Alert, now_s: float) -> Report:
+    texts, is_over = {**alert.annotations, **alert.labels}, alert.status == "resolved"
+    began_s = alert.began.timestamp()
+    ended_s = max(alert.ended.timestamp(), math.nextafter(began_s, math.inf))
+    sent = {
+        "key": f"alert-{alert.fingerprint}-{round(began_s * 1000)}",
+        "source": f"alertmanager, {alert.fingerprint}",
+        "scope": _scope(texts),
+        "slowdown": 1.0 if is_over else _slowdown(texts),
+        "observed_s": ended_s if is_over else began_s,
+        "cause": texts.get("cause", "unknown"),
+    }
+    report = from_json(ReportRequest, json.dumps(sent)).report(None, now_s)
+    return report.expired(now_s) if is_over else report
+
+
+def _slowdown(texts: Mapping[str, str]) -> float:
+    for kind in ("slowdown", "score"):
+        if kind in texts:
+            number = FACTOR.read(texts[kind], kind)
+            return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
+    raise UsageError(
+        "has no slowdown; give its rule an annotation with the time over the normal time, such as "
+        "slowdown: '{{ $value }}'"
+    )
+
+
+def _scope(texts: Mapping[str, str]) -> dict[str, str]:
+    for label in ("UUID", "Hostname", "node", "nodename", "instance"):
+        value = texts.get(label, "")
+        if label == "instance":  # host:port or [address]:port
+            value = re.sub(r":[0-9]+$", "", value).strip("[]")
+        if value:
+            return {"kind": "gpu" if label == "UUID" else "node", "value": value}
+    raise UsageError(
+        "names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its "
+        "rule"
+    )
 
 
 @lru_cache(maxsize=128)

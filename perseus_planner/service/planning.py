@@ -117,20 +117,12 @@ def solve_profile(unsolved: Unsolved) -> bytes:
         return (folder / "frontier.npz").read_bytes()
 
 
-def curve_of(digest: str, content: bytes) -> Curve:
-    """Return the curve of a frontier.
+def curve_of(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
+    """Return the curve of a pipeline, solved anew and exactly if some of its stages are slow or its
+    GPUs limited.
 
     Raises:
         FrontierError: If `content` is not a frontier file.
-    """
-    return Curve.of(_frontier(digest, (), None, content))
-
-
-def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
-    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved
-    anew, exactly.
-
-    Raises:
         ProfileError: If there is no such stage, or no clock keeps a computation within the limit.
     """
     return Curve.of(_frontier(digest, slow, gpu_power_limit_w, content))
@@ -388,10 +380,12 @@ class Planning:
         Raises:
             FrontierError: If `content` is not a frontier file.
         """
-        curve = self._curves.get((digest, (), None))
-        if curve is None:
-            curve = self._run(curve_of, digest, content)
-            self._curves.put((digest, (), None), curve)
+        key = (digest, (), None)
+        return self._curves.get(key) or self._solved(key, content)
+
+    def _solved(self, key: tuple[str, Slow, float | None], content: bytes) -> Curve:
+        curve: Curve = self._run(curve_of, *key, content)
+        self._curves.put(key, curve)
         return curve
 
     def numbers(self, job: RegisteredJob, curve: Curve) -> Numbers:
@@ -417,7 +411,7 @@ class Planning:
         `numbers` can look it up.
         """
         key = (job.frontier, slow, job.gpu_power_limit_w)
-        self._curves.put(key, self._run(solved_curve, *key, self._frontier(job.frontier)))
+        self._solved(key, self._frontier(job.frontier))
 
     def text(self, request: PlanRequest) -> str | None:
         """Return the requested plan, if it was made before."""

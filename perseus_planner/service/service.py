@@ -22,7 +22,6 @@ from uuid import uuid4
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.service.alerts import jobs_concerned, with_alerts
 from perseus_planner.service.jobs import (
     JobState,
     TelemetryBook,
@@ -31,11 +30,11 @@ from perseus_planner.service.jobs import (
     check_report,
     check_same,
     current_reports,
-    expire,
     first_state,
     give_up,
     is_other_limit,
     is_same,
+    jobs_concerned,
     lease_s,
     next_look_s,
     next_report_s,
@@ -47,6 +46,7 @@ from perseus_planner.service.jobs import (
     take_over_job,
     totals_of,
     until_it_begins,
+    with_alerts,
 )
 from perseus_planner.service.models import (
     Answer,
@@ -443,7 +443,7 @@ class Service:
                     f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
                 )
             return answer_to(before, before, past, "the report did not count any more")
-        report = expire(report, now_s)
+        report = report.expired(now_s)
         return answer_to(before, draft.reconcile(before.with_report(report, now_s)), report)
 
     # What a job reports about itself

@@ -27,8 +27,7 @@ from services import NOW_S, Clock, frontier_file, job, planned, report, service_
 from strategies import fixed
 
 from perseus_planner.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.service.alerts import read_alert
-from perseus_planner.service.models import Place, Scope
+from perseus_planner.service.models import Place, Scope, read_alert
 from perseus_planner.service.service import Service
 
 httpx = pytest.importorskip("httpx")

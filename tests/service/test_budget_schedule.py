@@ -10,7 +10,7 @@ import pytest
 from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, planned
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.budgets import read_budgets, replaced
+from perseus_planner.cli.service import read_budgets, replaced
 from perseus_planner.service.models import PowerRequest, PowerStep, split_at
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage

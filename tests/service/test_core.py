@@ -632,7 +632,7 @@ def test_jobs_whose_slow_stages_are_solved_take_turns(tmp_path: Path):
     slow, solved = Slow(), list[str]()
 
     def run_one(function: Any, *arguments: Any) -> Any:
-        if function is planning.solved_curve:
+        if function is planning.curve_of and arguments[1]:
             solved.append(of_frontier[arguments[0]])
         return slow(function, *arguments)
 

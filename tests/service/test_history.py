@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
+from perseus_planner.service.access import Metrics  # noqa: E402
 from perseus_planner.service.jobs import (  # noqa: E402  # noqa: E402
     EVENTS,
     POINTS,
@@ -24,7 +25,6 @@ from perseus_planner.service.jobs import (  # noqa: E402  # noqa: E402
     with_events,
     with_point,
 )
-from perseus_planner.service.metrics import Metrics  # noqa: E402
 from perseus_planner.service.models import Counters  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
 

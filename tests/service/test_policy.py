@@ -29,11 +29,13 @@ from perseus_planner.service.models import (
     Scope,
     ScopeKind,
 )
-from perseus_planner.service.policy import PolicySettings, decide, saving_w
-from perseus_planner.service.reports import (
+from perseus_planner.service.policy import (
     Look,
+    PolicySettings,
     check_scope,
+    decide,
     parts_concerned,
+    saving_w,
 )
 from perseus_planner.solver.frontier import solve
 

@@ -35,7 +35,7 @@ from perseus_planner.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.service.reports import Look
+from perseus_planner.service.policy import Look
 from perseus_planner.service.store import Draft, Storage
 
 DIGEST = "f" * 64
