@@ -18,7 +18,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from anyio import fail_after
 from fastapi import Response
@@ -28,7 +28,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.base.errors import (
@@ -42,17 +41,12 @@ from perseus_planner.base.files import read_text
 from perseus_planner.service.models import (
     Conflict,
     JobStatus,
-    JobTelemetry,
     Problem,
     StorageError,
     UnknownJob,
     to_json,
 )
 from perseus_planner.service.planning import NotPlanned
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.requests import Request
 
 _log = logging.getLogger(__name__)
 
@@ -326,41 +320,20 @@ _FAULT = (
 )
 
 
-def error_answer(error: HTTPException) -> Response:
-    """Return the answer for an HTTPException."""
-    by_framework = error.detail in (
-        HTTPStatus(error.status_code).phrase,
-        "There was an error parsing the body",
-    )
-    message = _MESSAGES.get(error.status_code, error.detail) if by_framework else error.detail
-    return _answer(error.status_code, message, headers=error.headers)
-
-
-def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Have `app`, which has these routes, answer every error in that form."""
-
-    @app.exception_handler(HTTPException)
-    async def _(request: Request, error: HTTPException) -> Response:
-        if (
-            error.status_code == 405
-        ):  # Starlette only names the methods of the first route with that path
-            error.headers = {"Allow": ", ".join(_methods(request, routes))}
-        return error_answer(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> Response:
+def error_answer(error: Exception) -> Response:
+    """Return the answer for an error."""
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+        if text in (HTTPStatus(status).phrase, "There was an error parsing the body"):
+            text = _MESSAGES.get(status, text)  # in place of the framework's
+        return _answer(status, text, headers=error.headers)
+    if isinstance(error, RequestValidationError):
         return _answer(422, complaint(error.errors()))
-
-    @app.exception_handler(PlannerError)
-    async def _(_: Request, error: PlannerError) -> Response:
-        code = "infeasible" if isinstance(error, InfeasibleError) else None
-        status = status_of(error)
-        again = {"Retry-After": "1"} if status == 503 else None
-        return _answer(status, str(error), code, headers=again, least=_least(error))
-
-    @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> Response:
+    if not isinstance(error, PlannerError):
         return _answer(500, _FAULT)
+    status, code = status_of(error), "infeasible" if isinstance(error, InfeasibleError) else None
+    again = {"Retry-After": "1"} if status == 503 else None
+    return _answer(status, str(error), code, headers=again, least=_least(error))
 
 
 def status_of(error: PlannerError) -> int:
@@ -382,12 +355,6 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     field = ".".join(map(str, first["loc"]))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
-
-
-def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
-    """Return the methods of the routes that match the path of `request`."""
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in getattr(route, "methods", ())})
 
 
 def _least(error: PlannerError) -> dict[str, float]:
@@ -484,30 +451,29 @@ class _Jobs(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
-        told = [(each.job.name, each.telemetry) for each in self._jobs if each.telemetry]
-        yield from _families(
-            GaugeMetricFamily, _GAUGES, [(each.job.name, each) for each in self._jobs]
-        )
+        told = [(each, each.telemetry) for each in self._jobs if each.telemetry]
+        counted = [pair for pair in told if pair[1].observed_s >= self._since_s]
+        metered = [pair for pair in counted if pair[1].energy_is is not None]
+        of_status = [(each, each) for each in self._jobs]
+        yield from _families(GaugeMetricFamily, _GAUGES, of_status)
         yield from _families(GaugeMetricFamily, _TELEMETRY, told)
-        counted = [(name, each) for name, each in told if each.observed_s >= self._since_s]
         yield from _families(CounterMetricFamily, _COUNTERS, counted)
-        for name, text, joules_of in _JOULES:
-            family = CounterMetricFamily(name, text, labels=("training_job", "energy"))
-            for job, telemetry in counted:
-                if telemetry.energy_is is not None:
-                    family.add_metric((job, telemetry.energy_is), joules_of(telemetry))
-            yield family
+        yield from _families(CounterMetricFamily, _JOULES, metered, "energy")
 
 
 def _families(
-    kind: Callable[..., Metric], table: Iterable[Row], values: Iterable[tuple[str, Any]]
+    kind: Callable[..., Metric],
+    table: Iterable[Row],
+    values: Sequence[tuple[JobStatus, Any]],
+    *labels: str,
 ) -> Iterator[Metric]:
     """Yield a metric for each row, of jobs whose number is known."""
     for name, text, number_of in table:
-        family: Any = kind(name, text, labels=("training_job",))
-        for job, value in values:
+        family: Any = kind(name, text, labels=("training_job", *labels))
+        for status, value in values:
             if (number := number_of(value)) is not None:
-                family.add_metric((job,), number)
+                own = [value.energy_is] if labels else []
+                family.add_metric((status.job.name, *own), number)
         yield family
 
 
@@ -591,7 +557,7 @@ _COUNTERS: Sequence[Row] = (
         attrgetter("changes_late"),
     ),
 )
-_JOULES: Sequence[tuple[str, str, Callable[[JobTelemetry], float]]] = (
+_JOULES: Sequence[Row] = (
     ("planner_job_energy_joules", "Energy of all GPUs of a job.", attrgetter("energy_j")),
     (
         "planner_job_baseline_joules",

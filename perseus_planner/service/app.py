@@ -37,8 +37,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from perseus_planner.base import __version__
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
 from perseus_planner.runs import account
 from perseus_planner.service import models
@@ -51,8 +53,8 @@ from perseus_planner.service.access import (
     Limits,
     Metrics,
     Role,
-    add_error_handlers,
     check_role,
+    error_answer,
 )
 from perseus_planner.service.models import (
     EPOCH,
@@ -753,6 +755,16 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
             yield
 
     routes = [*router.routes, *dashboard.routes]
+
+    async def answered(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            # Starlette only names the methods of the first route with that path.
+            there = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+            methods = {method for each in there for method in getattr(each, "methods", ())}
+            error.headers = {"Allow": ", ".join(sorted(methods))}
+        return error_answer(error)
+
+    errors = (HTTPException, RequestValidationError, PlannerError, Exception)
     app = FastAPI(
         title="perseus-planner",
         version=__version__,
@@ -761,11 +773,11 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         docs_url=None,  # its pages load scripts from another host
         redoc_url=None,
         routes=routes,
+        exception_handlers=dict.fromkeys(errors, answered),
     )
     app.state.service, app.state.metrics = live, metrics
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
-    add_error_handlers(app, routes)
     app.add_middleware(Guard, access=access, limits=limits, metrics=metrics)
     return app
 

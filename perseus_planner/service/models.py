@@ -350,7 +350,23 @@ class Taken:
     at_s: float  #: When the job reported it, seconds since the epoch.
 
 
+Name = TypeVar("Name")
 Value = TypeVar("Value")
+
+
+class Latest(dict[Name, Value]):
+    """A cache of the values that were put last, at most so many, for any thread."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, key: Name, value: Value) -> Value:
+        """Put and return a value; the oldest ones go if there are too many."""
+        self[key] = value
+        for old in [*self][: -self._most]:
+            self.pop(old, None)
+        return value
 
 
 FileBytes = Annotated[

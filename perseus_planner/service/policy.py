@@ -47,7 +47,7 @@ When plans change. The wanted time of a pipeline is `min(max(its target, T'), ma
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,6 +58,7 @@ from perseus_planner.service.models import (
     Cause,
     Curve,
     Decision,
+    Latest,
     Numbers,
     Place,
     RegisteredJob,
@@ -193,18 +194,15 @@ class Parts:
         return [place for node in {*known, *named} for place in by_value.get(node, [])]
 
 
-_known: OrderedDict[tuple[int, int], Parts] = OrderedDict()
-_KNOWN_JOBS = 2048
+_parts_known = Latest[tuple[int, int], Parts](2048)
 
 
 def parts_of(job: RegisteredJob) -> Parts:
     """Return what is known of the parts of a job, found once for each."""
     key = (id(job.places), job.pipelines)
-    known = _known.get(key)
+    known = _parts_known.get(key)
     if known is None or known.places is not job.places:
-        known = _known[key] = Parts(job.places)
-        while len(_known) > _KNOWN_JOBS:
-            _known.pop(next(iter(_known)), None)
+        known = _parts_known.put(key, Parts(job.places))
     return known
 
 

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
-    from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
     from perseus_planner.runtime.telemetry.counters import Checkpoint
     from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
