@@ -179,9 +179,6 @@ def split_at(
     return (schedule[begun - 1] if begun else None), schedule[begun:]
 
 
-JobKey = tuple[str, float]
-
-
 @dataclass(frozen=True)
 class _Job:
     """What is said of a training job when it is registered."""
@@ -218,11 +215,6 @@ class RegisteredJob(_Job):
     power_schedule: Annotated[Steps, Field(exclude=True)] = ()
     # the moment of the one that is in force, as `power_w`
     power_since_s: Annotated[float, Field(exclude=True)] = 0.0
-
-    @property
-    def key(self) -> JobKey:
-        """What no other job has: an earlier one may have had its name."""
-        return self.name, self.since_s
 
 
 @dataclass(frozen=True)
@@ -450,11 +442,6 @@ class ReportRequest:
         if self.in_s is not None and self.at_iteration is not None:
             raise UsageError(
                 "a report begins after a time or with an iteration; give one of the two"
-            )
-
-        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
-            raise UsageError(
-                f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
             )
         if self.score is not None and not 0.0 < self.score <= 1.0:
             raise UsageError(

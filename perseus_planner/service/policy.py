@@ -49,7 +49,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
@@ -416,16 +416,20 @@ def decide(
         for number, pipeline in reported.items()
         if pipeline.takes_s == time_s and number in worst
     ]
-    others = _Others(groups, time_s, slowest, settings)
+    times_s = [
+        (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
+        for group in groups
+    ]
+    pays_until_s = _pays_until_s(time_s, slowest, settings)
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
-    refusal = others.refusal(now_s, held)
+    refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
     found: list[Target] = []
     of_groups = []
-    for group, kept_s, wanted_s in others.times_s:
+    for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
@@ -447,7 +451,7 @@ def decide(
         since_s = now_s
     look_again_s = look.next_s
     if refusal == _HELD:
-        look_again_s = min(look_again_s, since_s + settings.holding_s, others.pays_until_s())
+        look_again_s = min(look_again_s, since_s + settings.holding_s, pays_until_s)
     waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
@@ -517,63 +521,37 @@ def _groups(
     return groups, of_group
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Whether to slow pipelines down beside those that take `time_s`, by these reports."""
+def _refusal(
+    times_s: Sequence[tuple[_Group, float, float]], least_rise: float, pays: bool, held: bool
+) -> str | None:
+    """Return why no pipeline is slowed down although some could be, from the kept and the wanted
+    time of each group; None to use the wanted times.
+    """
+    if all(kept_s == wanted_s for _, kept_s, wanted_s in times_s):
+        return None
+    spent_j = saved_j = 0.0  # of an iteration of all pipelines, without slowing down and with it
+    for group, kept_s, wanted_s in times_s:
+        numbers = group.pipeline.numbers
+        spent_j += group.size * numbers.bound_j(kept_s)
+        saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
+    if saved_j <= _ROUNDING * spent_j:
+        return _SAVES_NOTHING
+    if all(wanted_s < kept_s * (1.0 + least_rise) for _, kept_s, wanted_s in times_s):
+        return _HARDLY_LONGER
+    if not pays:
+        return _DOES_NOT_PAY
+    return _HELD if held else None
 
-    groups: Sequence[_Group]
-    time_s: float
-    slowest: Sequence[Report]
-    settings: PolicySettings
 
-    @cached_property
-    def times_s(self) -> list[tuple[_Group, float, float]]:
-        """Each group with its kept and its wanted time."""
-        return [
-            (
-                group,
-                group.pipeline.kept_s(group.planned_s, self.time_s),
-                group.pipeline.wanted_s(self.time_s),
-            )
-            for group in self.groups
-        ]
-
-    def refusal(self, now_s: float, held: bool) -> str | None:
-        """Return why no pipeline is slowed down although some could be; None to use the wanted
-        times.
-        """
-        if all(kept_s == wanted_s for _, kept_s, wanted_s in self.times_s):
-            return None
-        spent_j, saved_j = self._spent_and_saved_j()
-        if saved_j <= _ROUNDING * spent_j:
-            return _SAVES_NOTHING
-        most = 1.0 + self.settings.least_rise
-        if all(wanted_s < kept_s * most for _, kept_s, wanted_s in self.times_s):
-            return _HARDLY_LONGER
-        if now_s >= self.pays_until_s():
-            return _DOES_NOT_PAY
-        return _HELD if held else None
-
-    def _spent_and_saved_j(self) -> tuple[float, float]:
-        """Return the energy of an iteration of all pipelines without slowing down, and what that
-        would save.
-        """
-        spent_j = saved_j = 0.0
-        for group, kept_s, wanted_s in self.times_s:
-            numbers = group.pipeline.numbers
-            spent_j += group.size * numbers.bound_j(kept_s)
-            saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
-        return spent_j, saved_j
-
-    def pays_until_s(self) -> float:
-        """Return until when slowing down pays; after that, the report expires before both
-        changes are paid off.
-        """
-        both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
-        expires_s = max((report.expires_s for report in self.slowest), default=math.inf)
-        if expires_s == math.inf and self.settings.assumed_s <= both_changes_s:
-            return -math.inf
-        return expires_s - both_changes_s
+def _pays_until_s(time_s: float, slowest: Sequence[Report], settings: PolicySettings) -> float:
+    """Return until when slowing down beside pipelines that take `time_s` pays; after that, the
+    reports that they rest on expire before both changes are paid off.
+    """
+    both_changes_s = 2.0 * settings.iterations_lost * time_s
+    expires_s = max((report.expires_s for report in slowest), default=math.inf)
+    if expires_s == math.inf and settings.assumed_s <= both_changes_s:
+        return -math.inf
+    return expires_s - both_changes_s
 
 
 def _target_s(job: RegisteredJob, numbers: Curve) -> float:

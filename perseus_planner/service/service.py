@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,8 +22,8 @@ from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
 from perseus_planner.service.jobs import (
+    WRITTEN_AFTER_S,
     JobState,
-    TelemetryBook,
     answer_to,
     check_deadline,
     check_report,
@@ -81,7 +80,6 @@ from perseus_planner.service.power import (
 from perseus_planner.service.store import Draft, Storage, Stored, Writer, unknown_job
 
 if TYPE_CHECKING:
-    from perseus_planner.service.jobs import Tally
     from perseus_planner.service.models import Counters, Curve, JobTotals
 
 P = ParamSpec("P")
@@ -90,7 +88,7 @@ R = TypeVar("R")
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
-_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
+_WRITTEN_AT_ONCE = 64  # jobs whose telemetry is written together, for which reports wait
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
@@ -157,24 +155,21 @@ class Service:
         storage.now_s = self._now_s
         stored = _by_clock(storage, storage.load(), self._now_s())
         self._processes, self._solver = Processes(workers), Processes(1)
-        self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
         #: When time alone may change the decision of each job.
         self._timers: dict[str, float] = {}
         self._epoch = uuid4().hex
-        self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
         self._lease_s = lease_s
         #: When each job was last heard of, unless it is silent.
         self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: list[Callable[[str, int], None]] = []
         self._storage = storage
         self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self._now_s)
-        self._telemetry = TelemetryBook(
-            {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
-        )
+        #: When to write the telemetry of each job that is not written.
+        self._unwritten: dict[str, float] = {}
         #: Of each job, what its status was made of, until when it holds, and the status.
-        self._statuses: dict[str, tuple[JobState, Tally | None, float, JobStatus]] = {}
+        self._statuses: dict[str, tuple[JobState, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._set_timer(name, state)
@@ -214,11 +209,8 @@ class Service:
         """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have
         ended last.
         """
-        running = (state.job for _, state in sorted(self._writer.jobs.items()))
-        return (
-            *(totals_of(job, self._telemetry.of(job)) for job in running),
-            *self._storage.ended_jobs(),
-        )
+        running = (totals_of(state) for _, state in sorted(self._writer.jobs.items()))
+        return (*running, *self._storage.ended_jobs())
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
@@ -254,7 +246,7 @@ class Service:
     def history(self, job: str) -> History:
         """Return what has happened to a job, and how its figures went."""
         state = self._state(job)
-        tally = self._telemetry.of(state.job)
+        tally = state.tally
         if tally is None:
             return History((), state.events)
         return History(tally.points, state.events, tally.latest.waiting)
@@ -276,18 +268,17 @@ class Service:
     # Jobs
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
-        """Solve a profile with a schedule, in a process of its own, one at a time; returns the
-        frontier file.
+        """Solve a profile with a schedule, in a process of its own; returns the frontier file. Only
+        one call at a time.
 
         Raises:
             UsageError: If the profile or the schedule cannot be used, they do not fit each other,
                 or it takes too long.
         """
-        with self._solving:
-            try:
-                return bytes(self._solver.run(solve_profile, unsolved, timeout_s=most_s))
-            finally:
-                self._solver.restart()  # a large schedule leaves no memory behind
+        try:
+            return bytes(self._solver.run(solve_profile, unsolved, timeout_s=most_s))
+        finally:
+            self._solver.restart()  # a large schedule leaves no memory behind
 
     def register(
         self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False
@@ -332,10 +323,8 @@ class Service:
     @_command
     def end(self, draft: Draft, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
-        ended = draft.state(job).job
+        draft.ended.append(totals_of(draft.state(job), self._now_s()))
         draft.changed[job] = None
-        draft.telemetry.pop(job, None)
-        draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
         if draft.budget.power_w is not None:
             share_power(draft, None)
 
@@ -480,38 +469,18 @@ class Service:
             Conflict: If they contradict what the same run sent before.
         """
         self._hear_of(job)
-        state, limit_w = self._state(job), sent.gpu_power_limit_w
-        version = None if state.taken is None else state.taken.version
-        self._telemetry.add(state.job, sent, self._now_s(), version)
-        if is_other_limit(state.job.gpu_power_limit_w, limit_w):
-            return self._limit_gpus(job, limit_w)
-        self._compare_power(state)
-        unlimited = Future[None]()
-        unlimited.set_result(None)
-        return unlimited
+        return self._count(job, sent)
 
     @_command
-    def _limit_gpus(self, draft: Draft, job: str, limit_w: float | None) -> None:
-        draft.reconcile(draft.state(job).with_job(gpu_power_limit_w=limit_w))
-
-    def _compare_power(self, state: JobState) -> None:
-        """Note whether a job has drawn more than its budgets allow for a minute, or does not any
-        more.
-        """
-        name, now_s, tally = state.job.name, self._now_s(), self._telemetry.of(state.job)
-        drawn_w, limit_w = None if tally is None else tally.power_w, state.power_limit_w
-        since_s = now_s
-        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
-            since_s = self._over_s.setdefault(name, now_s)
+    def _count(self, draft: Draft, job: str, sent: Counters) -> None:
+        before, now_s, limit_w = draft.state(job), self._now_s(), sent.gpu_power_limit_w
+        after = before.with_telemetry(sent, now_s)
+        if after.tally is not before.tally:
+            self._unwritten.setdefault(job, now_s + WRITTEN_AFTER_S)
+        if is_other_limit(before.job.gpu_power_limit_w, limit_w):
+            draft.reconcile(after.with_job(gpu_power_limit_w=limit_w))
         else:
-            self._over_s.pop(name, None)
-        over_since_s = since_s if now_s - since_s >= _OVER_FOR_S else None
-        if (over_since_s is None) != (state.over_budget_since_s is None):
-            self._note_over(name, over_since_s)
-
-    @_command
-    def _note_over(self, draft: Draft, name: str, since_s: float | None) -> None:
-        draft.put(replace(draft.state(name), over_budget_since_s=since_s))
+            draft.put(after)
 
     # News and time
 
@@ -558,7 +527,7 @@ class Service:
             for name in silent:
                 self._heard_s.setdefault(name, -math.inf)
             raise
-        if self._telemetry.write_s <= now_s:
+        if self._write_s <= now_s:
             self._write_telemetry().result()
         self._writer.check()
         return self.next_tick_s()
@@ -571,7 +540,12 @@ class Service:
             return -math.inf
         look_s = min(list(self._timers.values()), default=math.inf)
         silent_s = min(list(self._heard_s.values()), default=math.inf) + self._lease_s
-        return min(look_s, silent_s, self._telemetry.write_s, self._budget_s)
+        return min(look_s, silent_s, self._write_s, self._budget_s)
+
+    @property
+    def _write_s(self) -> float:
+        """When to write telemetry; infinite if all is written."""
+        return min(list(self._unwritten.values()), default=math.inf)
 
     @property
     def _budget_s(self) -> float:
@@ -621,12 +595,11 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        tally, made = self._telemetry.of(state.job), self._statuses.get(state.job.name)
-        if made is None or made[0] is not state or made[1] is not tally or now_s >= made[2]:
-            status = status_of(state, tally, now_s)
-            made = state, tally, next_report_s(state, now_s), status
+        made = self._statuses.get(state.job.name)
+        if made is None or made[0] is not state or now_s >= made[1]:
+            made = state, next_report_s(state, now_s), status_of(state, now_s)
             self._statuses[state.job.name] = made
-        return made[3]
+        return made[2]
 
     def _reconciled(self, state: JobState) -> JobState:
         return reconcile(state, self._planning, self._now_s())
@@ -650,16 +623,16 @@ class Service:
             _log.exception("Planning failed for job %r", name)
             problem = repr(error)
         try:
-            self._publish(name, problem).result()
+            self._publish(state, problem).result()
         except Exception:
             self._timers[name] = self._now_s() + _RETRY_S
             raise
 
     @_command
-    def _publish(self, draft: Draft, name: str, problem: str) -> None:
-        """Publish plans that were made, or why they could not be."""
-        state = draft.find(name)
-        if state is not None and problem:
+    def _publish(self, draft: Draft, before: JobState, problem: str) -> None:
+        """Publish plans that were made for a job, or why they could not be."""
+        state = draft.find(before.job.name)
+        if state is not None and problem and state.registered is before.registered:
             draft.put(give_up(state, problem))
         elif state is not None:
             draft.reconcile(state)
@@ -677,9 +650,8 @@ class Service:
         for name, before, after in draft.changes():
             if before is None:
                 self._heard_s[name] = self._now_s()
-            elif after is None:
-                self._telemetry.forget(before.job)
-                for known in (self._timers, self._heard_s, self._over_s, self._statuses):
+            if after is None:
+                for known in (self._timers, self._heard_s, self._unwritten, self._statuses):
                     known.pop(name, None)
             if after is not None:
                 self._set_timer(name, after)
@@ -700,17 +672,16 @@ class Service:
 
     @_command
     def _write_telemetry(self, draft: Draft) -> None:
-        """Write the telemetry of a few jobs, unless they have ended since it was sent; if it cannot
-        be written, it is with the job's next message.
+        """Write the telemetry of a few jobs; if it cannot be written, it is with the job's next
+        message.
         """
-        for key, tally in self._telemetry.take_unwritten().items():
-            state = draft.find(key[0])
-            if state is not None and state.job.key == key:
-                draft.telemetry[key[0]] = tally
+        for name in list(self._unwritten)[:_WRITTEN_AT_ONCE]:
+            del self._unwritten[name]
+            draft.telemetry.add(name)
 
     def _write_all_telemetry(self) -> None:
         try:
-            while self._telemetry.write_s < math.inf:
+            while self._unwritten:
                 self._write_telemetry().result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)

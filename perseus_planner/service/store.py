@@ -171,7 +171,12 @@ class StandBy(StorageError):
     """Another service has the database; this one may take over when that has ended."""
 
 
+_WRITTEN = (*_CHANGING, "registered", "published", "reports", "past")
 _NO_BUDGET = PowerBudget(None, ())
+
+
+def _differ(before: JobState | None, after: JobState | None, fields: Sequence[str]) -> bool:
+    return any(getattr(before, name, None) is not getattr(after, name, None) for name in fields)
 
 
 @dataclass
@@ -187,7 +192,7 @@ class Draft:
     frontiers: dict[str, tuple[bytes, Curve]] = field(default_factory=dict)
     stored_budget: PowerBudget = _NO_BUDGET
     budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
-    telemetry: dict[str, Tally] = field(default_factory=dict)  #: Name -> telemetry
+    telemetry: set[str] = field(default_factory=set)  #: Names of jobs whose telemetry is written
     ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
     #: Returns a job after the policy has decided again.
     reconciled: Callable[[JobState], JobState] = lambda state: state
@@ -227,6 +232,15 @@ class Draft:
         changed = ((name, self.stored.get(name), after) for name, after in self.changed.items())
         return [change for change in changed if change[1] is not change[2]]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether there is something to write; telemetry alone is not written at once."""
+        return (
+            bool(self.telemetry or self.ended)
+            or self.budget is not self.stored_budget
+            or any(_differ(before, after, _WRITTEN) for _, before, after in self.changes())
+        )
+
     def note(self, earlier: Draft, now_s: float) -> None:
         """Add events for what differs from an earlier draft."""
         for name, after in self.changed.items():
@@ -240,7 +254,7 @@ class Draft:
             self,
             changed=dict(self.changed),
             frontiers=dict(self.frontiers),
-            telemetry=dict(self.telemetry),
+            telemetry=set(self.telemetry),
             ended=list(self.ended),
         )
 
@@ -251,7 +265,6 @@ class Stored:
 
     jobs: Mapping[str, JobState]  #: Name -> state
     budget: PowerBudget  #: The power budget of all jobs
-    telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
     written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
 
 
@@ -452,24 +465,22 @@ class Storage:
                     for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
                 }
                 reports = self._reports()
+                tallies = {
+                    name: from_json(Tally, content)
+                    for name, content in self.execute("SELECT job, content FROM totals")
+                }
                 states = {
-                    name: _state_of(texts, curves[frontier], *reports.get(name, ({}, {})))
+                    name: _state_of(
+                        texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
+                    )
                     for name, frontier, *texts in self.execute(
                         "SELECT name, frontier, registration, states.content, plans.content "
                         "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
                     )
                 }
-                tallies = {
-                    name: from_json(Tally, content)
-                    for name, content in self.execute("SELECT job, content FROM totals")
-                }
                 budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
-                return Stored(
-                    states,
-                    PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget),
-                    tallies,
-                    written_s,
-                )
+                kept = PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget)
+                return Stored(states, kept, written_s)
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(error) from error
 
@@ -538,8 +549,9 @@ class Storage:
                     self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
-            for name, tally in change.telemetry.items():
-                self._put("totals", name, to_json(tally).decode())
+            for name in change.telemetry:
+                if (state := change.find(name)) is not None and state.tally is not None:
+                    self._put("totals", name, to_json(state.tally).decode())
             for totals in change.ended:
                 self.execute(
                     "INSERT INTO ended (id, totals) "
@@ -589,7 +601,7 @@ class Storage:
             row = (name, after.job.frontier, _registration_text(after.registered))
             self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
             self._sweep_frontiers()
-        if any(getattr(before, field, None) is not getattr(after, field) for field in _CHANGING):
+        if _differ(before, after, _CHANGING):
             self._put("states", name, _state_text(after))
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
@@ -657,6 +669,7 @@ def _state_text(state: JobState) -> str:
 def _state_of(
     texts: Sequence[str],
     curve: Curve,
+    tally: Tally | None,
     past: Mapping[str, Report],
     reports: Mapping[str, Report],
 ) -> JobState:
@@ -667,6 +680,7 @@ def _state_of(
         "registered": registered,
         "job": {**vars(registered), **content["job"]},
         "curve": curve,
+        "tally": tally,
         "published": newest["published"],
         "planned": newest["planned"],
         "reports": reports,
@@ -866,9 +880,8 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        is_other_budget = draft.budget is not draft.stored_budget
         try:
-            if draft.changes() or draft.telemetry or draft.ended or is_other_budget:
+            if draft.is_written:
                 self._storage.commit(draft)
                 self._written_s = time.monotonic()
         except Exception as error:

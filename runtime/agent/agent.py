@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from concurrent.futures import Future
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
@@ -323,8 +324,11 @@ class Agent:
         """
         counters = self._counts.take()
         if counters is not None:
-            service.telemetry(self._name, counters)
+            service.telemetry(self._name, replace(counters, autopilot=self._autopilot()))
         return counters is not None
+
+    def _autopilot(self) -> AutopilotStatus | None:
+        return None
 
     def _taken(self) -> tuple[PlanSet, Acceptance] | None:
         """Return the plans proposed last once all ranks take them; plans that were refused are
@@ -480,11 +484,8 @@ class LearningAgent(Agent):
         waits_s = tuple(wait_s if wait_s > own_s * (1 + _LONGER) else 0.0 for wait_s in allowed_s)
         return waits_s if any(waits_s) else ()
 
-    def _send_counts(self, service: Client) -> bool:
-        counters = self._counts.take()
-        if counters is not None:
-            service.telemetry(self._name, replace(counters, autopilot=self._exchange.status))
-        return counters is not None
+    def _autopilot(self) -> AutopilotStatus:
+        return self._exchange.status
 
 
 def _never(_: GivenPlan) -> Proposal:

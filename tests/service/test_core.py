@@ -475,6 +475,33 @@ def drawn_w(service: Service) -> float:
     return found
 
 
+def test_what_could_not_be_planned_for_a_job_that_has_ended_is_not_held_against_the_next_one(
+    tmp_path: Path,
+):
+    fails, begun, go_on = (threading.Event() for _ in range(3))
+
+    def run(function: Any, *arguments: Any) -> Any:
+        if function is planning.nearest_plan_text and fails.is_set():
+            begun.set()
+            assert go_on.wait(LONG_S)
+            fails.clear()
+            raise NotPlanned("killed")
+        return function(*arguments)
+
+    with service_at(tmp_path / "service.sqlite", Clock(), run=run) as service:
+        service.register(job(), frontier_file())
+        budget_w = 0.85 * drawn_w(service)
+        fails.set()
+        service.set_power("gpt", budget_w).result()
+        assert begun.wait(LONG_S)
+        service.end("gpt").result()
+        service.register(job(power_w=budget_w), frontier_file())
+        go_on.set()
+        planned(service)
+        assert drawn_w(service) <= budget_w
+        assert "planning failed" not in service.status("gpt").decision.reason
+
+
 def test_a_power_budget_of_all_jobs_is_kept_by_all_together_and_lifted(service: Service):
     service.register(job("bloom", deadline_s=1.05 * BASELINE_S), frontier_file())
     before, before_w = plans(service), drawn_w(service)
@@ -1169,9 +1196,9 @@ def test_errors_come_back_from_another_process_as_they_are():
         Processes(1) as processes,
         pytest.raises(FrontierError, match=r"^frontier\.npz: is not a frontier file"),
     ):
-        processes.run(curve_of, "digest", b"no frontier")
+        processes.run(curve_of, "digest", (), None, b"no frontier")
     with pytest.raises(NotPlanned, match="the service is ending"):
-        processes.run(curve_of, "digest", b"")
+        processes.run(curve_of, "digest", (), None, b"")
 
 
 @settings(max_examples=50)

@@ -224,7 +224,7 @@ def test_a_database_of_0_2_is_taken_over_whole_and_kept_beside(of_0_2: Path):
         assert len(now.published.plans) == PIPELINES
         assert storage.frontier(now.job.frontier).startswith(b"PK")
         assert stored.budget == PowerBudget(1e6, ())
-        running = stored.telemetry["gpt"]
+        running = stored.jobs["gpt"].tally
         for told in (running, ended.telemetry):
             assert told is not None
             assert (told.iterations, told.time_s, told.energy_j) == (3, 6.0, 15.0)
