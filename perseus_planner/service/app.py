@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 import re
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -42,6 +43,7 @@ from starlette.routing import Match
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
+from perseus_planner.base.loops import Loop
 from perseus_planner.runs import account
 from perseus_planner.service import models
 from perseus_planner.service.access import (
@@ -146,21 +148,20 @@ class AsyncService:
         ends.
         """
         loop = asyncio.get_running_loop()
-        self._ended, self._wake_clock = False, asyncio.Event()
+        self._ended = False
         self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
 
         def notified(job: str, _: int) -> None:  # on any thread
             loop.call_soon_threadsafe(self.changed, job)
 
         unsubscribe = self.service.subscribe(notified)
-        clock = asyncio.create_task(self._tick())
+        self._clock = Loop(self._tick, "planner-clock").start()
         try:
             yield
         finally:
             unsubscribe()
             self.end_waiting()
-            self._wake_clock.set()
-            await clock
+            self._clock.stop()
             self._pool.shutdown(
                 wait=False
             )  # a registration that is being planned ends with the service
@@ -180,7 +181,7 @@ class AsyncService:
             return await waited
         finally:
             if self.service.next_tick_s() < self._next_tick_s:
-                self._wake_clock.set()
+                self._clock.wake()
 
     async def solve(self, unsolved: Unsolved) -> bytes:
         """Call `Service.solve`, which may take minutes, once for all who ask for the same
@@ -241,33 +242,24 @@ class AsyncService:
         for job in list(self._changes):
             self.changed(job)
 
-    async def _tick(self) -> None:
-        """Tick the service whenever it is due."""
-        while not self._ended:
-            self._wake_clock.clear()
-            self._next_tick_s = (
-                math.inf
-            )  # so that whatever is due earlier than that wakes the clock
-            try:
-                self._next_tick_s = await self.call(self.service.tick)
-                nap_s = self._next_tick_s - self.service.now_s()
-                self._problem = None
-            except Fenced as error:
-                self.fenced = error
-                self.on_fenced()
-                return
-            except Exception as error:  # a full disk, for example: it may pass
-                if self._problem is None:
-                    _log.exception(
-                        "The service cannot carry out what is due; it tries again every second"
-                    )
-                self._problem = str(error)
-                nap_s = _RETRY_S
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._wake_clock.wait(), min(max(nap_s, 0.0), _LONGEST_NAP_S)
+    def _tick(self) -> float:
+        """Tick the service, which is due; return in how many seconds it is again."""
+        time.sleep(_BETWEEN_TICKS_S)  # one tick for many reports
+        self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
+        try:
+            self._next_tick_s = self.service.tick()
+            nap_s = self._next_tick_s - self.service.now_s()
+            self._problem = None
+        except Fenced as error:
+            self.fenced, nap_s = error, math.inf
+            self.on_fenced()
+        except Exception as error:  # a full disk, for example: it may pass
+            if self._problem is None:
+                _log.exception(
+                    "The service cannot carry out what is due; it tries again every second"
                 )
-            await asyncio.sleep(_BETWEEN_TICKS_S)  # one tick for many reports
+            self._problem, nap_s = str(error), _RETRY_S
+        return min(max(nap_s, 0.0), _LONGEST_NAP_S)
 
 
 _QUICK = 1  # the level of gzip: higher ones take much longer and save little

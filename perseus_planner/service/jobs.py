@@ -63,9 +63,9 @@ from perseus_planner.service.policy import (
     Look,
     check_places,
     check_scope,
-    concerned_by,
     decide,
     is_over,
+    parts_of,
     saving_w,
 )
 
@@ -630,7 +630,8 @@ def jobs_concerned(
     """Return the reports that concern each job, and why the others concern none, by their keys."""
     of_jobs: dict[str, list[Report]] = {}
     for name, state in sorted(jobs.items()):
-        if found := concerned_by(state.job, reports):
+        parts = parts_of(state.job)
+        if found := [report for report in reports if parts.places_of(report.scope)]:
             of_jobs[name] = found
     taken = {report.key for found in of_jobs.values() for report in found}
     return of_jobs, {

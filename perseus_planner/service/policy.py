@@ -49,7 +49,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
@@ -150,90 +150,117 @@ class Look:
         )
 
 
-def parts_concerned(job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
-    """Return the pipelines of `job` in `scope`, each with its stages in `scope`; no stages if they
-    are unknown.
-
-    If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one of
-    them.
-
-    Raises:
-        UsageError: If the job has no such part.
-    """
-    return parts_of(job).of(job, scope)
-
-
 class Parts:
-    """What is known of the parts of a job with these places."""
+    """The parts of a job, found once for each scope."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = places
-        self.parts: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
-        self._places_of: dict[str, dict[str, list[Place]]] = {}
+    def __init__(self, job: RegisteredJob) -> None:
+        self.job = job
+        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
 
-    def of(self, job: RegisteredJob, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the pipelines and stages in `scope`, as `parts_concerned` of that job."""
-        parts = self.parts.get(scope.part)
-        if parts is None:
-            parts = self.parts[scope.part] = _parts(job, scope, self)
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], list[Place]]:
+        """(kind, value) -> the places of a rank, a GPU or a node."""
+        places: dict[tuple[str, str], list[Place]] = {}
+        for place in self.job.places:
+            for kind in ("rank", "gpu", "node"):
+                places.setdefault((kind, str(getattr(place, kind))), []).append(place)
+        return places
+
+    @cached_property
+    def _nodes(self) -> dict[str, list[str]]:
+        """Name of a node with all, a part or nothing of its domain -> nodes."""
+        nodes: dict[str, list[str]] = {}
+        for kind, node in self._places:
+            for name in _names(node) if kind == "node" else ():
+                nodes.setdefault(name, []).append(node)
+        return nodes
+
+    def places_of(self, scope: Scope) -> list[Place]:
+        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
+        values = {scope.value}
+        if scope.kind == "node":
+            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
+        known = self._places
+        return [place for value in values for place in known.get((scope.kind, value), ())]
+
+    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
+        unknown.
+
+        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
+        of them.
+
+        Raises:
+            UsageError: If the job has no such part.
+        """
+        found = self._found.get(scope.part)
+        if found is None:
+            found = self._found[scope.part] = self._find(scope)
+        return found
+
+    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
+        if scope.kind == "pipeline":
+            parts = {self._pipeline(scope.value): frozenset[int]()}
+        elif scope.kind == "stage":
+            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
+        else:
+            parts = self._held_by(scope)
+        if scope.pipeline is not None:
+            parts = {
+                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
+            }
+        if not parts:
+            raise UsageError(
+                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
+                f"job {shown(self.job.name)}; correct one of them, or leave the pipeline out"
+            )
         return parts
 
-    def places_of(self, kind: str, value: str) -> list[Place]:
-        """Return the places of one rank, GPU or node, which has its name with a domain or
-        without.
+    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
+        a rank's are unknown.
         """
-        if kind not in self._places_of:
-            by_value: dict[str, list[Place]] = {}
-            for place in self.places:
-                by_value.setdefault(str(getattr(place, kind)), []).append(place)
-            self._places_of[kind] = by_value
-        by_value = self._places_of[kind]
-        if kind != "node":
-            return by_value.get(value, [])
-        known, named = _names(value), [node for node in by_value if value in _names(node)]
-        return [place for node in {*known, *named} for place in by_value.get(node, [])]
+        places = self.places_of(scope) if scope.value else []
+        if not places:
+            raise UsageError(
+                f"scope: job {shown(self.job.name)} has no known {scope.kind} "
+                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
+                "pipeline"
+            )
+        held: dict[int, frozenset[int]] = {}
+        for place in places:
+            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
+        return held | {place.pipeline: frozenset() for place in places if not place.stages}
+
+    def _pipeline_of_stage(self, scope: Scope) -> int:
+        if scope.pipeline is not None:
+            return self._pipeline(str(scope.pipeline))
+        if self.job.pipelines > 1:
+            raise UsageError(
+                f"scope: stage {shown(scope.value)} is in each of {self.job.pipelines} pipelines; "
+                "name the pipeline in which it is slow"
+            )
+        return 0
+
+    def _pipeline(self, value: str) -> int:
+        number, count = _number("pipeline", value), self.job.pipelines
+        if number >= count:
+            raise UsageError(
+                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
+            )
+        return number
 
 
 _parts_known = Latest[tuple[int, int], Parts](2048)
 
 
 def parts_of(job: RegisteredJob) -> Parts:
-    """Return what is known of the parts of a job, found once for each."""
+    """Return the parts of a job, the same object for as long as they are the same."""
     key = (id(job.places), job.pipelines)
     known = _parts_known.get(key)
-    if known is None or known.places is not job.places:
-        known = _parts_known.put(key, Parts(job.places))
+    if known is None or known.job.places is not job.places:
+        known = _parts_known.put(key, Parts(job))
     return known
-
-
-def _parts(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
-    if scope.kind == "pipeline":
-        parts = {_pipeline(job, scope.value): frozenset[int]()}
-    elif scope.kind == "stage":
-        parts = {_pipeline_of_stage(job, scope): frozenset({_number("stage", scope.value)})}
-    else:
-        parts = _held_by(job, scope, known)
-    if scope.pipeline is not None:
-        parts = {
-            pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
-        }
-    if not parts:
-        raise UsageError(
-            f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of job "
-            f"{shown(job.name)}; correct one of them, or leave the pipeline out"
-        )
-    return parts
-
-
-def concerned_by(job: RegisteredJob, reports: Iterable[Report]) -> list[Report]:
-    """Return those of the reports about GPUs and nodes that `job` has."""
-    nodes = {place.node for place in job.places}
-    names = {place.gpu for place in job.places}.union(*map(_names, nodes))
-    return [
-        report
-        for report in reports
-        if report.scope.value in names or not nodes.isdisjoint(_names(report.scope.value))
-    ]
 
 
 @lru_cache(maxsize=2**16)
@@ -250,49 +277,9 @@ def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
     Raises:
         UsageError: If it does not.
     """
-    for stage in frozenset().union(*parts_concerned(job, scope).values()):
+    for stage in frozenset().union(*parts_of(job).of(scope).values()):
         if stage >= stages:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
-
-
-def _held_by(job: RegisteredJob, scope: Scope, known: Parts) -> dict[int, frozenset[int]]:
-    """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which a
-    rank's are unknown.
-    """
-    places = known.places_of(scope.kind, scope.value) if scope.value else []
-    if not places:
-        raise UsageError(
-            f"scope: job {shown(job.name)} has no known {scope.kind} {shown(scope.value)}; "
-            "register it with the places of its ranks, or report the pipeline"
-        )
-    held: dict[int, frozenset[int]] = {}
-    for place in places:
-        held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
-    unknown = {place.pipeline for place in places if not place.stages}
-    return {
-        pipeline: frozenset() if pipeline in unknown else stages
-        for pipeline, stages in held.items()
-    }
-
-
-def _pipeline_of_stage(job: RegisteredJob, scope: Scope) -> int:
-    if scope.pipeline is not None:
-        return _pipeline(job, str(scope.pipeline))
-    if job.pipelines > 1:
-        raise UsageError(
-            f"scope: stage {shown(scope.value)} is in each of {job.pipelines} pipelines; name the "
-            "pipeline in which it is slow"
-        )
-    return 0
-
-
-def _pipeline(job: RegisteredJob, value: str) -> int:
-    number = _number("pipeline", value)
-    if number >= job.pipelines:
-        raise UsageError(
-            f"scope: there is no pipeline {number}; pipelines are 0 to {job.pipelines - 1}"
-        )
-    return number
 
 
 def _number(kind: str, value: str) -> int:
@@ -584,7 +571,7 @@ def _pipelines(
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     parts = parts_of(job)
     for report in active:
-        for pipeline, stages in parts.of(job, report.scope).items():
+        for pipeline, stages in parts.of(report.scope).items():
             concerning.setdefault(pipeline, []).append((report, stages))
     target_s = _target_s(job, numbers)
     calm_s = _own_s(numbers, target_s)
