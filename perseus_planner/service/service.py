@@ -88,6 +88,7 @@ R = TypeVar("R")
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
+_WRITING = ("telemetry", "")  # of all jobs, is due at once
 _WRITTEN_AT_ONCE = 64  # jobs whose telemetry is written together, for which reports wait
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
@@ -157,21 +158,20 @@ class Service:
         self._processes, self._solver = Processes(workers), Processes(1)
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        #: When time alone may change the decision of each job.
-        self._timers: dict[str, float] = {}
+        #: (what, job) -> when it is due: to look whether time alone changes the decision of the
+        #: job, the end of its lease unless it is silent, to write telemetry.
+        self._due_s: dict[tuple[str, str], float] = {}
         self._epoch = uuid4().hex
         self._lease_s = lease_s
-        #: When each job was last heard of, unless it is silent.
-        self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
         self._subscribers: list[Callable[[str, int], None]] = []
         self._storage = storage
         self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self._now_s)
-        #: When to write the telemetry of each job that is not written.
-        self._unwritten: dict[str, float] = {}
+        self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
         #: Of each job, what its status was made of, until when it holds, and the status.
         self._statuses: dict[str, tuple[JobState, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
+            self._due_s["lease", name] = self._now_s() + lease_s
             self._set_timer(name, state)
 
     def __enter__(self) -> Service:
@@ -476,7 +476,8 @@ class Service:
         before, now_s, limit_w = draft.state(job), self._now_s(), sent.gpu_power_limit_w
         after = before.with_telemetry(sent, now_s)
         if after.tally is not before.tally:
-            self._unwritten.setdefault(job, now_s + WRITTEN_AFTER_S)
+            self._unwritten[job] = None
+            self._due_s.setdefault(_WRITING, now_s + WRITTEN_AFTER_S)
         if is_other_limit(before.job.gpu_power_limit_w, limit_w):
             draft.reconcile(after.with_job(gpu_power_limit_w=limit_w))
         else:
@@ -515,20 +516,14 @@ class Service:
             for name, state in self._writer.jobs.items():
                 if state.job.power_schedule:
                     self._set_timer(name, state)
-        due = [name for name, at_s in list(self._timers.items()) if at_s <= now_s]
-        silent = [
-            name for name, at_s in list(self._heard_s.items()) if at_s + self._lease_s <= now_s
-        ]
+        due = [key for key, at_s in list(self._due_s.items()) if at_s <= now_s]
         try:
-            if due or silent or self._budget_s <= now_s:
-                self._carry_out(due, silent, now_s, wall_s).result()
+            if due or self._budget_s <= now_s:
+                self._carry_out(due, now_s, wall_s).result()
         except PlannerError:
-            self._timers.update(dict.fromkeys(due, now_s))
-            for name in silent:
-                self._heard_s.setdefault(name, -math.inf)
+            for key in due:
+                self._due_s.setdefault(key, now_s)
             raise
-        if self._write_s <= now_s:
-            self._write_telemetry().result()
         self._writer.check()
         return self.next_tick_s()
 
@@ -538,14 +533,7 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        look_s = min(list(self._timers.values()), default=math.inf)
-        silent_s = min(list(self._heard_s.values()), default=math.inf) + self._lease_s
-        return min(look_s, silent_s, self._write_s, self._budget_s)
-
-    @property
-    def _write_s(self) -> float:
-        """When to write telemetry; infinite if all is written."""
-        return min(list(self._unwritten.values()), default=math.inf)
+        return min(*list(self._due_s.values()), self._budget_s, math.inf)
 
     @property
     def _budget_s(self) -> float:
@@ -554,30 +542,37 @@ class Service:
 
     @_command
     def _carry_out(
-        self, draft: Draft, due: Sequence[str], silent: Sequence[str], now_s: float, wall_s: float
+        self, draft: Draft, due: Sequence[tuple[str, str]], now_s: float, wall_s: float
     ) -> None:
-        """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
-        these jobs.
+        """Begin the budgets that are due, take the shares of silent jobs back, reconcile the jobs
+        that are to be looked at, and write telemetry; unless it was put off meanwhile.
         """
-        for name in silent:
-            if self._heard_s.get(name, now_s) + self._lease_s > now_s:
-                continue
-            del self._heard_s[name]
-            if (state := draft.find(name)) is not None and state.silent_since_s is None:
+        due = [key for key in due if self._due_s.get(key, now_s) <= now_s]
+        for key in due:
+            self._due_s.pop(key, None)
+        for what, name in due:
+            state = draft.find(name)
+            if what == "lease" and state is not None and state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
                 share_power(draft, name)
-        begin_budgets(draft, due, wall_s)
-        for name in due:
-            self._timers[name] = math.inf
-            if (state := draft.find(name)) is not None:
+        looks = [name for what, name in due if what == "look"]
+        begin_budgets(draft, looks, wall_s)
+        for state in map(draft.find, looks):
+            if state is not None:
                 draft.reconcile(state)
+        if _WRITING in due:
+            draft.telemetry.update(list(self._unwritten)[:_WRITTEN_AT_ONCE])
+            for name in draft.telemetry:
+                self._unwritten.pop(name, None)
+            if self._unwritten:
+                self._due_s[_WRITING] = now_s
 
     def _hear_of(self, name: str) -> None:
         """Note that a job has sent something, which gives it its share of the power again."""
         state = self._writer.jobs.get(name)
         if state is None:
             return
-        self._heard_s[name] = self._now_s()
+        self._due_s["lease", name] = self._now_s() + self._lease_s
         if state.silent_since_s is not None:
             self._note_heard(name)
 
@@ -625,7 +620,7 @@ class Service:
         try:
             self._publish(state, problem).result()
         except Exception:
-            self._timers[name] = self._now_s() + _RETRY_S
+            self._due_s["look", name] = self._now_s() + _RETRY_S
             raise
 
     @_command
@@ -643,16 +638,18 @@ class Service:
         """
         look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
         is_awaited = not state.is_planned and look_s <= now_s
-        self._timers[name] = math.inf if is_awaited else look_s
+        self._due_s["look", name] = math.inf if is_awaited else look_s
 
     def _follow_up(self, draft: Draft) -> None:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, before, after in draft.changes():
             if before is None:
-                self._heard_s[name] = self._now_s()
+                self._due_s["lease", name] = self._now_s() + self._lease_s
             if after is None:
-                for known in (self._timers, self._heard_s, self._unwritten, self._statuses):
-                    known.pop(name, None)
+                for what in ("look", "lease"):
+                    self._due_s.pop((what, name), None)
+                self._unwritten.pop(name, None)
+                self._statuses.pop(name, None)
             if after is not None:
                 self._set_timer(name, after)
                 if not after.is_planned:
@@ -670,19 +667,11 @@ class Service:
             except Exception:
                 _log.exception("A subscriber failed on version %d of job %r", version, name)
 
-    @_command
-    def _write_telemetry(self, draft: Draft) -> None:
-        """Write the telemetry of a few jobs; if it cannot be written, it is with the job's next
-        message.
-        """
-        for name in list(self._unwritten)[:_WRITTEN_AT_ONCE]:
-            del self._unwritten[name]
-            draft.telemetry.add(name)
-
     def _write_all_telemetry(self) -> None:
         try:
             while self._unwritten:
-                self._write_telemetry().result()
+                self._due_s.pop(_WRITING, None)
+                self._carry_out([_WRITING], self._now_s(), self._wall_s()).result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
 
