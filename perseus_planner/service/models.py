@@ -443,6 +443,10 @@ class ReportRequest:
             raise UsageError(
                 "a report begins after a time or with an iteration; give one of the two"
             )
+        if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
+            raise UsageError(
+                f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
+            )
         if self.score is not None and not 0.0 < self.score <= 1.0:
             raise UsageError(
                 f"score {self.score:g} is not above 0 and at most 1; 1 means recovered"
