@@ -693,8 +693,6 @@ _PAGE_HEADERS = {
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 
-dashboard = APIRouter(include_in_schema=False)
-
 
 @cache
 def _files() -> dict[str, bytes]:
@@ -703,13 +701,13 @@ def _files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if PurePath(path.name).suffix in _TYPES}
 
 
-@dashboard.get("/")
+@router.get("/", include_in_schema=False)
 async def page() -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
-@dashboard.get(STATIC + "{name}")
+@router.get(STATIC + "{name}", include_in_schema=False)
 async def static(name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
@@ -746,12 +744,12 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         async with live.running():
             yield
 
-    routes = [*router.routes, *dashboard.routes]
-
     async def answered(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             # Starlette only names the methods of the first route with that path.
-            there = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+            there = [
+                each for each in router.routes if each.matches(request.scope)[0] is not Match.NONE
+            ]
             methods = {method for each in there for method in getattr(each, "methods", ())}
             error.headers = {"Allow": ", ".join(sorted(methods))}
         return error_answer(error)
@@ -764,7 +762,7 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # its pages load scripts from another host
         redoc_url=None,
-        routes=routes,
+        routes=router.routes,
         exception_handlers=dict.fromkeys(errors, answered),
     )
     app.state.service, app.state.metrics = live, metrics
