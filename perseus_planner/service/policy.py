@@ -459,11 +459,11 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     decided time. It is computed from `Numbers.bound_j`, which plans come close to, except with a
     switch budget.
     """
-    saved_j, target_s = 0.0, _target_s(job, numbers)
+    saved_j, aim_s = 0.0, target_s(job, numbers)
     counts = Counter(decision.of_pipeline)
     for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += counts[index] * _saved_j(own, _own_s(own, target_s), target.time_s)
+        saved_j += counts[index] * _saved_j(own, own_s(own, aim_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -541,12 +541,14 @@ def _pays_until_s(time_s: float, slowest: Sequence[Report], settings: PolicySett
     return expires_s - both_changes_s
 
 
-def _target_s(job: RegisteredJob, numbers: Curve) -> float:
+def target_s(job: RegisteredJob, numbers: Curve) -> float:
+    """Return the iteration time that a job aims for."""
     return numbers.baseline_time_s if job.deadline_s is None else job.deadline_s
 
 
-def _own_s(numbers: Curve, target_s: float) -> float:
-    return min(max(target_s, numbers.min_time_s), numbers.max_time_s)
+def own_s(numbers: Curve, aim_s: float) -> float:
+    """Return the time of a pipeline's plan if it waits for no other one, aiming for `aim_s`."""
+    return min(max(aim_s, numbers.min_time_s), numbers.max_time_s)
 
 
 def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
@@ -555,11 +557,8 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     """
     if from_s == to_s:
         return 0.0
-    most_s = numbers.max_time_s
-    waiting_w = (
-        numbers.bound_j(2.0 * most_s) - numbers.bound_j(most_s)
-    ) / most_s  # beyond it a plan only waits
-    return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waiting_w * (to_s - from_s)
+    waited_j = numbers.waiting_w * (to_s - from_s)
+    return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waited_j
 
 
 def _pipelines(
@@ -573,8 +572,8 @@ def _pipelines(
     for report in active:
         for pipeline, stages in parts.of(report.scope).items():
             concerning.setdefault(pipeline, []).append((report, stages))
-    target_s = _target_s(job, numbers)
-    calm_s = _own_s(numbers, target_s)
+    aim_s = target_s(job, numbers)
+    calm_s = own_s(numbers, aim_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
     made: dict[Any, _Pipeline] = {}
     reported: dict[int, _Pipeline] = {}
@@ -584,7 +583,7 @@ def _pipelines(
             [(each.slowdown, each.iteration_s, each.cause, stages) for each, stages in reports]
         )
         if said not in made:
-            made[said] = _reported(said, calm, numbers, target_s)
+            made[said] = _reported(said, calm, numbers, aim_s)
         reported[number] = known = made[said]
         counting = [
             (how_bad, each.key, each)
@@ -600,7 +599,7 @@ def _reported(
     said: Sequence[tuple[float | None, float | None, Cause, frozenset[int]]],
     calm: _Pipeline,
     profiled: Numbers,
-    target_s: float,
+    aim_s: float,
 ) -> _Pipeline:
     """Return a pipeline of which this is reported: slowdown, iteration time, cause and stages."""
     slow: dict[int, float] = {}
@@ -613,9 +612,9 @@ def _reported(
             of_all[index] = iteration_s or calm.own_s * (slowdown or 1.0)
     slow = dict(sorted(slow.items()))
     numbers = profiled.slowed(slow) if slow else calm.numbers
-    own_s = _own_s(numbers, target_s)
-    takes_s = max(own_s, *of_all)
-    return _Pipeline(numbers, slow, own_s, takes_s, of_all if takes_s > own_s else of_stages)
+    plan_s = own_s(numbers, aim_s)
+    takes_s = max(plan_s, *of_all)
+    return _Pipeline(numbers, slow, plan_s, takes_s, of_all if takes_s > plan_s else of_stages)
 
 
 def _reason(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.jobs import JobState, Share
 from perseus_planner.service.models import PowerBudget, RegisteredJob, Slowing, split_at
+from perseus_planner.service.policy import own_s, target_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -296,6 +297,5 @@ def _allowed(
 
 
 def _demand(job: RegisteredJob, curve: Curve) -> Demand:
-    time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
-    time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
+    time_s = own_s(curve, target_s(job, curve))
     return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)
