@@ -154,12 +154,12 @@ class AsyncService:
         def notified(job: str, _: int) -> None:  # on any thread
             loop.call_soon_threadsafe(self.changed, job)
 
-        unsubscribe = self.service.subscribe(notified)
+        self.service.on_version = notified
         self._clock = Loop(self._tick, "planner-clock").start()
         try:
             yield
         finally:
-            unsubscribe()
+            self.service.on_version = lambda _, __: None
             self.end_waiting()
             self._clock.stop()
             self._pool.shutdown(

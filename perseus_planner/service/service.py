@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
@@ -163,7 +163,9 @@ class Service:
         self._due_s: dict[tuple[str, str], float] = {}
         self._epoch = uuid4().hex
         self._lease_s = lease_s
-        self._subscribers: list[Callable[[str, int], None]] = []
+        #: Called with a job and its newest version whenever there is a new one, or the job has
+        #: ended; on a thread of the service, once the change is on disk. It returns at once.
+        self.on_version: Callable[[str, int], None] = lambda _, __: None
         self._storage = storage
         self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self._now_s)
         self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
@@ -483,21 +485,7 @@ class Service:
         else:
             draft.put(after)
 
-    # News and time
-
-    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        """Call `callback` with a job and its newest version whenever there is a new one, or the job
-        has ended.
-
-        It is called on a thread of the service once the change is on disk, and should return at
-        once.
-
-        Returns:
-            The function that ends the subscription.
-        """
-        told = partial(callback)  # another object each time
-        self._subscribers.append(told)
-        return partial(self._subscribers.remove, told)
+    # Time
 
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, budgets begin,
@@ -655,17 +643,11 @@ class Service:
                 if not after.is_planned:
                     self._replanner.request(name)
             _log_events(name, before, after)
+        for name, before, after in draft.changes():
             versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
             if versions[0] < versions[-1] or len(versions) == 1:
-                self._notify(name, versions[-1])
-
-    def _notify(self, name: str, version: int) -> None:
-        for callback in tuple(self._subscribers):
-            try:
-                callback(name, version)
-            except Exception:
-                _log.exception("A subscriber failed on version %d of job %r", version, name)
+                self.on_version(name, versions[-1])
 
     def _write_all_telemetry(self) -> None:
         try:

@@ -31,7 +31,7 @@ def main(place: str, seed: str) -> None:
             say(f"kept {key}")
 
     with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
-        service.subscribe(lambda _, version: say(f"version {version}"))
+        service.on_version = lambda _, version: say(f"version {version}")
         say("begun")
         threads = [threading.Thread(target=talk, args=(service, number)) for number in range(4)]
         for thread in threads:

@@ -82,7 +82,7 @@ class StandIn:
         self.versions: dict[str, int] = {}
         self.taken_by: dict[str, Taken] = {}
         self.told: dict[str, Tally | None] = {}
-        self.callbacks: list[Callable[[str, int], None]] = []
+        self.on_version: Callable[[str, int], None] = lambda _, __: None
         self.calls: list[str] = []
         self.ticks: list[float] = []  # what tick() gives next; the last one again and again
         self.ticked = threading.Event()
@@ -225,8 +225,7 @@ class StandIn:
     def end(self, job: str) -> None:
         self._check(job)
         del self.kept[job]
-        for callback in self.callbacks:
-            callback(job, self.versions[job])
+        self.on_version(job, self.versions[job])
 
     def plans(self, job: str, after: int) -> PlanSet | None:
         self._check(job)
@@ -241,10 +240,6 @@ class StandIn:
     def lease_s(self, job: str) -> float | None:
         self._check(job)
         return None
-
-    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        self.callbacks.append(callback)
-        return lambda: self.callbacks.remove(callback)
 
     def tick(self) -> float:
         if self.failure is not None:
@@ -264,8 +259,7 @@ class StandIn:
     def _publish(self, job: str) -> None:
         with self._lock:
             self.versions[job] = version = self.versions.get(job, 0) + 1
-        for callback in self.callbacks:
-            callback(job, version)
+        self.on_version(job, version)
 
 
 @asynccontextmanager
