@@ -638,7 +638,7 @@ class Service:
                     self._due_s.pop((what, name), None)
                 self._unwritten.pop(name, None)
                 self._statuses.pop(name, None)
-            if after is not None:
+            else:
                 self._set_timer(name, after)
                 if not after.is_planned:
                     self._replanner.request(name)

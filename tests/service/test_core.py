@@ -610,6 +610,7 @@ def test_a_listener_that_fails_harms_nobody(service: Service, caplog: pytest.Log
     with versions_told(service) as told:
         service.set_deadline("gpt", 1.1 * BASELINE_S).result()
         planned(service)
+    service.taken("gpt", 2, 1).result()  # after what failed
     assert told == {"gpt": [2]}
     assert "An action after a committed change has failed" in caplog.text
 
