@@ -151,10 +151,11 @@ class Service:
             StorageError: If the storage cannot be read.
         """
         self._wall_s = wall_s or now_s or time.time
-        self._now_s = now_s or SteadyClock(self._wall_s)
+        #: Returns the time by the clock of the service, seconds since the epoch.
+        self.now_s = now_s or SteadyClock(self._wall_s)
         self._offset_s = 0.0
-        storage.now_s = self._now_s
-        stored = _by_clock(storage, storage.load(), self._now_s())
+        storage.now_s = self.now_s
+        stored = _by_clock(storage, storage.load(), self.now_s())
         self._processes, self._solver = Processes(workers), Processes(1)
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
@@ -167,13 +168,13 @@ class Service:
         #: ended; on a thread of the service, once the change is on disk. It returns at once.
         self.on_version: Callable[[str, int], None] = lambda _, __: None
         self._storage = storage
-        self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self._now_s)
+        self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self.now_s)
         self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
         #: Of each job, what its status was made of, until when it holds, and the status.
         self._statuses: dict[str, tuple[JobState, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
-            self._due_s["lease", name] = self._now_s() + lease_s
+            self._due_s["lease", name] = self.now_s() + lease_s
             self._set_timer(name, state)
 
     def __enter__(self) -> Service:
@@ -200,11 +201,11 @@ class Service:
 
     def status(self, job: str) -> JobStatus:
         """Return the status of one job."""
-        return self._status(self._state(job), self._now_s())
+        return self._status(self._state(job), self.now_s())
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Return the status of every running job, sorted by name."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def totals(self) -> tuple[JobTotals, ...]:
@@ -216,7 +217,7 @@ class Service:
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
-        return current_reports(self._state(job), self._now_s())
+        return current_reports(self._state(job), self.now_s())
 
     def curve(self, job: str) -> Curve:
         """Return the energy curve of a job's pipelines as profiled."""
@@ -243,7 +244,7 @@ class Service:
 
     def lease_s(self, job: str) -> float | None:
         """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
-        return lease_s(self._state(job), self._now_s())
+        return lease_s(self._state(job), self.now_s())
 
     def history(self, job: str) -> History:
         """Return what has happened to a job, and how its figures went."""
@@ -252,10 +253,6 @@ class Service:
         if tally is None:
             return History((), state.events)
         return History(tally.points, state.events, tally.latest.waiting)
-
-    def now_s(self) -> float:
-        """Return the time by the service's clock, seconds since the epoch."""
-        return self._now_s()
 
     @property
     def problem(self) -> str | None:
@@ -299,7 +296,7 @@ class Service:
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
                 budget of all jobs.
         """
-        job = replace(job, frontier=sha256(frontier), since_s=self._now_s(), ranks=len(job.places))
+        job = replace(job, frontier=sha256(frontier), since_s=self.now_s(), ranks=len(job.places))
         self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
@@ -325,7 +322,7 @@ class Service:
     @_command
     def end(self, draft: Draft, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
-        draft.ended.append(totals_of(draft.state(job), self._now_s()))
+        draft.ended.append(totals_of(draft.state(job), self.now_s()))
         draft.changed[job] = None
         if draft.budget.power_w is not None:
             share_power(draft, None)
@@ -387,9 +384,9 @@ class Service:
             check_same(known_report, report)
             return answer_to(before, before, known_report, "the report was received before")
         check_report(before, report)
-        after = draft.reconcile(before.with_report(report, self._now_s()))
+        after = draft.reconcile(before.with_report(report, self.now_s()))
         if report.key in after.reports:
-            reason = until_it_begins(after, report, self._now_s())
+            reason = until_it_begins(after, report, self.now_s())
         else:
             reason = "it expires before it begins, or its source has observed the scope later"
         return answer_to(before, after, report, reason)
@@ -412,7 +409,7 @@ class Service:
         answers = []
         for name, alerts in of_jobs.items():
             before = draft.state(name)
-            after, refused = with_alerts(before, alerts, self._now_s())
+            after, refused = with_alerts(before, alerts, self.now_s())
             ignored |= refused
             after = before if after is before else draft.reconcile(after)
             answers.append(answer_to(before, after))
@@ -425,7 +422,7 @@ class Service:
         Raises:
             UnknownReport: If the job has no such report.
         """
-        before, now_s = draft.state(job), self._now_s()
+        before, now_s = draft.state(job), self.now_s()
         report = before.reports.get(key)
         if report is None or report.expires_s <= now_s:
             past = report or before.past.get(key)
@@ -459,7 +456,7 @@ class Service:
             )
         before = state.taken
         if before is None or (before.version, before.iteration) < (version, iteration):
-            draft.reconcile(replace(state, taken=Taken(version, iteration, self._now_s())))
+            draft.reconcile(replace(state, taken=Taken(version, iteration, self.now_s())))
 
     def telemetry(self, job: str, sent: Counters) -> Future[None]:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
@@ -475,7 +472,7 @@ class Service:
 
     @_command
     def _count(self, draft: Draft, job: str, sent: Counters) -> None:
-        before, now_s, limit_w = draft.state(job), self._now_s(), sent.gpu_power_limit_w
+        before, now_s, limit_w = draft.state(job), self.now_s(), sent.gpu_power_limit_w
         after = before.with_telemetry(sent, now_s)
         if after.tally is not before.tally:
             self._unwritten[job] = None
@@ -498,7 +495,7 @@ class Service:
             When to call this again, unless a request comes first, seconds since the epoch; infinite
             for never.
         """
-        now_s, wall_s = self._now_s(), self._wall_s()
+        now_s, wall_s = self.now_s(), self._wall_s()
         if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
             self._offset_s = wall_s - now_s
             for name, state in self._writer.jobs.items():
@@ -526,7 +523,7 @@ class Service:
     @property
     def _budget_s(self) -> float:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        return self._writer.budget.next_s(self._now_s(), self._wall_s())
+        return self._writer.budget.next_s(self.now_s(), self._wall_s())
 
     @_command
     def _carry_out(
@@ -560,7 +557,7 @@ class Service:
         state = self._writer.jobs.get(name)
         if state is None:
             return
-        self._due_s["lease", name] = self._now_s() + self._lease_s
+        self._due_s["lease", name] = self.now_s() + self._lease_s
         if state.silent_since_s is not None:
             self._note_heard(name)
 
@@ -585,7 +582,7 @@ class Service:
         return made[2]
 
     def _reconciled(self, state: JobState) -> JobState:
-        return reconcile(state, self._planning, self._now_s())
+        return reconcile(state, self._planning, self.now_s())
 
     def _replan(self, name: str) -> None:
         """Solve or plan once for a job, and publish its plans if that was the last of them; takes
@@ -595,7 +592,7 @@ class Service:
         if state is None:
             return
         try:
-            if prepare(state, self._planning, self._now_s()):
+            if prepare(state, self._planning, self.now_s()):
                 self._replanner.request(name)  # after those that wait
                 return
         except Ending:
@@ -608,7 +605,7 @@ class Service:
         try:
             self._publish(state, problem).result()
         except Exception:
-            self._due_s["look", name] = self._now_s() + _RETRY_S
+            self._due_s["look", name] = self.now_s() + _RETRY_S
             raise
 
     @_command
@@ -624,7 +621,7 @@ class Service:
         """Remember when time alone may change the decision; a job that is being planned is
         looked at after that.
         """
-        look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
+        look_s = next_look_s(state, now_s := self.now_s(), self._wall_s())
         is_awaited = not state.is_planned and look_s <= now_s
         self._due_s["look", name] = math.inf if is_awaited else look_s
 
@@ -632,7 +629,7 @@ class Service:
         """Set timers, request plans and notify subscribers after a change is on disk."""
         for name, before, after in draft.changes():
             if before is None:
-                self._due_s["lease", name] = self._now_s() + self._lease_s
+                self._due_s["lease", name] = self.now_s() + self._lease_s
             if after is None:
                 for what in ("look", "lease"):
                     self._due_s.pop((what, name), None)
@@ -653,7 +650,7 @@ class Service:
         try:
             while self._unwritten:
                 self._due_s.pop(_WRITING, None)
-                self._carry_out([_WRITING], self._now_s(), self._wall_s()).result()
+                self._carry_out([_WRITING], self.now_s(), self._wall_s()).result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
 

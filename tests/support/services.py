@@ -141,7 +141,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve on a thread of this process until the block ends, which gets the URL."""
     with listening(address, tokens) as listener:
-        server = server_of(service, listener, limits, lambda: None)
+        server = server_of(service, listener, lambda: None, limits or Limits())
         thread = threading.Thread(target=server.run, args=([listener.socket],))
         # clients that connect early wait for a moment, as the socket already listens
         thread.start()
