@@ -28,6 +28,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import compress
+from operator import is_not
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -625,7 +627,8 @@ class Storage:
             new: Mapping[str, Report] = getattr(after, kind)
             if old is new:
                 continue
-            for report in [each for key, each in new.items() if old.get(key) is not each]:
+            is_other = map(is_not, new.values(), map(old.get, new))
+            for report in compress(new.values(), is_other):
                 self._report_number += 1
                 row = (name, report.key, self._report_number, counts)
                 self.execute(_WRITE_REPORT, *row, to_json(report).decode())
