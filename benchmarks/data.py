@@ -89,6 +89,11 @@ class Size:
         load_s: for how long, seconds.
         load_pipelines_large: how many pipelines the jobs have that are registered meanwhile.
         load_peak_s: for how long it then gets as many as it can answer, seconds.
+        load_taken_per_s: how many jobs say in a second which version of their plans they run.
+        load_wide: how many pipelines the job has whose reports are compared with the echo beside
+            those of a job of `load_pipelines`.
+        load_pending: how many reports begin later for a third one.
+        load_alone_s: for how long one client then posts to each, seconds; twice.
     """
 
     cases: tuple[Case, ...] = CASES
@@ -130,6 +135,10 @@ class Size:
     load_s: float = 600.0
     load_pipelines_large: int = 2048
     load_peak_s: float = 6.0
+    load_taken_per_s: float = 30.0
+    load_wide: int = 1024
+    load_pending: int = 2000
+    load_alone_s: float = 6.0
 
 
 FULL = Size()
@@ -169,6 +178,9 @@ SMOKE = Size(
     load_s=1.0,
     load_pipelines_large=64,
     load_peak_s=0.5,
+    load_wide=16,
+    load_pending=20,
+    load_alone_s=0.3,
 )
 
 

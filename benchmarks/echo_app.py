@@ -1,12 +1,16 @@
-"""A plain FastAPI application to compare the service with: one route, which checks a small body and
-returns it.
+"""A plain FastAPI application to compare the service with: it checks a small body and returns it;
+at `/kept`, once it is on disk.
 
-Run as a program, by service_load.py; says its port.
+Run as a program, by service_load.py, with the path of an SQLite file; says its port.
 """
 
 # ruff: noqa: TID253 - the process in which this runs is there for them
 
 from __future__ import annotations
+
+import sqlite3
+import sys
+import threading
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,6 +30,8 @@ class Body(BaseModel):
 
 
 app = FastAPI()
+writing = threading.Lock()
+database = sqlite3.connect(sys.argv[1], check_same_thread=False)
 
 
 @app.post("/echo")
@@ -34,8 +40,23 @@ async def echo(body: Body) -> Body:
     return body
 
 
+@app.post("/kept")
+def kept(body: Body) -> Body:
+    """What was sent, once it is on disk; on one of FastAPI's threads."""
+    with writing, database:
+        database.execute(
+            "INSERT OR REPLACE INTO bodies VALUES (?, ?)", (body.key, body.model_dump_json())
+        )
+    return body
+
+
 def main() -> None:
-    """Serve as the service does: the same kind of socket and the same settings of uvicorn."""
+    """Serve as the service does: the same kind of socket, and the same settings of uvicorn and
+    SQLite.
+    """
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=FULL")
+    database.execute("CREATE TABLE bodies (key TEXT PRIMARY KEY, content TEXT NOT NULL)")
     with listening(Address(port=0)) as listener:
         print(listener.socket.getsockname()[1], flush=True)
         config = uvicorn.Config(

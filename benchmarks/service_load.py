@@ -17,8 +17,8 @@ from pathlib import Path
 
 from data import STAGES, Case, Size, frontier_of
 from results import Section
-from service_figures import Found, Mixed, section_of
-from service_processes import Leaders, Row, Server, echo, leading, look, service, spell
+from service_figures import Alone, Found, Mixed, section_of
+from service_processes import Leaders, Row, Server, Spell, echo, leading, look, service, spell
 
 from perseus_planner.service.client import Client
 from perseus_planner.service.models import (
@@ -27,6 +27,7 @@ from perseus_planner.service.models import (
     Registration,
     ReportRequest,
     Scope,
+    TakenRequest,
     to_json,
 )
 
@@ -54,13 +55,58 @@ def measure(size: Size) -> Section:
     kinds = [(case, count) for count in size.load_microbatches for case in size.cases]
     jobs = {f"job-{number:04}": kinds[number % len(kinds)] for number in range(size.load_jobs)}
     with tempfile.TemporaryDirectory() as folder:
-        database = Path(folder) / "service.sqlite"
-        with service(database) as server, echo() as plain:
-            found = _run(size, jobs, server, plain)
+        database, echoed = Path(folder) / "service.sqlite", Path(folder) / "echo.sqlite"
+        with service(Path(folder) / "alone.sqlite") as server, echo(echoed) as plain:
+            alone = _alone(size, server, plain)
+        echoed.unlink()
+        with service(database) as server, echo(echoed) as plain:
+            found = _run(size, jobs, server, plain, alone)
         return section_of(size, found, _lost(database, found.answers()))
 
 
-def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
+def _alone(size: Size, server: Server, plain: Server) -> Alone:
+    """One client, which posts the next report once one is answered, beside the echo that has each
+    on disk; and a large registration. Nothing else goes on.
+    """
+    kind, pipelines = (size.cases[0], size.load_microbatches[0]), size.load_pipelines
+    names = {
+        f"{pipelines} pipelines": pipelines,
+        f"{size.load_wide:,} pipelines": size.load_wide,
+        f"{pipelines} pipelines, {size.load_pending:,} reports pending": pipelines,
+    }
+    pairs: list[tuple[str, Spell, Spell]] = []
+    with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
+        jobs = {f"job-{number}": (what, names[what]) for number, what in enumerate(names)}
+        for job, (_, count_of) in jobs.items():
+            client.register(Registration(job, count_of, _file(*kind), _places(count_of)))
+        _have_plans_made(client, {"job-0": kind})
+        for number in range(size.load_pending):
+            pipeline = Scope("pipeline", str(number % pipelines))
+            client.report(
+                "job-2",
+                ReportRequest(f"later-{number % 4}", pipeline, slowdown=1.2, in_s=1e5),
+            )
+        for job, (what, count_of) in jobs.items():
+            bodies = _bodies(random.Random(18), [job], count_of)
+            for _ in range(2):
+                posted = list(islice(bodies, round(_MOST_PER_S * size.load_alone_s)))
+                asked = (None, size.load_alone_s, (), 1)
+                ours = spell(server, posted, *asked)
+                theirs = spell(plain, [("/kept", body) for _, body in posted], *asked)
+                pairs.append((what, ours, theirs))
+        before_s = sum(server.cpu_s())
+        large = size.load_pipelines_large
+        client.register(Registration("large", large, _file(*kind), _places(large)))
+        registering_s = sum(server.cpu_s()) - before_s
+    found = [[pair[1:] for pair in pairs if pair[0] == what] for what in names]
+    sums = [[one + other for one, other in zip(*each, strict=True)] for each in found]
+    return Alone(
+        {what: (ours, theirs) for what, (ours, theirs) in zip(names, sums, strict=True)},
+        registering_s,
+    )
+
+
+def _run(size: Size, jobs: Jobs, server: Server, plain: Server, alone: Alone) -> Found:
     bodies = _bodies(random.Random(18), list(jobs), size.load_pipelines)
     memory = {"begun": server.memory_mib()}
     with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
@@ -71,7 +117,7 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
         with leading(server, leaders) as led:
             _until(lambda: f"planner_http_waiting {len(leaders)}.0" in client.metrics())
             memory["all long polls open"] = server.memory_mib()
-            mixed = _mixed(size, client, list(jobs), server, bodies, led)
+            mixed = _mixed(size, client, dict(leaders), server, bodies, led)
             memory["after the reports"] = server.memory_mib()
             echoed = spell(
                 plain,
@@ -91,35 +137,48 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server) -> Found:
             )
             _all_planned(client)
             seen = led.end()
-    return Found(registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory)
+    return Found(registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory, alone)
 
 
 def _mixed(
     size: Size,
     client: Client,
-    jobs: Sequence[str],
+    versions: Mapping[str, int],
     server: Server,
     bodies: Iterator[tuple[str, str]],
     led: Leaders,
 ) -> Mixed:
-    """Everything that users have going on at once."""
+    """Everything that users have going on at once, with jobs of these versions."""
+    jobs = list(versions)
     pages = [("/metrics", "/metrics", _SCRAPE_S)]
     for job in jobs[:_DASHBOARDS]:
         pages += [("/v1/jobs", "/v1/jobs", _LIST_S), ("/v1/jobs/JOB", f"/v1/jobs/{job}", _JOB_S)]
         pages += [("/v1/jobs/JOB/pipelines", f"/v1/jobs/{job}/pipelines", _JOB_S)]
     posted = list(islice(bodies, round(size.load_per_s * size.load_s)))
     telemetry, per_s = _telemetry(jobs, size.load_s), len(jobs) / _TELEMETRY_S
-    with ThreadPoolExecutor(3) as pool:
+    taken = _taken(versions, round(size.load_taken_per_s * size.load_s))
+    with ThreadPoolExecutor(4) as pool:
         looked = pool.submit(
             look, server, [(path, every_s) for _, path, every_s in pages], size.load_s
         )
         sent = pool.submit(spell, server, telemetry, per_s, size.load_s)
+        runs = pool.submit(spell, server, taken, size.load_taken_per_s, size.load_s)
         large = pool.submit(_register_large, client, size)
         reported = spell(server, posted, size.load_per_s, size.load_s, [led.process])
         rows: dict[str, list[Row]] = {}
         for (what, *_), found in zip(pages, looked.result(), strict=True):
             rows.setdefault(what, []).extend(found)
-        return Mixed(reported, sent.result(), rows, large.result())
+        return Mixed(reported, sent.result(), runs.result(), rows, large.result())
+
+
+def _taken(versions: Mapping[str, int], count_of: int) -> list[tuple[str, str]]:
+    """That jobs, one after the other, run their version; each time from a later iteration on."""
+    names = [*versions]
+    requests = ((names[number % len(names)], number) for number in range(count_of))
+    return [
+        (f"/v1/jobs/{job}/taken", to_json(TakenRequest(versions[job], number)).decode())
+        for job, number in requests
+    ]
 
 
 def _telemetry(jobs: Sequence[str], for_s: float) -> list[tuple[str, str]]:

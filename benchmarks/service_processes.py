@@ -94,15 +94,15 @@ def service(database: Path) -> Iterator[Server]:
         "--database",
         str(database),
     ]
-    with _running(command) as process:
+    with _running(command, stderr=subprocess.DEVNULL) as process:  # its log has a line each
         line = process.stdout.readline()
         yield Server(psutil.Process(process.pid), int(line.partition(",")[0].rpartition(":")[2]))
 
 
 @contextmanager
-def echo() -> Iterator[Server]:
+def echo(database: Path) -> Iterator[Server]:
     """The plain application of echo_app.py."""
-    with _running([sys.executable, str(_HERE / "echo_app.py")]) as process:
+    with _running([sys.executable, str(_HERE / "echo_app.py"), str(database)]) as process:
         yield Server(psutil.Process(process.pid), int(process.stdout.readline()))
 
 
@@ -135,6 +135,7 @@ def spell(
     per_s: float | None,
     for_s: float,
     others: Sequence[psutil.Process] = (),
+    connections: int = _CONNECTIONS,
 ) -> Spell:
     """Post `bodies` at a rate, or with None for so long as fast as they are answered; `others`
     are clients too.
@@ -145,7 +146,7 @@ def spell(
             "bodies": bodies,
             "per_s": per_s,
             "for_s": for_s,
-            "connections": _CONNECTIONS,
+            "connections": connections,
         }
         client = psutil.Process(process.pid)
         process.stdin.write(json.dumps(wanted) + "\n")
@@ -175,9 +176,9 @@ def look(server: Server, pages: Sequence[tuple[str, float]], for_s: float) -> li
 
 
 @contextmanager
-def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _running(command: Sequence[str], stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
     ) as process:
         try:
             yield process

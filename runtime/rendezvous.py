@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.batches import Batches
     from perseus_planner.runtime.batches.work import WorkFunction

@@ -366,7 +366,7 @@ class _Session:
 def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     try:  # loaded here with pydantic, because most jobs have no service
         from perseus_planner.runtime.agent.agent import ServiceLink
-        from perseus_planner.runtime.agent.settings import ServiceSettings
+        from perseus_planner.runtime.agent.outbox import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
             f"service={options.service!r} needs {error.name}, which is not installed; "

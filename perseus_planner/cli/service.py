@@ -5,19 +5,29 @@ that part of a job is slow, and `planner budget` sets deadlines and power budget
 from __future__ import annotations
 
 import getpass
+import math
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from perseus_planner.base.errors import PlannerError, ServiceAway, UsageError, how_to_install
-from perseus_planner.base.units import DURATION, POWER_BUDGET
+from perseus_planner.base.errors import (
+    PlannerError,
+    ServiceAway,
+    UsageError,
+    how_to_install,
+    shown,
+)
+from perseus_planner.base.tables import CsvFile, CsvRow, Text
+from perseus_planner.base.units import DURATION, POWER_BUDGET, Rule
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
     AsJson,
@@ -31,7 +41,7 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.service.client import Client
-    from perseus_planner.service.models import Answer, ReportRequest, Scope
+    from perseus_planner.service.models import Answer, PowerStep, ReportRequest, Scope
 
 _EVENTS = 10  #: that are shown, the latest
 _LOOK_S = 1.0  #: between two looks at the jobs, or at a file that may be replaced
@@ -274,7 +284,6 @@ def _send(
 ) -> None:
     """Read a schedule, send it, and print what it does now and next."""
     from perseus_planner.base.prefixes import si
-    from perseus_planner.service.budgets import read_budgets
     from perseus_planner.service.models import split_at
 
     now, later = split_at(read_budgets(path, target), time.time())
@@ -293,8 +302,6 @@ def _send(
 
 def _follow(path: Path, send: Callable[[], None]) -> None:
     """Send the schedule again whenever its file is replaced; what is wrong with it is printed."""
-    from perseus_planner.service.budgets import replaced
-
     for _ in replaced(path, lambda: time.sleep(_LOOK_S)):
         while True:
             try:
@@ -306,6 +313,114 @@ def _follow(path: Path, send: Callable[[], None]) -> None:
             except PlannerError as error:
                 click.echo(f"{error}; the schedule before it holds", err=True)
             break
+
+
+_SIGNALS = ("power", "price", "carbon")
+_HEADER = "write start and one of power, price and carbon"
+_PRICE = Rule(float, True, "a price: write money for a kWh, such as 0.12", negative=True)
+_CARBON = Rule(float, True, "a carbon intensity: write gCO2 for a kWh, such as 230")
+
+
+def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ...]:
+    """Read the budgets in the file at `path`: power budgets by their moment, or a price or carbon
+    intensity from which they follow.
+
+    It is a CSV with the columns `start` and one of `power`, `price` and `carbon`:
+
+    | column | content |
+    |---|---|
+    | `start` | from when: ISO 8601, such as 2026-11-22T18:00+01:00, in this machine's zone if
+    none is given; or seconds since the epoch |
+    | `power` | a power budget: watts, or a number with W, kW or MW; none for no budget |
+    | `price` | money for a kWh |
+    | `carbon` | gCO2 for a kWh |
+
+    With a price or carbon, the power budget is what keeps an hour within a target: money, or kg of
+    CO2.
+
+    Args:
+        path: The file.
+        target: What an hour may cost: money for prices, kg of CO2 for carbon intensities.
+
+    Raises:
+        UsageError: If the file cannot be read, a row is wrong, or the target is missing or does not
+            apply. The text names file, line, column and remedy.
+    """
+    from perseus_planner.service.models import PowerStep
+
+    table = CsvFile(path, UsageError)
+    signals = [name for name in _SIGNALS if name in table.header]
+    if sorted(table.header) != sorted(["start", *signals]) or len(signals) != 1:
+        columns = ", ".join(table.header) or "of no header"
+        raise UsageError(f"{table.where}: has the columns {columns}; {_HEADER}")
+    signal = signals[0]
+    if (target is None) != (signal == "power"):
+        needed = (
+            "do not give one for powers"
+            if signal == "power"
+            else f"give what an hour may cost, for {signal}"
+        )
+        raise UsageError(f"--target: {needed}, as {path} has the column {signal!r}")
+    steps: list[PowerStep] = []
+    for row in table:
+        start_s = row.read("start", _MOMENT)
+        if steps and start_s <= steps[-1].start_s:
+            raise UsageError(
+                f"{row.place('start')}: {shown(row['start'])} is not after the row before; sort "
+                "the rows"
+            )
+        steps.append(PowerStep(start_s, _power_w(signal, row, target)))
+    if not steps:
+        raise UsageError(
+            f"{path}: has no row; write one for each budget, such as 2026-11-22T18:00,30kW"
+        )
+    return tuple(steps)
+
+
+def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:
+    """Call `wait` again and again, and yield whenever the file at `path` is another one than
+    before.
+    """
+    seen = _identity(path)
+    while True:
+        wait()
+        if (now := _identity(path)) not in (None, seen):
+            seen = now
+            yield
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        file_stat = os.stat(path)
+    except OSError:  # it is being replaced, or gone for a while
+        return None
+    return file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size
+
+
+def _parse_moment(text: str) -> float | None:
+    if (seconds := Rule(float, True, "").parse(text)) is not None:
+        return float(seconds)
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+_MOMENT = Text(
+    _parse_moment,
+    "a moment: write such as 2026-11-22T18:00+01:00, or seconds since the epoch",
+)
+
+
+def _power_w(signal: str, row: CsvRow, target: float | None) -> float | None:
+    if signal == "power":
+        text = row[signal]
+        return None if text == "none" else POWER_BUDGET.read(text, row.place(signal))
+    value = row.read(signal, _PRICE if signal == "price" else _CARBON)
+    if value <= 0 or target is None:  # energy that costs nothing needs no budget
+        return None
+    power_w = 1000.0 * target / value * (1000.0 if signal == "carbon" else 1.0)
+    return min(power_w, 1e12) if math.isfinite(power_w) else None
 
 
 def _open_client(address: str | None) -> Client:

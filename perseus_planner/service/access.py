@@ -1,47 +1,54 @@
-"""Access to the service: bearer tokens with roles, limits on the size of requests, safe headers;
-and problems, as RFC 9457 has them, which every request gets that is not carried out.
+"""What stands before every route: bearer tokens with roles, limits on the size of requests, safe
+headers; problems, as RFC 9457 has them, which every request gets that is not carried out; and
+metrics for Prometheus: requests, open long polls, and every job.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from anyio import fail_after
 from fastapi import Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perseus_planner.base.errors import (
     InfeasibleDeadline,
     InfeasibleError,
     InfeasiblePower,
     PlannerError,
+    UsageError,
 )
-from perseus_planner.service.models import Conflict, Problem, StorageError, UnknownJob, to_json
+from perseus_planner.base.files import read_text
+from perseus_planner.service.models import (
+    Conflict,
+    JobStatus,
+    Problem,
+    StorageError,
+    UnknownJob,
+    to_json,
+)
 from perseus_planner.service.planning import NotPlanned
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.requests import Request
-
-import asyncio
-import hmac
-import os
-import re
-from dataclasses import dataclass, field
-from hashlib import sha256
-from pathlib import Path
-from typing import Literal, get_args
-
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from perseus_planner.base.errors import UsageError
-from perseus_planner.base.files import read_text
+_log = logging.getLogger(__name__)
 
 Role = Literal["read", "report", "operate"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -169,28 +176,43 @@ def _token(line: str, where: str) -> Token:
 
 class Guard:
     """ASGI middleware that refuses requests without a valid token, from other sites, or with too
-    large a body.
+    large a body; and counts all.
 
     It checks the headers before any of the body is read, and counts the body as it arrives.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics) -> None:
         self._app = app
         self._access = access
         self._limits = limits
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = _with_headers(send)
+        began_s, status = time.perf_counter(), 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
+                message["headers"] = [
+                    *message["headers"],
+                    *(header for header in _HEADERS if header[0] not in own),
+                ]
+            await send(message)
+
         try:
             most = self._admit(scope, Headers(scope=scope))
         except HTTPException as error:
-            await error_answer(error)(scope, receive, send)
-            return
-        await self._app(scope, _bounded(receive, most, self._limits.body_s), send)
+            await error_answer(error)(scope, receive, sending)
+        else:
+            await self._app(scope, _bounded(receive, most, self._limits.body_s), sending)
+        finally:
+            self._metrics.count(scope, status, time.perf_counter() - began_s)
 
     def _admit(self, scope: Scope, headers: Headers) -> int:
         """Check the headers, put the client's role into `scope`, and return how large the body
@@ -241,19 +263,6 @@ def check_role(role: Role, wanted: Role) -> None:
         raise HTTPException(
             403, f"a token with the role {role} may not do this; use one with the role {wanted}"
         )
-
-
-def _with_headers(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
-            message["headers"] = [
-                *message["headers"],
-                *(header for header in _HEADERS if header[0] not in own),
-            ]
-        await send(message)
-
-    return sending
 
 
 def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
@@ -311,41 +320,20 @@ _FAULT = (
 )
 
 
-def error_answer(error: HTTPException) -> Response:
-    """Return the answer for an HTTPException."""
-    by_framework = error.detail in (
-        HTTPStatus(error.status_code).phrase,
-        "There was an error parsing the body",
-    )
-    message = _MESSAGES.get(error.status_code, error.detail) if by_framework else error.detail
-    return _answer(error.status_code, message, headers=error.headers)
-
-
-def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Have `app`, which has these routes, answer every error in that form."""
-
-    @app.exception_handler(HTTPException)
-    async def _(request: Request, error: HTTPException) -> Response:
-        if (
-            error.status_code == 405
-        ):  # Starlette only names the methods of the first route with that path
-            error.headers = {"Allow": ", ".join(_methods(request, routes))}
-        return error_answer(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> Response:
+def error_answer(error: Exception) -> Response:
+    """Return the answer for an error."""
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+        if text in (HTTPStatus(status).phrase, "There was an error parsing the body"):
+            text = _MESSAGES.get(status, text)  # in place of the framework's
+        return _answer(status, text, headers=error.headers)
+    if isinstance(error, RequestValidationError):
         return _answer(422, complaint(error.errors()))
-
-    @app.exception_handler(PlannerError)
-    async def _(_: Request, error: PlannerError) -> Response:
-        code = "infeasible" if isinstance(error, InfeasibleError) else None
-        status = status_of(error)
-        again = {"Retry-After": "1"} if status == 503 else None
-        return _answer(status, str(error), code, headers=again, least=_least(error))
-
-    @app.exception_handler(Exception)
-    async def _(_: Request, __: Exception) -> Response:
+    if not isinstance(error, PlannerError):
         return _answer(500, _FAULT)
+    status, code = status_of(error), "infeasible" if isinstance(error, InfeasibleError) else None
+    again = {"Retry-After": "1"} if status == 503 else None
+    return _answer(status, str(error), code, headers=again, least=_least(error))
 
 
 def status_of(error: PlannerError) -> int:
@@ -369,12 +357,6 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
 
 
-def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
-    """Return the methods of the routes that match the path of `request`."""
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in getattr(route, "methods", ())})
-
-
 def _least(error: PlannerError) -> dict[str, float]:
     """Return the least value that is feasible, if that is what the error is about."""
     if isinstance(error, InfeasiblePower):
@@ -396,3 +378,190 @@ def _answer(
     problem = Problem(title, status, message, code or _CODES.get(status, "fault"), **(least or {}))
     content = to_json(problem, without_defaults=True)
     return Response(content, status, headers, media_type=PROBLEM)
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+
+
+class Metrics:
+    """Counts requests, on a registry separate from that of the process.
+
+    Args:
+        waiting: Returns how many long polls are open.
+        since_s: When the service began, seconds since the epoch.
+    """
+
+    def __init__(self, waiting: Callable[[], int], since_s: float) -> None:
+        self._since_s = since_s
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "planner_http_requests",
+            "Requests answered.",
+            ("method", "route", "status"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "planner_http_request_seconds",
+            "Time from the head of a request to the end of its answer; long polls wait on purpose.",
+            ("route",),
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._alerts = Counter(
+            "planner_alerts", "Alerts received.", ("outcome",), registry=self._registry
+        )
+        waits = Gauge("planner_http_waiting", "Open long polls.", registry=self._registry)
+        waits.set_function(waiting)
+
+    def text(self, jobs: Sequence[JobStatus]) -> bytes:
+        """Return all metrics, with those of `jobs`, in the text format of Prometheus."""
+        of_jobs = CollectorRegistry()
+        of_jobs.register(_Jobs(jobs, self._since_s))
+        return generate_latest(self._registry) + generate_latest(of_jobs)
+
+    def count_alerts(self, received: int, ignored: int) -> None:
+        """Count alerts, and those of them that were ignored."""
+        self._alerts.labels("ignored").inc(ignored)
+        self._alerts.labels("reported").inc(received - ignored)
+
+    def count(self, scope: Scope, status: int, took_s: float) -> None:
+        """Count a request that was answered with a status. Only a few names are used as labels, so
+        that requests for many paths do not fill the memory.
+        """
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        route = getattr(scope.get("route"), "path", "other")
+        self._requests.labels(method, route, str(status)).inc()
+        self._seconds.labels(route).observe(took_s)
+        _log.debug("%s %s: %d in %.1f ms", method, scope["path"], status, 1e3 * took_s)
+
+
+class _Jobs(Collector):
+    """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after
+    `since_s`. The label is not `job`, which Prometheus sets to its own name for what it scrapes.
+
+    Telemetry that a killed service had not written returns with the job's next message. Showing a
+    lower counter until then would count everything once more, as Prometheus takes a counter that
+    falls as restarted.
+    """
+
+    def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
+        self._jobs, self._since_s = jobs, since_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
+        told = [(each, each.telemetry) for each in self._jobs if each.telemetry]
+        counted = [pair for pair in told if pair[1].observed_s >= self._since_s]
+        metered = [pair for pair in counted if pair[1].energy_is is not None]
+        of_status = [(each, each) for each in self._jobs]
+        yield from _families(GaugeMetricFamily, _GAUGES, of_status)
+        yield from _families(GaugeMetricFamily, _TELEMETRY, told)
+        yield from _families(CounterMetricFamily, _COUNTERS, counted)
+        yield from _families(CounterMetricFamily, _JOULES, metered, "energy")
+
+
+def _families(
+    kind: Callable[..., Metric],
+    table: Iterable[Row],
+    values: Sequence[tuple[JobStatus, Any]],
+    *labels: str,
+) -> Iterator[Metric]:
+    """Yield a metric for each row, of jobs whose number is known."""
+    for name, text, number_of in table:
+        family: Any = kind(name, text, labels=("training_job", *labels))
+        for status, value in values:
+            if (number := number_of(value)) is not None:
+                own = [value.energy_is] if labels else []
+                family.add_metric((status.job.name, *own), number)
+        yield family
+
+
+Row = tuple[str, str, Callable[[Any], "float | None"]]
+"""Name and text of a metric, and its number."""
+_GAUGES: Sequence[Row] = (
+    ("planner_job_version", "The newest version of a job's plans.", lambda status: status.version),
+    (
+        "planner_job_version_taken",
+        "The version that a job runs, as it last reported.",
+        lambda status: status.taken and status.taken.version,
+    ),
+    (
+        "planner_job_reports",
+        "Reports that count now or will count.",
+        lambda status: len(status.reports),
+    ),
+    (
+        "planner_job_stragglers",
+        "Pipelines that straggle.",
+        lambda status: len(status.decision.stragglers),
+    ),
+    (
+        "planner_job_straggler_time_seconds",
+        "The iteration time that all pipelines of a job wait for.",
+        attrgetter("decision.straggler_time_s"),
+    ),
+    (
+        "planner_job_expected_saving_watts",
+        "Power that all GPUs of a job are expected to save, by the bounds of its frontier.",
+        attrgetter("expected_saving_w"),
+    ),
+    (
+        "planner_job_expected_watts",
+        "Power of all GPUs of a job as its plans predict it.",
+        attrgetter("expected.power_w"),
+    ),
+    (
+        "planner_job_expected_baseline_watts",
+        "Their power with all clocks at maximum as the profile predicts it.",
+        attrgetter("expected.baseline_power_w"),
+    ),
+    (
+        "planner_job_over_budget",
+        "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
+        lambda status: float(status.over_budget_since_s is not None),
+    ),
+)
+_TELEMETRY: Sequence[Row] = (
+    ("planner_job_watts", "Recent power of all GPUs of a job.", attrgetter("power_w")),
+    (
+        "planner_job_iteration_seconds",
+        "Recent time of an iteration of a job.",
+        attrgetter("iteration_s"),
+    ),
+    (
+        "planner_job_clock_set_median_seconds",
+        "Recent time from requesting a clock until it is set: half of the changes took less.",
+        attrgetter("set_p50_s"),
+    ),
+    (
+        "planner_job_clock_set_slow_seconds",
+        "Recent time from requesting a clock until it is set: one change of 100 took longer.",
+        attrgetter("set_p99_s"),
+    ),
+    (
+        "planner_job_saved_joules",
+        "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
+        lambda telemetry: telemetry.saved_j if telemetry.energy_is else None,
+    ),
+)
+_COUNTERS: Sequence[Row] = (
+    (
+        "planner_job_iterations",
+        "Iterations of a job since it was registered.",
+        attrgetter("iterations"),
+    ),
+    (
+        "planner_job_late_clock_changes",
+        "Clock changes that came when most of their computation was over.",
+        attrgetter("changes_late"),
+    ),
+)
+_JOULES: Sequence[Row] = (
+    ("planner_job_energy_joules", "Energy of all GPUs of a job.", attrgetter("energy_j")),
+    (
+        "planner_job_baseline_joules",
+        "Their energy with all clocks at maximum in iterations as long, by the profile.",
+        lambda telemetry: telemetry.energy_j + telemetry.saved_j,
+    ),
+)

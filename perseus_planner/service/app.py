@@ -1,15 +1,28 @@
-"""The routes of the service, and the role that each needs, which is checked before any of the body
-is read.
+"""The service on an event loop, and its routes with the role that each needs, which is checked
+before any of the body is read. Changes are awaited on no thread, nor are thousands of long polls;
+what computes for long runs on a few threads, and a clock ticks the service.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import gzip
 import inspect
 import logging
+import math
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from http import HTTPStatus
@@ -17,31 +30,34 @@ from importlib.resources import files
 from itertools import takewhile
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from perseus_planner.base import __version__
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
+from perseus_planner.base.loops import Loop
 from perseus_planner.runs import account
 from perseus_planner.service import models
 from perseus_planner.service.access import (
+    CONTENT_TYPE,
     PROBLEM,
     STATIC,
     Access,
     Guard,
     Limits,
+    Metrics,
     Role,
-    add_error_handlers,
     check_role,
+    error_answer,
 )
-from perseus_planner.service.alerts import read_alert, rule_of
-from perseus_planner.service.live import AsyncService
-from perseus_planner.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.service.models import (
     EPOCH,
     KEY,
@@ -55,6 +71,7 @@ from perseus_planner.service.models import (
     Counters,
     Curve,
     DeadlineRequest,
+    Fenced,
     Health,
     History,
     IgnoredAlert,
@@ -67,6 +84,7 @@ from perseus_planner.service.models import (
     PowerRequest,
     Problem,
     Registered,
+    RegisteredJob,
     Registration,
     ReportRequest,
     Reports,
@@ -74,13 +92,174 @@ from perseus_planner.service.models import (
     Totals,
     UnknownJob,
     from_json,
+    read_alert,
     read_registration,
+    rule_of,
     to_json,
 )
 from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+
+_THREADS = 32  # nearly all of them wait for the disk, together
+_REGISTERING = 4
+_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 2.0
+_RETRY_S = 1.0
+
+
+class AsyncService:
+    """`service` for the coroutines of one event loop, while `running`.
+
+    Attributes:
+        service: The service itself.
+        waiting: Number of long polls that are open.
+        fenced: The error if another service has opened the database; this one has to end.
+    """
+
+    def __init__(self, service: Service, limits: Limits) -> None:
+        self.service = service
+        self.waiting = 0
+        self.fenced: Fenced | None = None
+        self.on_fenced: Callable[[], None] = lambda: None
+        self._problem: str | None = None  # of the last tick
+        self._limits = limits
+        self._ended = False
+        self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
+        self._registering = asyncio.Semaphore(_REGISTERING)
+        self._solving = asyncio.Semaphore()
+        self._solutions: dict[Unsolved, asyncio.Task[bytes]] = {}  # that are awaited
+        self._next_tick_s = math.inf
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last change or tick of the service failed, such as a full disk; None if all is
+        well.
+        """
+        return self.service.problem or self._problem
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the threads and the clock of the service, and hear of its changes, until the block
+        ends.
+        """
+        loop = asyncio.get_running_loop()
+        self._ended = False
+        self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
+
+        def notified(job: str, _: int) -> None:  # on any thread
+            loop.call_soon_threadsafe(self.changed, job)
+
+        self.service.on_version = notified
+        self._clock = Loop(self._tick, "planner-clock").start()
+        try:
+            yield
+        finally:
+            self.service.on_version = lambda _, __: None
+            self.end_waiting()
+            self._clock.stop()
+            self._pool.shutdown(
+                wait=False
+            )  # a registration that is being planned ends with the service
+
+    async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Call a method of the service on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, partial(method, *args, **options)
+        )
+
+    async def done(self, changed: Awaitable[R] | Future[R]) -> R:
+        """Return the result of a change, without a thread that waits for the disk; and tick earlier
+        if the service wants that by now.
+        """
+        try:
+            waited = asyncio.wrap_future(changed) if isinstance(changed, Future) else changed
+            return await waited
+        finally:
+            if self.service.next_tick_s() < self._next_tick_s:
+                self._clock.wake()
+
+    async def solve(self, unsolved: Unsolved) -> bytes:
+        """Call `Service.solve`, which may take minutes, once for all who ask for the same
+        meanwhile.
+        """
+        if unsolved not in self._solutions:
+            solution = self._solutions[unsolved] = asyncio.create_task(self._solved(unsolved))
+            solution.add_done_callback(lambda _: self._solutions.pop(unsolved))
+        return await asyncio.shield(self._solutions[unsolved])
+
+    async def _solved(self, unsolved: Unsolved) -> bytes:
+        async with self._solving:  # who waits takes no thread
+            return await self.call(self.service.solve, unsolved, self._limits.solve_s)
+
+    async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
+        """Call `Service.register`, a few at a time, so that threads are left for others."""
+        register = self.service.register
+        async with self._registering:
+            return await self.done(self.call(register, job, frontier, take_over=take_over))
+
+    async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
+        """Return the plans of `job` as soon as their version is above `after`; None if it is not
+        within `wait_s`.
+
+        Raises:
+            UnknownJob: If there is no such job, or no longer.
+            HTTPException: 503 if too many requests wait.
+        """
+        if self.waiting >= self._limits.waiting:
+            raise HTTPException(
+                503, f"{self.waiting} requests wait already; try again later", {"Retry-After": "1"}
+            )
+        self.waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + wait_s
+            while True:
+                # before the look, so that no change is missed in between
+                change = self._changes.setdefault(job, loop.create_future())
+                plans = self.service.plans(job, after)  # from memory
+                if plans is not None:
+                    return plans
+                left_s = until_s - loop.time()
+                if left_s <= 0.0 or self._ended:
+                    return None
+                await asyncio.wait({change}, timeout=left_s)
+        finally:
+            self.waiting -= 1
+
+    def changed(self, job: str) -> None:
+        """Wake all requests that wait for `job`, as it has a new version or has ended."""
+        if (change := self._changes.pop(job, None)) is not None:
+            change.set_result(None)
+
+    def end_waiting(self) -> None:
+        """End every long poll now, and those that come at once."""
+        self._ended = True
+        for job in list(self._changes):
+            self.changed(job)
+
+    def _tick(self) -> float:
+        """Tick the service, which is due; return in how many seconds it is again."""
+        time.sleep(_BETWEEN_TICKS_S)  # one tick for many reports
+        self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
+        try:
+            self._next_tick_s = self.service.tick()
+            nap_s = self._next_tick_s - self.service.now_s()
+            self._problem = None
+        except Fenced as error:
+            self.fenced, nap_s = error, math.inf
+            self.on_fenced()
+        except Exception as error:  # a full disk, for example: it may pass
+            if self._problem is None:
+                _log.exception(
+                    "The service cannot carry out what is due; it tries again every second"
+                )
+            self._problem, nap_s = str(error), _RETRY_S
+        return min(max(nap_s, 0.0), _LONGEST_NAP_S)
 
 
 _QUICK = 1  # the level of gzip: higher ones take much longer and save little
@@ -211,8 +390,6 @@ def _route(
 _LONGEST_POLL_S = 60.0
 _MOST_POINTS = 500
 
-_log = logging.getLogger(__name__)
-
 
 JobName = Annotated[str, Path(pattern=NAME, description="Name of the job.")]
 After = Annotated[
@@ -305,7 +482,7 @@ async def status(call: Call, job: JobName) -> Response:
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
 async def end(call: Call, job: JobName) -> Response:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
-    await call.live.change(call.service.end, job)
+    await call.live.done(call.service.end(job))
     return Response(status_code=204)
 
 
@@ -323,7 +500,7 @@ async def report(
     If slow stages have to be solved and planned first, the answer waits up to `wait_s` for that.
     """
     straggler = sent.report(idempotency_key, call.service.now_s())
-    answer = await call.live.written(call.service.submit_report(job, straggler))
+    answer = await call.live.done(call.service.report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
         with suppress(
             HTTPException, UnknownJob
@@ -342,7 +519,7 @@ async def reports(call: Call, job: JobName) -> Response:
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
 async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
     """Withdraw a report."""
-    return _json(await call.live.change(call.service.clear, job, key))
+    return _json(await call.live.done(call.service.clear(job, key)))
 
 
 @_post("/v1/alerts", "report", AlertAnswers)
@@ -357,7 +534,7 @@ async def alerts(call: Call, sent: AlertGroup) -> Response:
     now_s = call.service.now_s()
     received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
     reports = [each for each in received if not isinstance(each, str)]
-    answers, refused = await call.live.change(call.service.alert, reports)
+    answers, refused = await call.live.done(call.service.alert(reports))
     ignored = []
     for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
         problem = each if isinstance(each, str) else refused.get(each.key)
@@ -393,7 +570,7 @@ async def plans(
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
 async def taken(call: Call, job: JobName, sent: TakenRequest) -> Response:
     """Report which version of its plans a job runs."""
-    await call.live.written(call.service.submit_taken(job, sent.version, sent.iteration))
+    await call.live.done(call.service.taken(job, sent.version, sent.iteration))
     return Response(status_code=204)
 
 
@@ -406,10 +583,7 @@ async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    limited = call.service.submit_telemetry(job, sent)
-    if limited is not None:
-        await call.live.written(limited)
-    call.live.look_at_clock()
+    await call.live.done(call.service.telemetry(job, sent))
     return Response(status_code=204)
 
 
@@ -440,23 +614,24 @@ async def history(call: Call, job: JobName) -> Response:
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
 async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
     """Set the iteration time to aim for without stragglers."""
-    return _json(await call.live.change(call.service.set_deadline, job, sent.deadline_s))
+    return _json(await call.live.done(call.service.set_deadline(job, sent.deadline_s)))
 
 
 @_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
 async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
     """Bound the average power of all GPUs of a job."""
-    return _json(
-        Answers(await call.live.change(call.service.set_power, job, sent.power_w, sent.schedule))
-    )
+    return await _set_power(call, job, sent)
 
 
 @_put("/v1/power", "operate", Answers, 409)
 async def cluster_power(call: Call, sent: PowerRequest) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
-    return _json(
-        Answers(await call.live.change(call.service.set_power, None, sent.power_w, sent.schedule))
-    )
+    return await _set_power(call, None, sent)
+
+
+async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Response:
+    set_power = call.service.set_power(job, sent.power_w, sent.schedule)
+    return _json(Answers(await call.live.done(set_power)))
 
 
 @_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
@@ -518,8 +693,6 @@ _PAGE_HEADERS = {
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 
-dashboard = APIRouter(include_in_schema=False)
-
 
 @cache
 def _files() -> dict[str, bytes]:
@@ -528,13 +701,13 @@ def _files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if PurePath(path.name).suffix in _TYPES}
 
 
-@dashboard.get("/")
+@router.get("/", include_in_schema=False)
 async def page() -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
-@dashboard.get(STATIC + "{name}")
+@router.get(STATIC + "{name}", include_in_schema=False)
 async def static(name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
@@ -563,7 +736,7 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         access: Who may send requests.
         limits: How large requests may be, and how many may wait.
     """
-    live = AsyncService(service, limits, service.now_s)
+    live = AsyncService(service, limits)
     metrics = Metrics(lambda: live.waiting, service.now_s())
 
     @asynccontextmanager
@@ -571,7 +744,17 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         async with live.running():
             yield
 
-    routes = [*router.routes, *dashboard.routes]
+    async def answered(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            # Starlette only names the methods of the first route with that path.
+            there = [
+                each for each in router.routes if each.matches(request.scope)[0] is not Match.NONE
+            ]
+            methods = {method for each in there for method in getattr(each, "methods", ())}
+            error.headers = {"Allow": ", ".join(sorted(methods))}
+        return error_answer(error)
+
+    errors = (HTTPException, RequestValidationError, PlannerError, Exception)
     app = FastAPI(
         title="perseus-planner",
         version=__version__,
@@ -579,14 +762,13 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # its pages load scripts from another host
         redoc_url=None,
-        routes=routes,
+        routes=router.routes,
+        exception_handlers=dict.fromkeys(errors, answered),
     )
     app.state.service, app.state.metrics = live, metrics
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
-    add_error_handlers(app, routes)
-    app.add_middleware(Guard, access=access, limits=limits)
-    app.add_middleware(metrics.counting)
+    app.add_middleware(Guard, access=access, limits=limits, metrics=metrics)
     return app
 
 

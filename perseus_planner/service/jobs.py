@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from perseus_planner.base.errors import InfeasibleDeadline, shown
-from perseus_planner.base.prefixes import si
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
+from perseus_planner.base.prefixes import counted, si
 from perseus_planner.runs.account import Entry, fold
 from perseus_planner.service.models import (
     GROWING,
@@ -44,7 +43,6 @@ from perseus_planner.service.models import (
     Effect,
     Event,
     Expected,
-    JobKey,
     JobStatus,
     JobTelemetry,
     JobTotals,
@@ -61,19 +59,15 @@ from perseus_planner.service.models import (
     shared,
 )
 from perseus_planner.service.planning import Planning, requests_of
-from perseus_planner.service.policy import decide, saving_w
-from perseus_planner.service.reports import (
+from perseus_planner.service.policy import (
     Look,
     check_places,
     check_scope,
+    decide,
     is_over,
+    parts_of,
+    saving_w,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from perseus_planner.service.models import Report
-
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 VERSIONS_APART = 16
@@ -152,77 +146,8 @@ def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
     return more if len(more) <= POINTS else (*more[:-1:2], now)
 
 
-def totals_of(job: RegisteredJob, tally: Tally | None, ended_s: float | None = None) -> JobTotals:
-    """Return the totals of a job; `ended_s` is None if it runs."""
-    plans = () if tally is None else tally.plans
-    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
-
-
 WRITTEN_AFTER_S = 5.0
 """How long telemetry waits in memory before it is written."""
-_JOBS_AT_ONCE = 64  # writing them takes some milliseconds, for which reports wait
-
-
-class TelemetryBook:
-    """The telemetry of all jobs. It counts at once and is written some seconds later, for many jobs
-    together.
-
-    So no report waits for it. If the service is killed, the last seconds are missing until the job
-    sends its totals again; they are lost if that run has ended too. The book may be used from any
-    thread.
-
-    Args:
-        stored: `RegisteredJob.key` -> tally, as read from the database.
-    """
-
-    def __init__(self, stored: Mapping[JobKey, Tally]) -> None:
-        self._tallies = dict(stored)
-        self._lock = threading.Lock()
-        self._unwritten: dict[JobKey, Tally] = {}
-        self._write_s = math.inf  #: holds while something is unwritten
-
-    @property
-    def write_s(self) -> float:
-        """When to write, seconds since the epoch; infinite if there is nothing to write."""
-        return self._write_s if self._unwritten else math.inf
-
-    def of(self, job: RegisteredJob) -> Tally | None:
-        """Return the telemetry of a job; None if it has sent none."""
-        return self._tallies.get(job.key)
-
-    def add(
-        self,
-        job: RegisteredJob,
-        sent: Counters,
-        now_s: float,
-        version: int | None,
-    ) -> None:
-        """Add counters with `add_counters`.
-
-        Raises:
-            Conflict: If they contradict what the run sent before.
-        """
-        with self._lock:
-            before = self.of(job)
-            after = add_counters(before, sent, now_s, version)
-            if after is not None and after is not before:
-                if not self._unwritten:
-                    self._write_s = now_s + WRITTEN_AFTER_S
-                self._tallies[job.key] = self._unwritten[job.key] = after
-
-    def take_unwritten(self) -> dict[JobKey, Tally]:
-        """Return the tallies of a few jobs to write now; afterwards `write_s` says when to write
-        the next.
-        """
-        with self._lock:
-            keys = list(self._unwritten)[:_JOBS_AT_ONCE]
-            return {key: self._unwritten.pop(key) for key in keys}
-
-    def forget(self, job: RegisteredJob) -> None:
-        """Forget a job that has ended."""
-        with self._lock:
-            self._tallies.pop(job.key, None)
-            self._unwritten.pop(job.key, None)
 
 
 @dataclass(frozen=True)
@@ -256,6 +181,9 @@ class JobState:
     past: Mapping[str, Report] = field(default_factory=dict)
     taken: Taken | None = None  #: The version that the job runs; None if it has not reported one
     share: Share | None = None  #: The job's share of the power budgets; None if there are none
+    tally: Tally | None = None  #: Its telemetry, which counts before it is written; None without
+    #: Since when its GPUs have drawn more than that; None if they do not.
+    over_s: float | None = field(default=None, compare=False)
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
     silent_since_s: float | None = None  #: As in `JobStatus`
     over_budget_since_s: float | None = None  #: As in `JobStatus`
@@ -274,25 +202,20 @@ class JobState:
     def later(self, by_s: float) -> JobState:
         """Return the state with all that ends or is compared in time later by so much."""
 
-        def moved(reports: Mapping[str, Report]) -> dict[str, Report]:
-            names = ("observed_s", "begins_s", "expires_s")
-            return {
-                key: replace(each, **{name: getattr(each, name) + by_s for name in names})
-                for key, each in reports.items()
-            }
+        def moved(value: Any, *names: str) -> Any:
+            return replace(value, **{name: getattr(value, name) + by_s for name in names})
 
-        decision, taken = self.decision, self.taken
+        def reported(reports: Mapping[str, Report]) -> dict[str, Report]:
+            times = ("observed_s", "begins_s", "expires_s")
+            return {key: moved(each, *times) for key, each in reports.items()}
+
         return replace(
             self,
-            decision=replace(
-                decision,
-                since_s=decision.since_s + by_s,
-                look_again_s=decision.look_again_s + by_s,
-            ),
-            reports=moved(self.reports),
-            past=moved(self.past),
+            decision=moved(self.decision, "since_s", "look_again_s"),
+            reports=reported(self.reports),
+            past=reported(self.past),
             look=None,
-            taken=None if taken is None else replace(taken, at_s=taken.at_s + by_s),
+            taken=None if self.taken is None else moved(self.taken, "at_s"),
         )
 
     @property
@@ -303,6 +226,23 @@ class JobState:
     def with_job(self, **settings: Any) -> JobState:
         """Return the state with these fields of its job replaced."""
         return replace(self, job=replace(self.job, **settings))
+
+    def with_telemetry(self, sent: Counters, now_s: float) -> JobState:
+        """Return the state after a run of the job has sent its counters, which also say whether it
+        draws more than its budgets allow.
+
+        Raises:
+            Conflict: If they contradict what the run sent before.
+        """
+        version = None if self.taken is None else self.taken.version
+        tally = add_counters(self.tally, sent, now_s, version)
+        drawn_w, limit_w = None if tally is None else tally.power_w, self.power_limit_w
+        over_s = None
+        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
+            over_s = self.over_s or now_s
+        is_over = over_s is not None and now_s - over_s >= _OVER_FOR_S
+        since_s = (self.over_budget_since_s or over_s) if is_over else None
+        return replace(self, tally=tally, over_s=over_s, over_budget_since_s=since_s)
 
     def with_report(self, report: Report, now_s: float) -> JobState:
         """Return the state with a report added, or replaced."""
@@ -325,6 +265,7 @@ class JobState:
 
 
 _LIMIT_CHANGE = 0.01
+_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
 
 
 def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
@@ -395,6 +336,7 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
         reports=state.reports,
         past=state.past,
         taken=state.taken,
+        tally=state.tally,
     )
 
 
@@ -560,18 +502,6 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 
-def expire(report: Report, now_s: float) -> Report:
-    """Return the report, expired now. If it had begun, it still counts as begun and so ends its
-    source's older ones.
-    """
-    begins_s = (
-        report.begins_s
-        if report.begins_s > now_s
-        else min(report.begins_s, math.nextafter(now_s, 0.0))
-    )
-    return replace(report, begins_s=begins_s, expires_s=now_s)
-
-
 def _look(state: JobState, now_s: float) -> Look:
     return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
 
@@ -694,6 +624,49 @@ def check_same(known: Report, report: Report) -> None:
         )
 
 
+def jobs_concerned(
+    jobs: Mapping[str, JobState], reports: Sequence[Report]
+) -> tuple[dict[str, list[Report]], dict[str, str]]:
+    """Return the reports that concern each job, and why the others concern none, by their keys."""
+    of_jobs: dict[str, list[Report]] = {}
+    for name, state in sorted(jobs.items()):
+        parts = parts_of(state.job)
+        if found := [report for report in reports if parts.places_of(report.scope)]:
+            of_jobs[name] = found
+    taken = {report.key for found in of_jobs.values() for report in found}
+    return of_jobs, {
+        report.key: f"no running job has {report.scope.kind} {shown(report.scope.value)}"
+        for report in reports
+        if report.key not in taken
+    }
+
+
+def with_alerts(
+    state: JobState, reports: Iterable[Report], now_s: float
+) -> tuple[JobState, dict[str, str]]:
+    """Add the reports of alerts to a job.
+
+    Returns:
+        The new state, and the reasons for the reports that the job refuses, by their keys.
+    """
+    refused = {}
+    for report in reports:
+        known = state.reports.get(report.key)
+        if report.key in state.past or (known is not None and known.expires_s <= now_s):
+            continue
+        if known is None:
+            try:
+                check_report(state, report)
+            except PlannerError as error:
+                refused[report.key] = str(error)
+                continue
+        elif report.expires_s > now_s:
+            report = replace(known, slowdown=report.slowdown, cause=report.cause)
+        if report != known:
+            state = state.with_report(report, now_s)
+    return state, refused
+
+
 EVENTS = 100
 """How many events of a job are kept, the latest."""
 _NAMED = 3  #: pipelines that an event names; more are counted
@@ -709,35 +682,35 @@ def with_events(before: JobState | None, after: JobState, now_s: float) -> JobSt
     return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
 
 
-def _changes(before: JobState | None, after: JobState) -> list[str]:
+def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
     job = after.job
     if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
-        return [
-            f"registered with {_counted(job.pipelines, 'pipeline')} of "
-            f"{_counted(after.curve.gpus, 'GPU')}"
-        ]
-    changes = []
+        yield (
+            f"registered with {counted(job.pipelines, 'pipeline')} of "
+            f"{counted(after.curve.gpus, 'GPU')}"
+        )
+        return
     if job.deadline_s != before.job.deadline_s:
-        changes.append(
+        yield (
             "deadline removed"
             if job.deadline_s is None
             else f"deadline set to {_time(job.deadline_s)}"
         )
     if job.power_w != before.job.power_w:
-        changes.append(
+        yield (
             "power budget removed"
             if job.power_w is None
             else f"power budget {si(job.power_w, 'W')}"
         )
     if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
         limit_w = job.gpu_power_limit_w
-        changes.append(
+        yield (
             f"GPUs are limited to {si(limit_w, 'W')}"
             if limit_w
             else "no power limit is set on the GPUs any more"
         )
     if (since_s := after.silent_since_s) != before.silent_since_s:
-        changes.append(
+        yield (
             "heard of again"
             if since_s is None
             else "not heard of for its lease: it has no share of the power budget of all jobs"
@@ -745,19 +718,18 @@ def _changes(before: JobState | None, after: JobState) -> list[str]:
     if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
         limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
         over = after.over_budget_since_s is not None
-        changes.append(f"over {limit} for a minute" if over else "within its power budget again")
+        yield (f"over {limit} for a minute" if over else "within its power budget again")
     if after.decision is not before.decision:
-        changes += _stragglers(before, after)
+        yield from _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
-            changes.append(after.decision.reason)  # planning failed
+            yield (after.decision.reason)  # planning failed
     if after.taken is not None and (
         before.taken is None or after.taken.version > before.taken.version
     ):
-        changes.append(
+        yield (
             f"version {after.taken.version} of the plans runs from iteration "
             f"{after.taken.iteration:,}"
         )
-    return changes
 
 
 def _stragglers(before: JobState, after: JobState) -> list[str]:
@@ -803,10 +775,6 @@ def _pipelines(numbers: list[int]) -> str:
     return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
 def _time(time_s: float | None) -> str:
     return "-" if time_s is None else si(time_s, "s")
 
@@ -814,25 +782,25 @@ def _time(time_s: float | None) -> str:
 _KEPT = 1024
 
 
-def status_of(state: JobState, telemetry: Tally | None, now_s: float) -> JobStatus:
+def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
+    """Return the totals of a job; `ended_s` is None if it runs."""
+    job, tally = state.job, state.tally
+    plans = () if tally is None else tally.plans
+    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
+
+
+def status_of(state: JobState, now_s: float) -> JobStatus:
     """Return the status of a job."""
-    return JobStatus(
-        job=state.job,
-        decision=state.decision,
-        version=state.published.version,
-        promised=state.promised,
-        taken=state.taken,
-        reports=current_reports(state, now_s),
-        expected_saving_w=state.saving_w,
-        expected=expected(state),
-        telemetry=telemetry,
-        autopilot=None if telemetry is None else telemetry.latest.autopilot,
-        unlike_plan=None if telemetry is None else telemetry.latest.unlike_plan,
-        verdict=None if telemetry is None else telemetry.latest.verdict,
-        gpus=state.job.pipelines * state.curve.gpus,
-        silent_since_s=state.silent_since_s,
-        over_budget_since_s=state.over_budget_since_s,
-    )
+    own = {
+        "version": state.published.version,
+        "reports": current_reports(state, now_s),
+        "expected_saving_w": state.saving_w,
+        "expected": expected(state),
+        "telemetry": state.tally,
+        "gpus": state.job.pipelines * state.curve.gpus,
+    }
+    latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
+    return JobStatus(**{**latest, **shared(JobStatus, state), **own})
 
 
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -21,17 +22,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
+    AwareDatetime,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
     Strict,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
 )
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError
-from perseus_planner.base.units import ON_TIME
+from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import SUMS, Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
@@ -161,7 +164,8 @@ class PowerStep:
     power_w: Watts | None  #: Watts; null for no budget.
 
 
-Places = Annotated[tuple[Place, ...], Field(max_length=2**20)]
+MOST_PLACES = 2**20
+Places = Annotated[tuple[Place, ...], Field(max_length=MOST_PLACES)]
 Steps = Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)]
 
 
@@ -171,9 +175,6 @@ def split_at(
     """Return the last step that has begun, None if none has; and those that follow."""
     begun = sum(step.start_s <= now_s for step in schedule)
     return (schedule[begun - 1] if begun else None), schedule[begun:]
-
-
-JobKey = tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -212,11 +213,6 @@ class RegisteredJob(_Job):
     power_schedule: Annotated[Steps, Field(exclude=True)] = ()
     # the moment of the one that is in force, as `power_w`
     power_since_s: Annotated[float, Field(exclude=True)] = 0.0
-
-    @property
-    def key(self) -> JobKey:
-        """What no other job has: an earlier one may have had its name."""
-        return self.name, self.since_s
 
 
 @dataclass(frozen=True)
@@ -257,6 +253,14 @@ class Report:
     def about(self) -> tuple[Any, ...]:
         """Its source and scope: a later report about the same replaces it."""
         return self.source, *self.scope.part
+
+    def expired(self, now_s: float) -> Report:
+        """Return the report, expired now. If it had begun, it still counts as begun and so ends its
+        source's older ones.
+        """
+        just_before_s = math.nextafter(now_s, 0.0)
+        begins_s = self.begins_s if self.begins_s > now_s else min(self.begins_s, just_before_s)
+        return replace(self, begins_s=begins_s, expires_s=now_s)
 
 
 @dataclass(frozen=True)
@@ -336,7 +340,23 @@ class Taken:
     at_s: float  #: When the job reported it, seconds since the epoch.
 
 
+Name = TypeVar("Name")
 Value = TypeVar("Value")
+
+
+class Latest(dict[Name, Value]):
+    """A cache of the values that were put last, at most so many, for any thread."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, key: Name, value: Value) -> Value:
+        """Put and return a value; the oldest ones go if there are too many."""
+        self[key] = value
+        for old in [*self][: -self._most]:
+            self.pop(old, None)
+        return value
 
 
 FileBytes = Annotated[
@@ -421,7 +441,6 @@ class ReportRequest:
             raise UsageError(
                 "a report begins after a time or with an iteration; give one of the two"
             )
-
         if self.slowdown is not None and not 1.0 <= self.slowdown < math.inf:
             raise UsageError(
                 f"slowdown {self.slowdown:g} is not a number of 1 or more; 1 means recovered"
@@ -570,7 +589,6 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
     return value
 
 
-_PLACES = '"places":['
 SLICE = 1000
 """How many places are read or written at once: other threads get no turn meanwhile."""
 
@@ -582,20 +600,99 @@ def read_registration(body: bytes) -> Registration:
     Raises:
         ValueError: If it is not one.
     """
-    ends, scan = [0], json.JSONDecoder().raw_decode
     try:
-        head, _, text = body.decode().partition(_PLACES)
+        head, _, text = body.decode().partition('"places":[{')
+        inside, _, tail = text.partition("}]")
         json.loads(head.rstrip(",") + "}")  # they are those of the registration itself
-        while text[ends[-1]] != "]":
-            ends.append(scan(text, ends[-1] + (text[ends[-1]] == ","))[1])
-        slices = [text[slice(*pair)].lstrip(",") for pair in pairwise([*ends[::SLICE], ends[-1]])]
-        rest = from_json(Registration, head + _PLACES + text[ends[-1] :])
-        places = [from_json(tuple[Place, ...], f"[{each}]") for each in slices if each]
-    except (ValueError, LookupError, RecursionError):
+        texts = inside.split("},{")
+        rest = from_json(Registration, f'{head}"places":[]{tail}')
+        slices = ("},{".join(texts[begin : begin + SLICE]) for begin in range(0, len(texts), SLICE))
+        places = [from_json(tuple[Place, ...], f"[{{{each}}}]") for each in slices]
+    except (ValueError, RecursionError):
         return from_json(Registration, body)  # as it was written otherwise, or is none
-    if rest.places or text.count('"places"'):
+    if len(texts) > MOST_PLACES or '"places"' in tail:
         return from_json(Registration, body)
     return replace(rest, places=tuple(chain.from_iterable(places)))
+
+
+@dataclass(frozen=True)
+class _Alert:
+    """An alert of Prometheus. Alertmanager repeats alerts, several instances of it send the same
+    ones, and messages may overtake each other. So an alert is one report, identified by its
+    fingerprint and the moment it began to fire. Its latest message sets the slowdown, and once it
+    is resolved it stays resolved. When it fires again, it is another report of the same source.
+    """
+
+    status: Literal["firing", "resolved"]
+    labels: dict[str, str]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z]{1,64}$")]
+    began: Annotated[AwareDatetime, Field(alias="startsAt")]
+    ended: Annotated[AwareDatetime, Field(alias="endsAt")]
+    annotations: dict[str, str]
+
+
+def read_alert(alert: Any, now_s: float) -> Report | str:
+    """Read an alert as Alertmanager's version 4 has it.
+
+    Returns:
+        The alert as a report, which has expired if the alert is resolved; why there is none and
+        what to do, if it is incomplete. One from a clock that is ahead of `now_s` begins now.
+    """
+    try:
+        return _report(from_json(_Alert, json.dumps(alert)), now_s)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(('alert', *map(str, first['loc'])))}: {first['msg']}"
+    except UsageError as error:
+        return str(error)
+
+
+def rule_of(alert: Any) -> str:
+    """Return the name of the rule of an alert, whatever else it has."""
+    try:
+        return str(alert["labels"]["alertname"])
+    except (TypeError, LookupError):
+        return "unnamed"
+
+
+def _report(alert: _Alert, now_s: float) -> Report:
+    texts, is_over = {**alert.annotations, **alert.labels}, alert.status == "resolved"
+    began_s = alert.began.timestamp()
+    ended_s = max(alert.ended.timestamp(), math.nextafter(began_s, math.inf))
+    sent = {
+        "key": f"alert-{alert.fingerprint}-{round(began_s * 1000)}",
+        "source": f"alertmanager, {alert.fingerprint}",
+        "scope": _scope(texts),
+        "slowdown": 1.0 if is_over else _slowdown(texts),
+        "observed_s": ended_s if is_over else began_s,
+        "cause": texts.get("cause", "unknown"),
+    }
+    report = from_json(ReportRequest, json.dumps(sent)).report(None, now_s)
+    return report.expired(now_s) if is_over else report
+
+
+def _slowdown(texts: Mapping[str, str]) -> float:
+    for kind in ("slowdown", "score"):
+        if kind in texts:
+            number = FACTOR.read(texts[kind], kind)
+            return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
+    raise UsageError(
+        "has no slowdown; give its rule an annotation with the time over the normal time, such as "
+        "slowdown: '{{ $value }}'"
+    )
+
+
+def _scope(texts: Mapping[str, str]) -> dict[str, str]:
+    for label in ("UUID", "Hostname", "node", "nodename", "instance"):
+        value = texts.get(label, "")
+        if label == "instance":  # host:port or [address]:port
+            value = re.sub(r":[0-9]+$", "", value).strip("[]")
+        if value:
+            return {"kind": "gpu" if label == "UUID" else "node", "value": value}
+    raise UsageError(
+        "names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its "
+        "rule"
+    )
 
 
 @lru_cache(maxsize=128)

@@ -16,8 +16,7 @@ import signal
 import tempfile
 import threading
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from perseus_planner.base.errors import (
     FrontierError,
@@ -41,16 +40,13 @@ from perseus_planner.plans.settings import Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES
-from perseus_planner.service.models import Curve, NotSolved, Numbers, Slow
+from perseus_planner.service.models import Curve, Latest, NotSolved, Numbers, Slow
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
 if TYPE_CHECKING:
     from perseus_planner.service.models import Decision, RegisteredJob
 
-Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
-
-Value = TypeVar("Value")
 
 _FRONTIERS = 32  # frontiers that a process keeps in memory
 _LARGEST_BYTES = (
@@ -117,20 +113,12 @@ def solve_profile(unsolved: Unsolved) -> bytes:
         return (folder / "frontier.npz").read_bytes()
 
 
-def curve_of(digest: str, content: bytes) -> Curve:
-    """Return the curve of a frontier.
+def curve_of(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
+    """Return the curve of a pipeline, solved anew and exactly if some of its stages are slow or its
+    GPUs limited.
 
     Raises:
         FrontierError: If `content` is not a frontier file.
-    """
-    return Curve.of(_frontier(digest, (), None, content))
-
-
-def solved_curve(digest: str, slow: Slow, gpu_power_limit_w: float | None, content: bytes) -> Curve:
-    """Return the curve of the pipeline with some stages slowed down and its GPUs limited: solved
-    anew, exactly.
-
-    Raises:
         ProfileError: If there is no such stage, or no clock keeps a computation within the limit.
     """
     return Curve.of(_frontier(digest, slow, gpu_power_limit_w, content))
@@ -168,31 +156,7 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
         return plan_text(request._replace(time_s=least_s), content)
 
 
-class RecentlyUsed(Generic[Key, Value]):
-    """A cache of the values that were last used, for any thread."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-
-    def get(self, key: Key) -> Value | None:
-        """Return the value of a key, which is then the one used last; None if it is not there."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Key, value: Value) -> None:
-        """Add a value, in place of the one that was not used for longest if there are too many."""
-        with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)
-
-
-_frontiers = RecentlyUsed[tuple[str, Slow, float | None], Frontier](_FRONTIERS)
+_frontiers = Latest[tuple[str, Slow, float | None], Frontier](_FRONTIERS)
 
 
 def _frontier(digest: str, slow: Slow, limit_w: float | None, content: bytes) -> Frontier:
@@ -379,8 +343,8 @@ class Planning:
         """
         self._frontier = frontier
         self._run = run
-        self._texts = RecentlyUsed[PlanRequest, str](_KEPT)
-        self._curves = RecentlyUsed[tuple[str, Slow, float | None], Curve](_KEPT)
+        self._texts = Latest[PlanRequest, str](_KEPT)
+        self._curves = Latest[tuple[str, Slow, float | None], Curve](_KEPT)
 
     def curve(self, digest: str, content: bytes) -> Curve:
         """Return the curve of a frontier that no job has yet.
@@ -388,11 +352,11 @@ class Planning:
         Raises:
             FrontierError: If `content` is not a frontier file.
         """
-        curve = self._curves.get((digest, (), None))
-        if curve is None:
-            curve = self._run(curve_of, digest, content)
-            self._curves.put((digest, (), None), curve)
-        return curve
+        key = (digest, (), None)
+        return self._curves.get(key) or self._solved(key, content)
+
+    def _solved(self, key: tuple[str, Slow, float | None], content: bytes) -> Curve:
+        return self._curves.put(key, self._run(curve_of, *key, content))
 
     def numbers(self, job: RegisteredJob, curve: Curve) -> Numbers:
         """Return what the policy needs of the job's frontier, whose curve is `curve`, as far as it
@@ -417,7 +381,7 @@ class Planning:
         `numbers` can look it up.
         """
         key = (job.frontier, slow, job.gpu_power_limit_w)
-        self._curves.put(key, self._run(solved_curve, *key, self._frontier(job.frontier)))
+        self._solved(key, self._frontier(job.frontier))
 
     def text(self, request: PlanRequest) -> str | None:
         """Return the requested plan, if it was made before."""
@@ -431,12 +395,11 @@ class Planning:
         Raises:
             InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`, with `content`.
         """
-        text = self._texts.get(request)
-        if text is None:
-            make = nearest_plan_text if content is None else plan_text
-            text = str(self._run(make, request, content or self._frontier(request.frontier)))
-            self._texts.put(request, text)
-        return text
+        if (text := self._texts.get(request)) is not None:
+            return text
+        make = nearest_plan_text if content is None else plan_text
+        made = self._run(make, request, content or self._frontier(request.frontier))
+        return self._texts.put(request, made)
 
 
 def requests_of(

@@ -1,5 +1,5 @@
-"""The policy: what the pipelines of a job are to do while something in it is slow. Time is an
-argument.
+"""The policy: which reports count at a given time, which pipelines and stages of a job they
+concern, and what the pipelines are to do while something in it is slow. Time is an argument.
 
 Which reports count
 
@@ -49,25 +49,278 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perseus_planner.base.errors import shown
+from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.service.models import (
     Cause,
     Curve,
     Decision,
+    Latest,
     Numbers,
+    Place,
     RegisteredJob,
     Report,
+    Scope,
     Slowing,
     Target,
 )
-from perseus_planner.service.reports import Look, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+_FORGOTTEN_AFTER_S = 3600.0
+"""For so long a report that is over still keeps earlier observations that arrive late from
+counting.
+"""
+_LOOKED_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """The reports of a job at one time.
+
+    Of the begun reports of one source about one scope, only those with the latest observation last,
+    even if they have expired or say that the scope has recovered: an older report that arrives late
+    must find them. So what one report changes is found among those about the same.
+    """
+
+    active: tuple[Report, ...]  #: Those by which something is slow now
+    idle: tuple[Report, ...]  #: Those that may count later, or keep older ones from it
+    gone: tuple[Report, ...]  #: The others, which need not be looked at again
+    #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
+    #: with an iteration are left out.
+    next_s: float
+    until_s: float  #: Until when `with_report` may follow
+
+    @classmethod
+    def at(cls, reports: Iterable[Report], now_s: float, iteration: int | None = None) -> Look:
+        """Look at any reports, in any order.
+
+        Args:
+            reports: The reports.
+            now_s: Seconds since the epoch.
+            iteration: The first iteration that can still be changed; None if unknown.
+        """
+        possible: list[tuple[Report, bool]] = []
+        newest_s: dict[tuple[Any, ...], float] = {}
+        active: list[Report] = []
+        idle: list[Report] = []
+        gone: list[Report] = []
+        next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
+        for report in reports:
+            if report.begins_iteration is None:
+                if report.begins_s >= report.expires_s:
+                    gone.append(report)
+                    continue
+                has_begun = now_s >= report.begins_s
+            else:
+                has_begun = iteration is not None and iteration >= report.begins_iteration
+                until_s = -math.inf
+            if has_begun and report.observed_s > newest_s.get(report.about, -math.inf):
+                newest_s[report.about] = report.observed_s
+            possible.append((report, has_begun))
+        for report, has_begun in possible:
+            if report.observed_s < newest_s.get(report.about, -math.inf):
+                gone.append(report)
+            elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
+                active.append(report)
+                next_s = min(next_s, report.expires_s)
+            elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
+                gone.append(report)  # by the service's clock: a source's may be hours behind
+            else:
+                idle.append(report)
+                if not has_begun and report.begins_iteration is None:
+                    next_s = min(next_s, report.begins_s)
+        return cls(tuple(active), tuple(idle), tuple(gone), next_s, min(until_s, next_s))
+
+    def with_report(self, report: Report, now_s: float) -> Look:
+        """Return the look with one more report."""
+        about = report.about
+        same = [each for each in (*self.active, *self.idle) if each.about == about]
+        now = Look.at([*same, report], now_s)
+        return Look(
+            tuple([each for each in self.active if each.about != about]) + now.active,
+            tuple([each for each in self.idle if each.about != about]) + now.idle,
+            self.gone + now.gone,
+            min(self.next_s, now.next_s),
+            min(self.until_s, now.until_s),
+        )
+
+
+class Parts:
+    """The parts of a job, found once for each scope."""
+
+    def __init__(self, job: RegisteredJob) -> None:
+        self.job = job
+        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], list[Place]]:
+        """(kind, value) -> the places of a rank, a GPU or a node."""
+        places: dict[tuple[str, str], list[Place]] = {}
+        for place in self.job.places:
+            for kind in ("rank", "gpu", "node"):
+                places.setdefault((kind, str(getattr(place, kind))), []).append(place)
+        return places
+
+    @cached_property
+    def _nodes(self) -> dict[str, list[str]]:
+        """Name of a node with all, a part or nothing of its domain -> nodes."""
+        nodes: dict[str, list[str]] = {}
+        for kind, node in self._places:
+            for name in _names(node) if kind == "node" else ():
+                nodes.setdefault(name, []).append(node)
+        return nodes
+
+    def places_of(self, scope: Scope) -> list[Place]:
+        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
+        values = {scope.value}
+        if scope.kind == "node":
+            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
+        known = self._places
+        return [place for value in values for place in known.get((scope.kind, value), ())]
+
+    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
+        unknown.
+
+        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
+        of them.
+
+        Raises:
+            UsageError: If the job has no such part.
+        """
+        found = self._found.get(scope.part)
+        if found is None:
+            found = self._found[scope.part] = self._find(scope)
+        return found
+
+    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
+        if scope.kind == "pipeline":
+            parts = {self._pipeline(scope.value): frozenset[int]()}
+        elif scope.kind == "stage":
+            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
+        else:
+            parts = self._held_by(scope)
+        if scope.pipeline is not None:
+            parts = {
+                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
+            }
+        if not parts:
+            raise UsageError(
+                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
+                f"job {shown(self.job.name)}; correct one of them, or leave the pipeline out"
+            )
+        return parts
+
+    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
+        a rank's are unknown.
+        """
+        places = self.places_of(scope) if scope.value else []
+        if not places:
+            raise UsageError(
+                f"scope: job {shown(self.job.name)} has no known {scope.kind} "
+                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
+                "pipeline"
+            )
+        held: dict[int, frozenset[int]] = {}
+        for place in places:
+            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
+        return held | {place.pipeline: frozenset() for place in places if not place.stages}
+
+    def _pipeline_of_stage(self, scope: Scope) -> int:
+        if scope.pipeline is not None:
+            return self._pipeline(str(scope.pipeline))
+        if self.job.pipelines > 1:
+            raise UsageError(
+                f"scope: stage {shown(scope.value)} is in each of {self.job.pipelines} pipelines; "
+                "name the pipeline in which it is slow"
+            )
+        return 0
+
+    def _pipeline(self, value: str) -> int:
+        number, count = _number("pipeline", value), self.job.pipelines
+        if number >= count:
+            raise UsageError(
+                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
+            )
+        return number
+
+
+_parts_known = Latest[tuple[int, int], Parts](2048)
+
+
+def parts_of(job: RegisteredJob) -> Parts:
+    """Return the parts of a job, the same object for as long as they are the same."""
+    key = (id(job.places), job.pipelines)
+    known = _parts_known.get(key)
+    if known is None or known.job.places is not job.places:
+        known = _parts_known.put(key, Parts(job))
+    return known
+
+
+@lru_cache(maxsize=2**16)
+def _names(node: str) -> frozenset[str]:
+    """Return the names of a node with all of its domain, with a part of it, and without it."""
+    parts = node.split(".")
+    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
+    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
+
+
+def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
+    """Check that a scope exists in a job whose pipelines have this many stages.
+
+    Raises:
+        UsageError: If it does not.
+    """
+    for stage in frozenset().union(*parts_of(job).of(scope).values()):
+        if stage >= stages:
+            raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
+
+
+def _number(kind: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
+        raise UsageError(
+            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
+            "next"
+        )
+    return int(value)
+
+
+def check_places(job: RegisteredJob, stages: int) -> None:
+    """Check the locations of the ranks of a job whose pipelines have this many stages.
+
+    Raises:
+        UsageError: If a rank is listed twice, or its pipeline or stage does not exist.
+    """
+    ranks = [place.rank for place in job.places]
+    if len(set(ranks)) < len(ranks):
+        raise UsageError("places: a rank is listed twice; list each rank once")
+    for place in job.places:
+        _check_numbers(f"rank {place.rank}, pipeline", [place.pipeline], job.pipelines)
+        _check_numbers(f"rank {place.rank}, stage", place.stages, stages)
+
+
+def _check_numbers(what: str, numbers: Iterable[int], count: int) -> None:
+    for number in numbers:
+        if number not in range(count):
+            raise UsageError(f"places: {what} {number}: does not exist; they are 0 to {count - 1}")
+
+
+def is_over(report: Report, now_s: float) -> bool:
+    """Whether a report has expired, or says that its scope has recovered."""
+    has_begun = report.begins_iteration is None and report.begins_s <= now_s
+    return report.expires_s <= now_s or (report.slowdown == 1.0 and has_begun)
+
+
+def over_s(report: Report) -> float:
+    """Return when a report that is over ended."""
+    return report.begins_s if report.slowdown == 1.0 else report.expires_s
+
 
 _COMPUTING = ("compute", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
@@ -150,16 +403,20 @@ def decide(
         for number, pipeline in reported.items()
         if pipeline.takes_s == time_s and number in worst
     ]
-    others = _Others(groups, time_s, slowest, settings)
+    times_s = [
+        (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
+        for group in groups
+    ]
+    pays_until_s = _pays_until_s(time_s, slowest, settings)
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
-    refusal = others.refusal(now_s, held)
+    refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
     found: list[Target] = []
     of_groups = []
-    for group, kept_s, wanted_s in others.times_s:
+    for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
@@ -181,7 +438,7 @@ def decide(
         since_s = now_s
     look_again_s = look.next_s
     if refusal == _HELD:
-        look_again_s = min(look_again_s, since_s + settings.holding_s, others.pays_until_s())
+        look_again_s = min(look_again_s, since_s + settings.holding_s, pays_until_s)
     waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
@@ -202,11 +459,11 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     decided time. It is computed from `Numbers.bound_j`, which plans come close to, except with a
     switch budget.
     """
-    saved_j, target_s = 0.0, _target_s(job, numbers)
+    saved_j, aim_s = 0.0, target_s(job, numbers)
     counts = Counter(decision.of_pipeline)
     for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += counts[index] * _saved_j(own, _own_s(own, target_s), target.time_s)
+        saved_j += counts[index] * _saved_j(own, own_s(own, aim_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -251,71 +508,47 @@ def _groups(
     return groups, of_group
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Whether to slow pipelines down beside those that take `time_s`, by these reports."""
-
-    groups: Sequence[_Group]
-    time_s: float
-    slowest: Sequence[Report]
-    settings: PolicySettings
-
-    @cached_property
-    def times_s(self) -> list[tuple[_Group, float, float]]:
-        """Each group with its kept and its wanted time."""
-        return [
-            (
-                group,
-                group.pipeline.kept_s(group.planned_s, self.time_s),
-                group.pipeline.wanted_s(self.time_s),
-            )
-            for group in self.groups
-        ]
-
-    def refusal(self, now_s: float, held: bool) -> str | None:
-        """Return why no pipeline is slowed down although some could be; None to use the wanted
-        times.
-        """
-        if all(kept_s == wanted_s for _, kept_s, wanted_s in self.times_s):
-            return None
-        spent_j, saved_j = self._spent_and_saved_j()
-        if saved_j <= _ROUNDING * spent_j:
-            return _SAVES_NOTHING
-        most = 1.0 + self.settings.least_rise
-        if all(wanted_s < kept_s * most for _, kept_s, wanted_s in self.times_s):
-            return _HARDLY_LONGER
-        if now_s >= self.pays_until_s():
-            return _DOES_NOT_PAY
-        return _HELD if held else None
-
-    def _spent_and_saved_j(self) -> tuple[float, float]:
-        """Return the energy of an iteration of all pipelines without slowing down, and what that
-        would save.
-        """
-        spent_j = saved_j = 0.0
-        for group, kept_s, wanted_s in self.times_s:
-            numbers = group.pipeline.numbers
-            spent_j += group.size * numbers.bound_j(kept_s)
-            saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
-        return spent_j, saved_j
-
-    def pays_until_s(self) -> float:
-        """Return until when slowing down pays; after that, the report expires before both
-        changes are paid off.
-        """
-        both_changes_s = 2.0 * self.settings.iterations_lost * self.time_s
-        expires_s = max((report.expires_s for report in self.slowest), default=math.inf)
-        if expires_s == math.inf and self.settings.assumed_s <= both_changes_s:
-            return -math.inf
-        return expires_s - both_changes_s
+def _refusal(
+    times_s: Sequence[tuple[_Group, float, float]], least_rise: float, pays: bool, held: bool
+) -> str | None:
+    """Return why no pipeline is slowed down although some could be, from the kept and the wanted
+    time of each group; None to use the wanted times.
+    """
+    if all(kept_s == wanted_s for _, kept_s, wanted_s in times_s):
+        return None
+    spent_j = saved_j = 0.0  # of an iteration of all pipelines, without slowing down and with it
+    for group, kept_s, wanted_s in times_s:
+        numbers = group.pipeline.numbers
+        spent_j += group.size * numbers.bound_j(kept_s)
+        saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
+    if saved_j <= _ROUNDING * spent_j:
+        return _SAVES_NOTHING
+    if all(wanted_s < kept_s * (1.0 + least_rise) for _, kept_s, wanted_s in times_s):
+        return _HARDLY_LONGER
+    if not pays:
+        return _DOES_NOT_PAY
+    return _HELD if held else None
 
 
-def _target_s(job: RegisteredJob, numbers: Curve) -> float:
+def _pays_until_s(time_s: float, slowest: Sequence[Report], settings: PolicySettings) -> float:
+    """Return until when slowing down beside pipelines that take `time_s` pays; after that, the
+    reports that they rest on expire before both changes are paid off.
+    """
+    both_changes_s = 2.0 * settings.iterations_lost * time_s
+    expires_s = max((report.expires_s for report in slowest), default=math.inf)
+    if expires_s == math.inf and settings.assumed_s <= both_changes_s:
+        return -math.inf
+    return expires_s - both_changes_s
+
+
+def target_s(job: RegisteredJob, numbers: Curve) -> float:
+    """Return the iteration time that a job aims for."""
     return numbers.baseline_time_s if job.deadline_s is None else job.deadline_s
 
 
-def _own_s(numbers: Curve, target_s: float) -> float:
-    return min(max(target_s, numbers.min_time_s), numbers.max_time_s)
+def own_s(numbers: Curve, aim_s: float) -> float:
+    """Return the time of a pipeline's plan if it waits for no other one, aiming for `aim_s`."""
+    return min(max(aim_s, numbers.min_time_s), numbers.max_time_s)
 
 
 def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
@@ -324,11 +557,8 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     """
     if from_s == to_s:
         return 0.0
-    most_s = numbers.max_time_s
-    waiting_w = (
-        numbers.bound_j(2.0 * most_s) - numbers.bound_j(most_s)
-    ) / most_s  # beyond it a plan only waits
-    return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waiting_w * (to_s - from_s)
+    waited_j = numbers.waiting_w * (to_s - from_s)
+    return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waited_j
 
 
 def _pipelines(
@@ -340,10 +570,10 @@ def _pipelines(
     concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
     parts = parts_of(job)
     for report in active:
-        for pipeline, stages in parts.of(job, report.scope).items():
+        for pipeline, stages in parts.of(report.scope).items():
             concerning.setdefault(pipeline, []).append((report, stages))
-    target_s = _target_s(job, numbers)
-    calm_s = _own_s(numbers, target_s)
+    aim_s = target_s(job, numbers)
+    calm_s = own_s(numbers, aim_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
     made: dict[Any, _Pipeline] = {}
     reported: dict[int, _Pipeline] = {}
@@ -353,7 +583,7 @@ def _pipelines(
             [(each.slowdown, each.iteration_s, each.cause, stages) for each, stages in reports]
         )
         if said not in made:
-            made[said] = _reported(said, calm, numbers, target_s)
+            made[said] = _reported(said, calm, numbers, aim_s)
         reported[number] = known = made[said]
         counting = [
             (how_bad, each.key, each)
@@ -369,7 +599,7 @@ def _reported(
     said: Sequence[tuple[float | None, float | None, Cause, frozenset[int]]],
     calm: _Pipeline,
     profiled: Numbers,
-    target_s: float,
+    aim_s: float,
 ) -> _Pipeline:
     """Return a pipeline of which this is reported: slowdown, iteration time, cause and stages."""
     slow: dict[int, float] = {}
@@ -382,9 +612,9 @@ def _reported(
             of_all[index] = iteration_s or calm.own_s * (slowdown or 1.0)
     slow = dict(sorted(slow.items()))
     numbers = profiled.slowed(slow) if slow else calm.numbers
-    own_s = _own_s(numbers, target_s)
-    takes_s = max(own_s, *of_all)
-    return _Pipeline(numbers, slow, own_s, takes_s, of_all if takes_s > own_s else of_stages)
+    plan_s = own_s(numbers, aim_s)
+    takes_s = max(plan_s, *of_all)
+    return _Pipeline(numbers, slow, plan_s, takes_s, of_all if takes_s > plan_s else of_stages)
 
 
 def _reason(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.service.jobs import JobState, Share
 from perseus_planner.service.models import PowerBudget, RegisteredJob, Slowing, split_at
+from perseus_planner.service.policy import own_s, target_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -163,45 +164,41 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def share_power(draft: Draft, job: str | None, reconcile: Callable[[JobState], object]) -> None:
+def share_power(draft: Draft, job: str | None) -> None:
     """Share power anew: the budget of all jobs among all of them that are heard of if there is
-    one, and the budgets of single jobs.
+    one, and the budgets of single jobs; and reconcile the jobs whose share has changed.
 
     Args:
         draft: Has the jobs.
         job: The job that has changed; None if several may have.
-        reconcile: Called with each job whose share has changed.
 
     Raises:
         InfeasiblePower: If the budgets cannot be met.
     """
-    jobs = draft.jobs()
     power_w = draft.budget.power_w
-    states = jobs.values() if job is None or power_w is not None else [jobs[job]]
+    states = draft.jobs().values() if job is None or power_w is not None else [draft.state(job)]
     silent = [state for state in states if state.silent_since_s is not None]
     shared = with_shares(power_w, [state for state in states if state.silent_since_s is None])
     for state in (*shared, *with_shares(None, silent)):
         if state.share != draft.state(state.job.name).share:
-            reconcile(state)
+            draft.reconcile(state)
 
 
-def share_least_power(draft: Draft, job: str, reconcile: Callable[[JobState], object]) -> None:
+def share_least_power(draft: Draft, job: str) -> None:
     """Share power anew with a job that is heard of again, as `share_power` does; if all together
     cannot meet the budget any more, each gets the least that it can draw.
     """
     try:
-        share_power(draft, job, reconcile)
+        share_power(draft, job)
     except InfeasiblePower as error:
         _log.warning("Job %s is heard of again, and %s; all jobs draw the least", job, error)
         budget = draft.budget
-        draft.budget = replace(budget, power_w=error.least_power_w * (1 + 1e-9))
-        share_power(draft, job, reconcile)
+        draft.budget = replace(budget, power_w=_just_above(error))
+        share_power(draft, job)
         draft.budget = budget
 
 
-def begin_budgets(
-    draft: Draft, names: Iterable[str], wall_s: float, share: Callable[[str | None], None]
-) -> None:
+def begin_budgets(draft: Draft, names: Iterable[str], wall_s: float) -> None:
     """Put the scheduled budgets of all jobs together, and of these jobs, in force that are due.
 
     A budget that is less than the jobs can draw becomes the least that they can.
@@ -210,19 +207,35 @@ def begin_budgets(
         draft: Has the jobs.
         names: Of jobs; those that do not run are skipped.
         wall_s: Seconds since the epoch, by the machine's clock.
-        share: Shares power anew, as `share_power` does.
     """
-    for name in (None, *names):
-        if name is None:
-            before = draft.budget
-        elif (state := draft.find(name)) is not None:
-            before = state.budget
-        else:
+    budgets: dict[str | None, PowerBudget] = {None: draft.budget}
+    budgets |= {name: state.budget for name in names if (state := draft.find(name)) is not None}
+    for name, before in budgets.items():
+        step, _ = split_at(before.schedule, wall_s)
+        if step is None or step.start_s == before.since_s:
             continue
-        due, _ = split_at(before.schedule, wall_s)
-        if due is not None and due.start_s != before.since_s:
-            now = PowerBudget(due.power_w, before.schedule, due.start_s)
-            _begin(draft, name, before, now, share)
+        due = PowerBudget(step.power_w, before.schedule, step.start_s)
+        set_budget(draft, name, due)
+        try:
+            share_power(draft, name)
+        except InfeasibleError as error:
+            # Another budget may be the one that cannot be met; then this one stays as it was.
+            power_w, text = before.power_w, "it stays as it was"
+            if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
+                power_w, text = _just_above(error), "the least is set"
+            _log.warning(
+                "The scheduled power budget of %s cannot be met, and %s: %s",
+                "all jobs" if name is None else f"job {name}",
+                text,
+                error,
+            )
+            set_budget(draft, name, replace(due, power_w=power_w))
+            with suppress(InfeasibleError):
+                share_power(draft, name)
+
+
+def _just_above(error: InfeasiblePower) -> float:
+    return error.least_power_w * (1 + 1e-9)
 
 
 def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
@@ -238,32 +251,6 @@ def set_budget(draft: Draft, name: str | None, budget: PowerBudget) -> None:
                 power_since_s=budget.since_s,
             )
         )
-
-
-def _begin(
-    draft: Draft,
-    name: str | None,
-    before: PowerBudget,
-    due: PowerBudget,
-    share: Callable[[str | None], None],
-) -> None:
-    set_budget(draft, name, due)
-    try:
-        share(name)
-    except InfeasibleError as error:
-        # Another budget may be the one that cannot be met; then this one stays as it was.
-        power_w, text = before.power_w, "it stays as it was"
-        if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
-            power_w, text = error.least_power_w * (1 + 1e-9), "the least is set"
-        _log.warning(
-            "The scheduled power budget of %s cannot be met, and %s: %s",
-            "all jobs" if name is None else f"job {name}",
-            text,
-            error,
-        )
-        set_budget(draft, name, replace(due, power_w=power_w))
-        with suppress(InfeasibleError):
-            share(name)
 
 
 def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobState]:
@@ -310,6 +297,5 @@ def _allowed(
 
 
 def _demand(job: RegisteredJob, curve: Curve) -> Demand:
-    time_s = curve.baseline_time_s if job.deadline_s is None else job.deadline_s
-    time_s = min(max(time_s, curve.min_time_s), curve.max_time_s)
+    time_s = own_s(curve, target_s(job, curve))
     return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)

@@ -41,8 +41,7 @@ from perseus_planner.service.access import (
     Token,
     error_answer,
 )
-from perseus_planner.service.app import create_app
-from perseus_planner.service.live import AsyncService
+from perseus_planner.service.app import AsyncService, create_app
 from perseus_planner.service.service import Service
 
 _STAND_BY_S = 1.0  # between two tries to take the database over
@@ -121,11 +120,7 @@ def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[List
 
 
 def serve(
-    service: Service,
-    listener: Listener,
-    limits: Limits | None = None,
-    *,
-    ready: Callable[[], None] = lambda: None,
+    service: Service, listener: Listener, *, ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until SIGTERM, or until SIGINT, which raises KeyboardInterrupt; on the main thread.
 
@@ -139,7 +134,7 @@ def serve(
     gc.freeze()  # what is there stays, and need not be looked through again and again
     _raise_limit_of_descriptors()
     with _ended_by_sigterm():
-        server = server_of(service, listener, limits, ready)
+        server = server_of(service, listener, ready, Limits())
         server.run(sockets=[listener.socket])
     if server.live.fenced is not None:
         raise server.live.fenced
@@ -261,12 +256,12 @@ def _raise_limit_of_descriptors() -> None:
 
 
 def server_of(
-    service: Service, listener: Listener, limits: Limits | None, ready: Callable[[], None]
+    service: Service, listener: Listener, ready: Callable[[], None], limits: Limits
 ) -> _Server:
     """Return what serves `service` at `listener` once it runs."""
     address, tokens = listener.address, listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
-    app = create_app(service, access, limits or Limits())
+    app = create_app(service, access, limits)
     return _Server(_config(app, address), ready, app.state.service)
 
 

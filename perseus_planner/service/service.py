@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import wraps
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.service.alerts import jobs_concerned, with_alerts
 from perseus_planner.service.jobs import (
+    WRITTEN_AFTER_S,
     JobState,
-    TelemetryBook,
     answer_to,
     check_deadline,
     check_report,
     check_same,
     current_reports,
-    expire,
     first_state,
     give_up,
     is_other_limit,
     is_same,
+    jobs_concerned,
     lease_s,
     next_look_s,
     next_report_s,
@@ -45,6 +45,7 @@ from perseus_planner.service.jobs import (
     take_over_job,
     totals_of,
     until_it_begins,
+    with_alerts,
 )
 from perseus_planner.service.models import (
     Answer,
@@ -76,31 +77,37 @@ from perseus_planner.service.power import (
     share_least_power,
     share_power,
 )
-from perseus_planner.service.store import (
-    Changed,
-    Draft,
-    Storage,
-    Stored,
-    Writer,
-    unknown_job,
-)
+from perseus_planner.service.store import Draft, Storage, Stored, Writer, unknown_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
-    from perseus_planner.service.jobs import Tally
     from perseus_planner.service.models import Counters, Curve, JobTotals
-    from perseus_planner.service.store import Storage, Stored
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
-_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
+_WRITING = ("telemetry", "")  # of all jobs, is due at once
+_WRITTEN_AT_ONCE = 64  # jobs whose telemetry is written together, for which reports wait
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
 
 _log = logging.getLogger(__name__)
+
+
+def _command(
+    change: Callable[Concatenate[Service, Draft, P], R],
+) -> Callable[Concatenate[Service, P], Future[R]]:
+    """Return the method that has the writer run `change`, without waiting: the future has its
+    result, or its error, once what it changed is on disk.
+    """
+
+    @wraps(change)
+    def submit(service: Service, /, *args: P.args, **options: P.kwargs) -> Future[R]:
+        return service._writer.submit(lambda draft: change(service, draft, *args, **options))
+
+    return submit
 
 
 class Service:
@@ -112,8 +119,9 @@ class Service:
     by 1, and a promised version comes. Plans are made by other processes; only `register` and
     `solve` wait for them.
 
-    Unless they say otherwise, methods raise `UnknownJob` for a job that does not run, and
-    `StorageError` if a change cannot be written.
+    Methods that change something, except `register`, return futures of results and errors. Unless
+    they say otherwise, methods raise `UnknownJob` for a job that does not run, and `StorageError`
+    if a change cannot be written.
     """
 
     def __init__(
@@ -143,32 +151,30 @@ class Service:
             StorageError: If the storage cannot be read.
         """
         self._wall_s = wall_s or now_s or time.time
-        self._now_s = now_s or SteadyClock(self._wall_s)
+        #: Returns the time by the clock of the service, seconds since the epoch.
+        self.now_s = now_s or SteadyClock(self._wall_s)
         self._offset_s = 0.0
-        storage.now_s = self._now_s
-        stored = _by_clock(storage, storage.load(), self._now_s())
+        storage.now_s = self.now_s
+        stored = _by_clock(storage, storage.load(), self.now_s())
         self._processes, self._solver = Processes(workers), Processes(1)
-        self._solving = threading.Lock()
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
-        #: When time alone may change the decision of each job.
-        self._timers: dict[str, float] = {}
-        self._timing = threading.Lock()  #: of them
+        #: (what, job) -> when it is due: to look whether time alone changes the decision of the
+        #: job, the end of its lease unless it is silent, to write telemetry.
+        self._due_s: dict[tuple[str, str], float] = {}
         self._epoch = uuid4().hex
-        self._over_s: dict[str, float] = {}  #: since when jobs draw more than their budgets allow
         self._lease_s = lease_s
-        #: When each job was last heard of, unless it is silent.
-        self._heard_s = dict.fromkeys(stored.jobs, self._now_s())
-        self._subscribers: list[Callable[[str, int], None]] = []
+        #: Called with a job and its newest version whenever there is a new one, or the job has
+        #: ended; on a thread of the service, once the change is on disk. It returns at once.
+        self.on_version: Callable[[str, int], None] = lambda _, __: None
         self._storage = storage
-        self._writer = Writer(storage, stored, self._follow_up, self._now_s)
-        self._telemetry = TelemetryBook(
-            {stored.jobs[name].job.key: tally for name, tally in stored.telemetry.items()}
-        )
+        self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self.now_s)
+        self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
         #: Of each job, what its status was made of, until when it holds, and the status.
-        self._statuses: dict[str, tuple[JobState, Tally | None, float, JobStatus]] = {}
+        self._statuses: dict[str, tuple[JobState, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
+            self._due_s["lease", name] = self.now_s() + lease_s
             self._set_timer(name, state)
 
     def __enter__(self) -> Service:
@@ -195,26 +201,23 @@ class Service:
 
     def status(self, job: str) -> JobStatus:
         """Return the status of one job."""
-        return self._status(self._state(job), self._now_s())
+        return self._status(self._state(job), self.now_s())
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Return the status of every running job, sorted by name."""
-        now_s = self._now_s()
+        now_s = self.now_s()
         return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def totals(self) -> tuple[JobTotals, ...]:
         """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have
         ended last.
         """
-        running = (state.job for _, state in sorted(self._writer.jobs.items()))
-        return (
-            *(totals_of(job, self._telemetry.of(job)) for job in running),
-            *self._storage.ended_jobs(),
-        )
+        running = (totals_of(state) for _, state in sorted(self._writer.jobs.items()))
+        return (*running, *self._storage.ended_jobs())
 
     def reports(self, job: str) -> tuple[Report, ...]:
         """Return the reports of a job that count now or will count, in order of arrival."""
-        return current_reports(self._state(job), self._now_s())
+        return current_reports(self._state(job), self.now_s())
 
     def curve(self, job: str) -> Curve:
         """Return the energy curve of a job's pipelines as profiled."""
@@ -241,19 +244,15 @@ class Service:
 
     def lease_s(self, job: str) -> float | None:
         """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
-        return lease_s(self._state(job), self._now_s())
+        return lease_s(self._state(job), self.now_s())
 
     def history(self, job: str) -> History:
         """Return what has happened to a job, and how its figures went."""
         state = self._state(job)
-        tally = self._telemetry.of(state.job)
+        tally = state.tally
         if tally is None:
             return History((), state.events)
         return History(tally.points, state.events, tally.latest.waiting)
-
-    def now_s(self) -> float:
-        """Return the time by the service's clock, seconds since the epoch."""
-        return self._now_s()
 
     @property
     def problem(self) -> str | None:
@@ -268,18 +267,17 @@ class Service:
     # Jobs
 
     def solve(self, unsolved: Unsolved, most_s: float) -> bytes:
-        """Solve a profile with a schedule, in a process of its own, one at a time; returns the
-        frontier file.
+        """Solve a profile with a schedule, in a process of its own; returns the frontier file. Only
+        one call at a time.
 
         Raises:
             UsageError: If the profile or the schedule cannot be used, they do not fit each other,
                 or it takes too long.
         """
-        with self._solving:
-            try:
-                return bytes(self._solver.run(solve_profile, unsolved, timeout_s=most_s))
-            finally:
-                self._solver.restart()  # a large schedule leaves no memory behind
+        try:
+            return bytes(self._solver.run(solve_profile, unsolved, timeout_s=most_s))
+        finally:
+            self._solver.restart()  # a large schedule leaves no memory behind
 
     def register(
         self, job: RegisteredJob, frontier: bytes, *, take_over: bool = False
@@ -298,43 +296,39 @@ class Service:
             InfeasibleError: If no plan meets its deadline, switch budget or power, or the power
                 budget of all jobs.
         """
-        job = replace(job, frontier=sha256(frontier), since_s=self._now_s(), ranks=len(job.places))
+        job = replace(job, frontier=sha256(frontier), since_s=self.now_s(), ranks=len(job.places))
         self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
             return recognize(state, job)
         first = first_state(job, frontier, self._planning)
+        return self._add(first, frontier, take_over).result()
 
-        def command(draft: Draft) -> Registered:
-            running = draft.find(job.name)
-            if running is not None and not take_over:
-                return recognize(running, job)
-            draft.frontiers[job.frontier] = frontier, first.curve
-            if running is None:
-                draft.put(first)
-            else:
-                self._reconcile(draft, take_over_job(running, first))
-            self._share_power(draft, job.name)
-            state = draft.state(job.name)
-            return Registered(state.job, state.published.version, running is None)
+    @_command
+    def _add(self, draft: Draft, first: JobState, frontier: bytes, take_over: bool) -> Registered:
+        job = first.job
+        running = draft.find(job.name)
+        if running is not None and not take_over:
+            return recognize(running, job)
+        draft.frontiers[job.frontier] = frontier, first.curve
+        if running is None:
+            draft.put(first)
+        else:
+            draft.reconcile(take_over_job(running, first))
+        share_power(draft, job.name)
+        state = draft.state(job.name)
+        return Registered(state.job, state.published.version, running is None)
 
-        return self._writer.do(command)
-
-    def end(self, job: str) -> None:
+    @_command
+    def end(self, draft: Draft, job: str) -> None:
         """Forget a job that has ended, but for its totals."""
+        draft.ended.append(totals_of(draft.state(job), self.now_s()))
+        draft.changed[job] = None
+        if draft.budget.power_w is not None:
+            share_power(draft, None)
 
-        def command(draft: Draft) -> RegisteredJob:
-            ended = draft.state(job).job
-            draft.remove(job)
-            draft.ended.append(totals_of(ended, self._telemetry.of(ended), self._now_s()))
-            if draft.budget.power_w is not None:
-                self._share_power(draft, None)
-            return ended
-
-        self._telemetry.forget(self._writer.do(command))
-        self._statuses.pop(job, None)
-
-    def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
+    @_command
+    def set_deadline(self, draft: Draft, job: str, deadline_s: float | None) -> Answer:
         """Set the iteration time to aim for without stragglers, seconds; None for that of all
         clocks at maximum.
 
@@ -342,19 +336,19 @@ class Service:
             InfeasibleError: If no plan is that fast, or the power budgets cannot be met with it.
             UsageError: If it is not a time.
         """
+        before = draft.state(job)
+        check_deadline(deadline_s, before.curve)
+        draft.put(before.with_job(deadline_s=deadline_s))
+        share_power(draft, job)
+        return answer_to(before, draft.reconcile(draft.state(job)))
 
-        def command(draft: Draft) -> Answer:
-            before = draft.state(job)
-            after = before.with_job(deadline_s=deadline_s)
-            check_deadline(deadline_s, before.curve)
-            draft.put(after)
-            self._share_power(draft, job)
-            return answer_to(before, self._reconcile(draft, draft.state(job)))
-
-        return self._writer.do(command)
-
+    @_command
     def set_power(
-        self, job: str | None, power_w: float | None, schedule: tuple[PowerStep, ...] = ()
+        self,
+        draft: Draft,
+        job: str | None,
+        power_w: float | None,
+        schedule: tuple[PowerStep, ...] = (),
     ) -> tuple[Answer, ...]:
         """Bound the average power of all GPUs of a job, or of all jobs together, watts; None
         removes the bound.
@@ -369,48 +363,38 @@ class Service:
             InfeasiblePower: If no plans draw so little; names the least.
             UsageError: If it is not a power.
         """
-
-        def command(draft: Draft) -> tuple[Answer, ...]:
-            before = draft.jobs().values() if job is None else [draft.state(job)]
-            set_budget(draft, job, PowerBudget.of(power_w, schedule))
-            self._share_power(draft, job)
-            return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
-
-        return self._writer.do(command)
+        before = draft.jobs().values() if job is None else [draft.state(job)]
+        set_budget(draft, job, PowerBudget.of(power_w, schedule))
+        share_power(draft, job)
+        return tuple(answer_to(state, draft.state(state.job.name)) for state in before)
 
     # Reports
 
-    def report(self, job: str, report: Report) -> Answer:
+    @_command
+    def report(self, draft: Draft, job: str, report: Report) -> Answer:
         """Take a report. One with a known key changes nothing.
 
         Raises:
             Conflict: If another report has that key, or too many reports count.
             UsageError: If the job does not have what the report is about.
         """
-        return self.submit_report(job, report).result()
+        before = draft.state(job)
+        known_report = before.reports.get(report.key) or before.past.get(report.key)
+        if known_report is not None:
+            check_same(known_report, report)
+            return answer_to(before, before, known_report, "the report was received before")
+        check_report(before, report)
+        after = draft.reconcile(before.with_report(report, self.now_s()))
+        if report.key in after.reports:
+            reason = until_it_begins(after, report, self.now_s())
+        else:
+            reason = "it expires before it begins, or its source has observed the scope later"
+        return answer_to(before, after, report, reason)
 
-    def submit_report(self, job: str, report: Report) -> Future[Answer]:
-        """Take a report as `report` does, without waiting; the answer or the error is in the
-        future.
-        """
-
-        def command(draft: Draft) -> Answer:
-            before = draft.state(job)
-            known_report = before.reports.get(report.key) or before.past.get(report.key)
-            if known_report is not None:
-                check_same(known_report, report)
-                return answer_to(before, before, known_report, "the report was received before")
-            check_report(before, report)
-            after = self._reconcile(draft, before.with_report(report, self._now_s()))
-            if report.key in after.reports:
-                reason = until_it_begins(after, report, self._now_s())
-            else:
-                reason = "it expires before it begins, or its source has observed the scope later"
-            return answer_to(before, after, report, reason)
-
-        return self._writer.submit(command)
-
-    def alert(self, reports: Sequence[Report]) -> tuple[tuple[Answer, ...], dict[str, str]]:
+    @_command
+    def alert(
+        self, draft: Draft, reports: Sequence[Report]
+    ) -> tuple[tuple[Answer, ...], dict[str, str]]:
         """Take reports that name no job: each concerns every job that has its GPU or node.
 
         A report with a known key is the same alert, which may have another slowdown now, and is
@@ -421,74 +405,60 @@ class Service:
             The answer for each job that has a GPU or node that they name; and by the key of a
             report, why no job or not every job concerned has taken it.
         """
+        of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
+        answers = []
+        for name, alerts in of_jobs.items():
+            before = draft.state(name)
+            after, refused = with_alerts(before, alerts, self.now_s())
+            ignored |= refused
+            after = before if after is before else draft.reconcile(after)
+            answers.append(answer_to(before, after))
+        return tuple(answers), ignored
 
-        def command(draft: Draft) -> tuple[tuple[Answer, ...], dict[str, str]]:
-            of_jobs, ignored = jobs_concerned(draft.jobs(), reports)
-            answers = []
-            for name, alerts in of_jobs.items():
-                before = draft.state(name)
-                after, refused = with_alerts(before, alerts, self._now_s())
-                ignored |= refused
-                after = before if after is before else self._reconcile(draft, after)
-                answers.append(answer_to(before, after))
-            return tuple(answers), ignored
-
-        return self._writer.do(command)
-
-    def clear(self, job: str, key: str) -> Answer:
+    @_command
+    def clear(self, draft: Draft, job: str, key: str) -> Answer:
         """Withdraw a report: it expires now.
 
         Raises:
             UnknownReport: If the job has no such report.
         """
-
-        def command(draft: Draft) -> Answer:
-            before, now_s = draft.state(job), self._now_s()
-            report = before.reports.get(key)
-            if report is None or report.expires_s <= now_s:
-                past = report or before.past.get(key)
-                if past is None:
-                    raise UnknownReport(
-                        f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
-                    )
-                return answer_to(before, before, past, "the report did not count any more")
-            report = expire(report, now_s)
-            after = self._reconcile(draft, before.with_report(report, now_s))
-            return answer_to(before, after, report)
-
-        return self._writer.do(command)
+        before, now_s = draft.state(job), self.now_s()
+        report = before.reports.get(key)
+        if report is None or report.expires_s <= now_s:
+            past = report or before.past.get(key)
+            if past is None:
+                raise UnknownReport(
+                    f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
+                )
+            return answer_to(before, before, past, "the report did not count any more")
+        report = report.expired(now_s)
+        return answer_to(before, draft.reconcile(before.with_report(report, now_s)), report)
 
     # What a job reports about itself
 
-    def taken(self, job: str, version: int, iteration: int) -> None:
+    def taken(self, job: str, version: int, iteration: int) -> Future[None]:
         """Record that a job runs a version since an iteration. An older message does not replace a
         newer one.
 
         Raises:
             Conflict: If there is no such version yet.
         """
-        self.submit_taken(job, version, iteration).result()
-
-    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
-        """Record it as `taken` does, without waiting."""
         self._hear_of(job)
+        return self._take(job, version, iteration)
 
-        def command(draft: Draft) -> None:
-            state = draft.state(job)
-            newest = state.published.version
-            if not 1 <= version <= newest:
-                raise Conflict(
-                    f"job {shown(job)} has no version {version} of its plans; the newest is "
-                    f"{newest}"
-                )
-            before = state.taken
-            if before is None or (before.version, before.iteration) < (version, iteration):
-                taken = Taken(version, iteration, self._now_s())
-                self._reconcile(draft, replace(state, taken=taken))
+    @_command
+    def _take(self, draft: Draft, job: str, version: int, iteration: int) -> None:
+        state = draft.state(job)
+        newest = state.published.version
+        if not 1 <= version <= newest:
+            raise Conflict(
+                f"job {shown(job)} has no version {version} of its plans; the newest is {newest}"
+            )
+        before = state.taken
+        if before is None or (before.version, before.iteration) < (version, iteration):
+            draft.reconcile(replace(state, taken=Taken(version, iteration, self.now_s())))
 
-        return self._writer.submit(command)
-
-    def telemetry(self, job: str, sent: Counters) -> None:
+    def telemetry(self, job: str, sent: Counters) -> Future[None]:
         """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
         some seconds later.
 
@@ -497,63 +467,22 @@ class Service:
         Raises:
             Conflict: If they contradict what the same run sent before.
         """
-        limited = self.submit_telemetry(job, sent)
-        if limited is not None:
-            limited.result()
-
-    def submit_telemetry(self, job: str, sent: Counters) -> Future[None] | None:
-        """Add them as `telemetry` does, without waiting for the job to be planned again; None if it
-        is not.
-        """
         self._hear_of(job)
-        state, limit_w = self._state(job), sent.gpu_power_limit_w
-        version = None if state.taken is None else state.taken.version
-        self._telemetry.add(state.job, sent, self._now_s(), version)
+        return self._count(job, sent)
 
-        def limit_gpus(draft: Draft) -> None:
-            self._reconcile(draft, draft.state(job).with_job(gpu_power_limit_w=limit_w))
-
-        if is_other_limit(state.job.gpu_power_limit_w, limit_w):
-            return self._writer.submit(limit_gpus)
-        self._compare_power(state)
-        return None
-
-    def _compare_power(self, state: JobState) -> None:
-        """Note whether a job has drawn more than its budgets allow for a minute, or does not any
-        more.
-        """
-        name, now_s, tally = state.job.name, self._now_s(), self._telemetry.of(state.job)
-        drawn_w, limit_w = None if tally is None else tally.power_w, state.power_limit_w
-        since_s = now_s
-        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
-            since_s = self._over_s.setdefault(name, now_s)
+    @_command
+    def _count(self, draft: Draft, job: str, sent: Counters) -> None:
+        before, now_s, limit_w = draft.state(job), self.now_s(), sent.gpu_power_limit_w
+        after = before.with_telemetry(sent, now_s)
+        if after.tally is not before.tally:
+            self._unwritten[job] = None
+            self._due_s.setdefault(_WRITING, now_s + WRITTEN_AFTER_S)
+        if is_other_limit(before.job.gpu_power_limit_w, limit_w):
+            draft.reconcile(after.with_job(gpu_power_limit_w=limit_w))
         else:
-            self._over_s.pop(name, None)
-        over_since_s = since_s if now_s - since_s >= _OVER_FOR_S else None
+            draft.put(after)
 
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None:
-                draft.put(replace(state, over_budget_since_s=over_since_s))
-
-        if (over_since_s is None) != (state.over_budget_since_s is None):
-            self._writer.submit(command)
-
-    # News and time
-
-    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        """Call `callback` with a job and its newest version whenever there is a new one, or the job
-        has ended.
-
-        It is called on a thread of the service once the change is on disk, and should return at
-        once.
-
-        Returns:
-            The function that ends the subscription.
-        """
-        told = partial(callback)  # another object each time
-        self._subscribers.append(told)
-        return partial(self._subscribers.remove, told)
+    # Time
 
     def tick(self) -> float:
         """Do what is due by now: reports begin or expire, holding times end, budgets begin,
@@ -566,31 +495,20 @@ class Service:
             When to call this again, unless a request comes first, seconds since the epoch; infinite
             for never.
         """
-        now_s, wall_s = self._now_s(), self._wall_s()
+        now_s, wall_s = self.now_s(), self._wall_s()
         if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
             self._offset_s = wall_s - now_s
             for name, state in self._writer.jobs.items():
                 if state.job.power_schedule:
                     self._set_timer(name, state)
-        with self._timing:
-            due = [name for name, at_s in self._timers.items() if at_s <= now_s]
-            for name in due:
-                self._timers[name] = math.inf
-        silent = [
-            name for name, at_s in list(self._heard_s.items()) if at_s + self._lease_s <= now_s
-        ]
-        heard_s = {name: self._heard_s.pop(name, now_s) for name in silent}
+        due = [key for key, at_s in list(self._due_s.items()) if at_s <= now_s]
         try:
-            if due or silent or self._budget_s <= now_s:
-                self._writer.do(partial(self._carry_out, due, silent, now_s, wall_s))
+            if due or self._budget_s <= now_s:
+                self._carry_out(due, now_s, wall_s).result()
         except PlannerError:
-            for name in due:
-                self._timers[name] = now_s
-            for name, at_s in heard_s.items():
-                self._heard_s.setdefault(name, at_s)
+            for key in due:
+                self._due_s.setdefault(key, now_s)
             raise
-        if self._telemetry.write_s <= now_s:
-            self._write_telemetry()
         self._writer.check()
         return self.next_tick_s()
 
@@ -600,53 +518,55 @@ class Service:
         """
         if self.problem:
             return -math.inf
-        look_s = min(list(self._timers.values()), default=math.inf)
-        silent_s = min(list(self._heard_s.values()), default=math.inf) + self._lease_s
-        return min(look_s, silent_s, self._telemetry.write_s, self._budget_s)
+        return min(*list(self._due_s.values()), self._budget_s, math.inf)
 
     @property
     def _budget_s(self) -> float:
         """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        return self._writer.budget.next_s(self._now_s(), self._wall_s())
+        return self._writer.budget.next_s(self.now_s(), self._wall_s())
 
+    @_command
     def _carry_out(
-        self,
-        names: Sequence[str],
-        silent: Sequence[str],
-        now_s: float,
-        wall_s: float,
-        draft: Draft,
+        self, draft: Draft, due: Sequence[tuple[str, str]], now_s: float, wall_s: float
     ) -> None:
-        """Begin the budgets that are due, take the shares of silent jobs back, and reconcile
-        these jobs.
+        """Begin the budgets that are due, take the shares of silent jobs back, reconcile the jobs
+        that are to be looked at, and write telemetry; unless it was put off meanwhile.
         """
-        for state in map(draft.find, silent):
-            if state is None or state.job.name in self._heard_s:
-                continue
-            if state.silent_since_s is None:
+        due = [key for key in due if self._due_s.get(key, now_s) <= now_s]
+        for key in due:
+            self._due_s.pop(key, None)
+        for what, name in due:
+            state = draft.find(name)
+            if what == "lease" and state is not None and state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
-                self._share_power(draft, state.job.name)
-        begin_budgets(draft, names, wall_s, partial(self._share_power, draft))
-        for state in map(draft.find, names):
+                share_power(draft, name)
+        looks = [name for what, name in due if what == "look"]
+        begin_budgets(draft, looks, wall_s)
+        for state in map(draft.find, looks):
             if state is not None:
-                self._reconcile(draft, state)
+                draft.reconcile(state)
+        if _WRITING in due:
+            draft.telemetry.update(list(self._unwritten)[:_WRITTEN_AT_ONCE])
+            for name in draft.telemetry:
+                self._unwritten.pop(name, None)
+            if self._unwritten:
+                self._due_s[_WRITING] = now_s
 
     def _hear_of(self, name: str) -> None:
         """Note that a job has sent something, which gives it its share of the power again."""
         state = self._writer.jobs.get(name)
         if state is None:
             return
-        self._heard_s[name] = self._now_s()
-        if state.silent_since_s is None:
-            return
+        self._due_s["lease", name] = self.now_s() + self._lease_s
+        if state.silent_since_s is not None:
+            self._note_heard(name)
 
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None and state.silent_since_s is not None:
-                draft.put(replace(state, silent_since_s=None))
-                share_least_power(draft, name, partial(self._reconcile, draft))
-
-        self._writer.submit(command)
+    @_command
+    def _note_heard(self, draft: Draft, name: str) -> None:
+        state = draft.state(name)
+        if state.silent_since_s is not None:
+            draft.put(replace(state, silent_since_s=None))
+            share_least_power(draft, name)
 
     def _state(self, name: str) -> JobState:
         state = self._writer.jobs.get(name)
@@ -655,20 +575,14 @@ class Service:
         return state
 
     def _status(self, state: JobState, now_s: float) -> JobStatus:
-        tally, made = self._telemetry.of(state.job), self._statuses.get(state.job.name)
-        if made is None or made[0] is not state or made[1] is not tally or now_s >= made[2]:
-            status = status_of(state, tally, now_s)
-            made = state, tally, next_report_s(state, now_s), status
+        made = self._statuses.get(state.job.name)
+        if made is None or made[0] is not state or now_s >= made[1]:
+            made = state, next_report_s(state, now_s), status_of(state, now_s)
             self._statuses[state.job.name] = made
-        return made[3]
+        return made[2]
 
-    def _reconcile(self, draft: Draft, state: JobState) -> JobState:
-        after = reconcile(state, self._planning, self._now_s())
-        draft.put(after)
-        return after
-
-    def _share_power(self, draft: Draft, job: str | None) -> None:
-        share_power(draft, job, partial(self._reconcile, draft))
+    def _reconciled(self, state: JobState) -> JobState:
+        return reconcile(state, self._planning, self.now_s())
 
     def _replan(self, name: str) -> None:
         """Solve or plan once for a job, and publish its plans if that was the last of them; takes
@@ -678,7 +592,7 @@ class Service:
         if state is None:
             return
         try:
-            if prepare(state, self._planning, self._now_s()):
+            if prepare(state, self._planning, self.now_s()):
                 self._replanner.request(name)  # after those that wait
                 return
         except Ending:
@@ -688,75 +602,55 @@ class Service:
         except Exception as error:
             _log.exception("Planning failed for job %r", name)
             problem = repr(error)
-
-        def command(draft: Draft) -> None:
-            state = draft.find(name)
-            if state is not None and problem:
-                draft.put(give_up(state, problem))
-            elif state is not None:
-                self._reconcile(draft, state)
-
         try:
-            self._writer.do(command)
+            self._publish(state, problem).result()
         except Exception:
-            self._timers[name] = self._now_s() + _RETRY_S
+            self._due_s["look", name] = self.now_s() + _RETRY_S
             raise
+
+    @_command
+    def _publish(self, draft: Draft, before: JobState, problem: str) -> None:
+        """Publish plans that were made for a job, or why they could not be."""
+        state = draft.find(before.job.name)
+        if state is not None and problem and state.registered is before.registered:
+            draft.put(give_up(state, problem))
+        elif state is not None:
+            draft.reconcile(state)
 
     def _set_timer(self, name: str, state: JobState) -> None:
         """Remember when time alone may change the decision; a job that is being planned is
         looked at after that.
         """
-        look_s = next_look_s(state, now_s := self._now_s(), self._wall_s())
+        look_s = next_look_s(state, now_s := self.now_s(), self._wall_s())
         is_awaited = not state.is_planned and look_s <= now_s
-        with self._timing:
-            self._timers[name] = math.inf if is_awaited else look_s
+        self._due_s["look", name] = math.inf if is_awaited else look_s
 
-    def _follow_up(self, changed: Changed) -> None:
+    def _follow_up(self, draft: Draft) -> None:
         """Set timers, request plans and notify subscribers after a change is on disk."""
-        for name, (before, after) in changed.items():
+        for name, before, after in draft.changes():
             if before is None:
-                self._heard_s[name] = self._now_s()
+                self._due_s["lease", name] = self.now_s() + self._lease_s
             if after is None:
-                for times_s in (self._timers, self._heard_s, self._over_s):
-                    times_s.pop(name, None)
+                for what in ("look", "lease"):
+                    self._due_s.pop((what, name), None)
+                self._unwritten.pop(name, None)
+                self._statuses.pop(name, None)
             else:
                 self._set_timer(name, after)
                 if not after.is_planned:
                     self._replanner.request(name)
             _log_events(name, before, after)
+        for name, before, after in draft.changes():
             versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
             if versions[0] < versions[-1] or len(versions) == 1:
-                self._notify(name, versions[-1])
-
-    def _notify(self, name: str, version: int) -> None:
-        for callback in tuple(self._subscribers):
-            try:
-                callback(name, version)
-            except Exception:
-                _log.exception("A subscriber failed on version %d of job %r", version, name)
-
-    def _write_telemetry(self) -> None:
-        """Write the telemetry of a few jobs, unless they have ended since it was sent.
-
-        Raises:
-            StorageError: If it cannot be written. It is written with the job's next message.
-        """
-        unwritten = self._telemetry.take_unwritten()
-
-        def command(draft: Draft) -> None:
-            for key, tally in unwritten.items():
-                state = draft.find(key[0])
-                if state is not None and state.job.key == key:
-                    draft.telemetry[key[0]] = tally
-
-        if unwritten:
-            self._writer.do(command)
+                self.on_version(name, versions[-1])
 
     def _write_all_telemetry(self) -> None:
         try:
-            while self._telemetry.write_s < math.inf:
-                self._write_telemetry()
+            while self._unwritten:
+                self._due_s.pop(_WRITING, None)
+                self._carry_out([_WRITING], self.now_s(), self._wall_s()).result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
 
@@ -770,7 +664,7 @@ def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:
     behind_s = stored.written_s - now_s
     _log.warning("The clock is %.0f s behind that of the last service", behind_s)
     jobs = {name: state.later(-behind_s) for name, state in stored.jobs.items()}
-    storage.commit(Draft({name: (stored.jobs[name], state) for name, state in jobs.items()}))
+    storage.commit(Draft(stored.jobs, dict(jobs)))
     return replace(stored, jobs=jobs)
 
 

@@ -28,6 +28,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import compress
+from operator import is_not
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -171,8 +173,12 @@ class StandBy(StorageError):
     """Another service has the database; this one may take over when that has ended."""
 
 
-Changed = dict[str, tuple["JobState | None", "JobState | None"]]
+_WRITTEN = (*_CHANGING, "registered", "published", "reports", "past")
 _NO_BUDGET = PowerBudget(None, ())
+
+
+def _differ(before: JobState | None, after: JobState | None, fields: Sequence[str]) -> bool:
+    return any(getattr(before, name, None) is not getattr(after, name, None) for name in fields)
 
 
 @dataclass
@@ -181,15 +187,17 @@ class Draft:
     changes.
     """
 
-    #: Name -> (state before, state after); None if the job did not run before, or has ended.
-    changed: Changed = field(default_factory=dict)
+    stored: Mapping[str, JobState] = field(default_factory=dict)  #: The jobs that are stored
+    #: Name -> state; None if the job has ended.
+    changed: dict[str, JobState | None] = field(default_factory=dict)
     #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
     frontiers: dict[str, tuple[bytes, Curve]] = field(default_factory=dict)
-    budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
-    telemetry: dict[str, Tally] = field(default_factory=dict)  #: Name -> telemetry
-    ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
-    stored: Mapping[str, JobState] = field(default_factory=dict)  #: The jobs that are stored
     stored_budget: PowerBudget = _NO_BUDGET
+    budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
+    telemetry: set[str] = field(default_factory=set)  #: Names of jobs whose telemetry is written
+    ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
+    #: Returns a job after the policy has decided again.
+    reconciled: Callable[[JobState], JobState] = lambda state: state
 
     def state(self, name: str) -> JobState:
         """Return the state of a job.
@@ -204,34 +212,43 @@ class Draft:
 
     def find(self, name: str) -> JobState | None:
         """Return the state of a job; None if no such job runs."""
-        return self.changed[name][1] if name in self.changed else self.stored.get(name)
+        return self.changed[name] if name in self.changed else self.stored.get(name)
 
     def jobs(self) -> dict[str, JobState]:
         """Return the states of all jobs by name."""
-        jobs = {**self.stored}
-        for name, (_, after) in self.changed.items():
-            if after is None:
-                jobs.pop(name, None)
-            else:
-                jobs[name] = after
-        return jobs
+        jobs = {**self.stored, **self.changed}
+        return {name: state for name, state in jobs.items() if state is not None}
 
     def put(self, state: JobState) -> None:
         """Add a job, or replace its state."""
-        name = state.job.name
-        self.changed[name] = self.stored.get(name), state
+        self.changed[state.job.name] = state
 
-    def remove(self, name: str) -> None:
-        """Remove a job."""
-        self.changed[name] = self.stored.get(name), None
-        self.telemetry.pop(name, None)
+    def reconcile(self, state: JobState) -> JobState:
+        """Put and return a job after the policy has decided again."""
+        after = self.reconciled(state)
+        self.put(after)
+        return after
+
+    def changes(self) -> list[tuple[str, JobState | None, JobState | None]]:
+        """Return the name of each job that differs, its state that is stored, and the new one."""
+        changed = ((name, self.stored.get(name), after) for name, after in self.changed.items())
+        return [change for change in changed if change[1] is not change[2]]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is something to write; telemetry alone is not written at once."""
+        return (
+            bool(self.telemetry or self.ended)
+            or self.budget is not self.stored_budget
+            or any(_differ(before, after, _WRITTEN) for _, before, after in self.changes())
+        )
 
     def note(self, earlier: Draft, now_s: float) -> None:
         """Add events for what differs from an earlier draft."""
-        for name, (_, after) in list(self.changed.items()):
+        for name, after in self.changed.items():
             before = earlier.find(name)
             if after is not None and after is not before:
-                self.put(with_events(before, after, now_s))
+                self.changed[name] = with_events(before, after, now_s)
 
     def copy(self) -> Draft:
         """Return an independent copy."""
@@ -239,7 +256,7 @@ class Draft:
             self,
             changed=dict(self.changed),
             frontiers=dict(self.frontiers),
-            telemetry=dict(self.telemetry),
+            telemetry=set(self.telemetry),
             ended=list(self.ended),
         )
 
@@ -250,7 +267,6 @@ class Stored:
 
     jobs: Mapping[str, JobState]  #: Name -> state
     budget: PowerBudget  #: The power budget of all jobs
-    telemetry: Mapping[str, Tally]  #: Name -> telemetry, for jobs that have sent some
     written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
 
 
@@ -451,24 +467,22 @@ class Storage:
                     for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
                 }
                 reports = self._reports()
+                tallies = {
+                    name: from_json(Tally, content)
+                    for name, content in self.execute("SELECT job, content FROM totals")
+                }
                 states = {
-                    name: _state_of(texts, curves[frontier], *reports.get(name, ({}, {})))
+                    name: _state_of(
+                        texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
+                    )
                     for name, frontier, *texts in self.execute(
                         "SELECT name, frontier, registration, states.content, plans.content "
                         "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
                     )
                 }
-                tallies = {
-                    name: from_json(Tally, content)
-                    for name, content in self.execute("SELECT job, content FROM totals")
-                }
                 budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
-                return Stored(
-                    states,
-                    PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget),
-                    tallies,
-                    written_s,
-                )
+                kept = PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget)
+                return Stored(states, kept, written_s)
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(error) from error
 
@@ -529,7 +543,7 @@ class Storage:
                     content,
                     to_json(curve).decode(),
                 )
-            for name, (before, after) in change.changed.items():
+            for name, before, after in change.changes():
                 if after is None:
                     for table in ("states", "reports", "totals", "plans"):
                         self.execute(f"DELETE FROM {table} WHERE job = ?", name)
@@ -537,8 +551,9 @@ class Storage:
                     self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
-            for name, tally in change.telemetry.items():
-                self._put("totals", name, to_json(tally).decode())
+            for name in change.telemetry:
+                if (state := change.find(name)) is not None and state.tally is not None:
+                    self._put("totals", name, to_json(state.tally).decode())
             for totals in change.ended:
                 self.execute(
                     "INSERT INTO ended (id, totals) "
@@ -588,7 +603,7 @@ class Storage:
             row = (name, after.job.frontier, _registration_text(after.registered))
             self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
             self._sweep_frontiers()
-        if any(getattr(before, field, None) is not getattr(after, field) for field in _CHANGING):
+        if _differ(before, after, _CHANGING):
             self._put("states", name, _state_text(after))
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
@@ -612,7 +627,8 @@ class Storage:
             new: Mapping[str, Report] = getattr(after, kind)
             if old is new:
                 continue
-            for report in [each for key, each in new.items() if old.get(key) is not each]:
+            is_other = map(is_not, new.values(), map(old.get, new))
+            for report in compress(new.values(), is_other):
                 self._report_number += 1
                 row = (name, report.key, self._report_number, counts)
                 self.execute(_WRITE_REPORT, *row, to_json(report).decode())
@@ -656,6 +672,7 @@ def _state_text(state: JobState) -> str:
 def _state_of(
     texts: Sequence[str],
     curve: Curve,
+    tally: Tally | None,
     past: Mapping[str, Report],
     reports: Mapping[str, Report],
 ) -> JobState:
@@ -666,6 +683,7 @@ def _state_of(
         "registered": registered,
         "job": {**vars(registered), **content["job"]},
         "curve": curve,
+        "tally": tally,
         "published": newest["published"],
         "planned": newest["planned"],
         "reports": reports,
@@ -772,16 +790,19 @@ class Writer:
         self,
         storage: Storage,
         stored: Stored,
-        committed: Callable[[Changed], None],
+        reconciled: Callable[[JobState], JobState],
+        committed: Callable[[Draft], None],
         now_s: Callable[[], float],
     ) -> None:
-        """Start from what is stored; `committed` is called with every change once it is on disk."""
+        """Start from what is stored; `reconciled` is that of drafts, and `committed` is called with
+        every change once it is on disk.
+        """
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.budget = stored.budget
         self.problem: str | None = None
         self._written_s, self._failed_size = time.monotonic(), 0
         self._storage = storage
-        self._committed = committed
+        self._reconciled, self._committed = reconciled, committed
         self._now_s = now_s
         self._commands: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
@@ -798,16 +819,6 @@ class Writer:
             self._open = False
             self._commands.put(None)
         self._thread.join()
-
-    def do(self, command: Callable[[Draft], Result]) -> Result:
-        """Run `command` and return its result once its changes are on disk. If it raises, nothing
-        changes.
-
-        Raises:
-            StorageError: If the changes cannot be written; nothing was changed.
-            UsageError: If the service is not running.
-        """
-        return self.submit(command).result()
 
     def check(self) -> None:
         """Check that the database can be written, unless that was seen to work a moment ago. After
@@ -830,7 +841,10 @@ class Writer:
             self.problem, self._failed_size = None, 0
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
-        """Run `command` as `do` does, without waiting; its result or error is in the future."""
+        """Run `command` without waiting: its result is in the future once its changes are on disk.
+        If it raises, nothing changes, and its error is in the future; as is `StorageError` if the
+        changes cannot be written, and `UsageError` if the service is not running.
+        """
         future: Future[Result] = Future()
         with self._lock:
             if self._open:
@@ -852,8 +866,13 @@ class Writer:
             )
 
     def _write_batch(self, batch: list[_Given]) -> None:
-        budget, answers = self.budget, list[Callable[[], None]]()
-        draft = Draft(budget=budget, stored=self.jobs, stored_budget=budget)
+        answers = list[Callable[[], None]]()
+        draft = Draft(
+            self.jobs,
+            stored_budget=self.budget,
+            budget=self.budget,
+            reconciled=self._reconciled,
+        )
         for command, future in batch:
             trial = draft.copy()
             try:
@@ -864,11 +883,8 @@ class Writer:
             else:
                 draft = trial
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
-        draft.changed = {
-            name: pair for name, pair in draft.changed.items() if pair[0] is not pair[1]
-        }
         try:
-            if draft != Draft(budget=budget, stored=self.jobs, stored_budget=budget):
+            if draft.is_written:
                 self._storage.commit(draft)
                 self._written_s = time.monotonic()
         except Exception as error:
@@ -879,7 +895,7 @@ class Writer:
             return
         self.jobs, self.budget = draft.jobs(), draft.budget
         try:
-            self._committed(draft.changed)
+            self._committed(draft)
         except Exception:
             _log.exception("An action after a committed change has failed")
         for answer in answers:

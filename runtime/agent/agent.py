@@ -12,7 +12,7 @@ import random
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from concurrent.futures import Future
 
+    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.straggler import StragglerDetection
-    from perseus_planner.runtime.agent.settings import ServiceSettings
+    from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
-    from perseus_planner.runtime.switching.agreement import Proposal
     from perseus_planner.runtime.switching.plans import GivenPlan
     from perseus_planner.runtime.telemetry import Checkpoint
     from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
@@ -100,10 +100,7 @@ class Agent:
         self._registering = threading.Lock()  #: while the job is being registered
         self._away: set[str] = set()  #: for which threads the service is away
         self._registration: Registration | None = None
-        self._seen, self._wait_s = (
-            0,
-            0.0,
-        )  #: version of the plans, and how long to wait for a newer one
+        self._seen, self._wait_s = 0, 0.0  #: version of the plans; how long to wait for a newer one
         self._open: tuple[PlanSet, Proposal, float] | None = (
             None  #: the last proposal, and when it was made
         )
@@ -150,8 +147,20 @@ class Agent:
 
     # Plans from the service
 
-    def _follow(self) -> Generator[float]:
+    def _asking(self, thread: str, ask: Callable[[Client], float]) -> Generator[float]:
+        """Ask the service again and again, less and less often while it is away."""
         pauses = new_pauses()
+        with self._client() as service:
+            while True:
+                try:
+                    pause_s = ask(service)
+                    pauses.reset()
+                except PlannerError as error:
+                    self._failed(error, thread)
+                    pause_s = pauses.next_s()
+                yield pause_s
+
+    def _follow(self) -> Generator[float]:
         try:
             self._prepare()
         except (
@@ -161,22 +170,14 @@ class Agent:
         ) as error:  # the frontier file, or the job's store
             self._warnings.warn("service", f"the service is not used: {error}", by="rank 0")
             return
-        service: Client | None = None
-        with ExitStack() as stack:
-            while not self._stopped.is_set():
-                try:
-                    service = service or stack.enter_context(self._client())
-                    has_waited = self._ask(service)
-                except PlannerError as error:
-                    self._failed(error, "plans")
-                    self._wait_s = 0.0  # so that a service that is back answers at once
-                    yield pauses.next_s()
-                    continue
-                pauses.reset()
-                self._answered("plans")
-                self._wait_s = 0.0 if self._has_lapsed else self._longest_wait_s(service)
-                # A service that is ending answers at once.
-                yield _ROUND_S if has_waited else 0.0
+        yield from self._asking("plans", self._ask_for_plans)
+
+    def _ask_for_plans(self, service: Client) -> float:
+        wait_s, self._wait_s = self._wait_s, 0.0  # so that a service that is back answers at once
+        has_waited = self._ask(service, wait_s)
+        self._answered("plans")
+        self._wait_s = 0.0 if self._has_lapsed else self._longest_wait_s(service)
+        return _ROUND_S if has_waited else 0.0  # a service that is ending answers at once
 
     def _prepare(self) -> None:
         """Do what has to be done once, before the service is asked."""
@@ -184,13 +185,13 @@ class Agent:
             self._locations(), self._pipelines, self._plan
         )
 
-    def _ask(self, service: Client) -> bool:
+    def _ask(self, service: Client, wait_s: float) -> bool:
         """Ask the service once, and do what it says; return whether it has said nothing new."""
         if not self._is_known.is_set():
             assert self._registration is not None  # prepared
             if self._register(service, self._registration):
                 self._seen = 0
-        plans = self._newer(service, self._wait_s)
+        plans = self._newer(service, wait_s)
         if plans is not None and not self._stopped.is_set():
             with self._lock:
                 if plans != self._proposed:  # it was started again, and says the same
@@ -282,28 +283,16 @@ class Agent:
     # Messages to the service
 
     def _send(self) -> Generator[float]:
-        pauses, pause_s = new_pauses(), _ROUND_S
-        service: Client | None = None
-        with ExitStack() as stack:
-            while True:
-                yield pause_s
-                pause_s = _ROUND_S
-                try:
-                    for detection in self._messages.new_detections():
-                        self._detections.add(detection)
-                    self._counts.update_if_due(_COUNTS_S)
-                except RuntimeError:  # the job's store is gone, and the job with it
-                    return
-                if not self._is_known.is_set():
-                    continue
-                try:
-                    service = service or stack.enter_context(self._client())
-                    if self._send_all(service):
-                        self._answered("reports")
-                    pauses.reset()
-                except PlannerError as error:
-                    self._failed(error, "reports")
-                    pause_s = pauses.next_s()
+        with suppress(RuntimeError):  # the job's store is gone, and the job with it
+            yield from self._asking("reports", self._report)
+
+    def _report(self, service: Client) -> float:
+        for detection in self._messages.new_detections():
+            self._detections.add(detection)
+        self._counts.update_if_due(_COUNTS_S)
+        if self._is_known.is_set() and self._send_all(service):
+            self._answered("reports")
+        return _ROUND_S
 
     def _send_all(self, service: Client) -> bool:
         """Send what is new, and return whether there was anything that the service has answered."""
@@ -335,8 +324,11 @@ class Agent:
         """
         counters = self._counts.take()
         if counters is not None:
-            service.telemetry(self._name, counters)
+            service.telemetry(self._name, replace(counters, autopilot=self._autopilot()))
         return counters is not None
+
+    def _autopilot(self) -> AutopilotStatus | None:
+        return None
 
     def _taken(self) -> tuple[PlanSet, Acceptance] | None:
         """Return the plans proposed last once all ranks take them; plans that were refused are
@@ -428,7 +420,7 @@ class LearningAgent(Agent):
     def _prepare(self) -> None:
         self._places = self._locations()
 
-    def _ask(self, service: Client) -> bool:
+    def _ask(self, service: Client, wait_s: float) -> bool:
         exchange = self._exchange
         learnt = exchange.learnt
         if learnt is None:
@@ -439,7 +431,7 @@ class LearningAgent(Agent):
             self._growing is None or self._growing.done()
         ):
             self._growing = in_background(partial(self._grow, learnt), "planner growth")
-        plans = self._newer(service, min(self._wait_s, _POLL_S))
+        plans = self._newer(service, min(wait_s, _POLL_S))
         pipelines = service.pipelines(self._name)
         with self._lock:
             exchange.calm_s = self._waits_s(pipelines, of_stragglers=False)
@@ -491,11 +483,8 @@ class LearningAgent(Agent):
         waits_s = tuple(wait_s if wait_s > own_s * (1 + _LONGER) else 0.0 for wait_s in allowed_s)
         return waits_s if any(waits_s) else ()
 
-    def _send_counts(self, service: Client) -> bool:
-        counters = self._counts.take()
-        if counters is not None:
-            service.telemetry(self._name, replace(counters, autopilot=self._exchange.status))
-        return counters is not None
+    def _autopilot(self) -> AutopilotStatus:
+        return self._exchange.status
 
 
 def _never(_: GivenPlan) -> Proposal:

@@ -36,8 +36,7 @@ from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.straggler import StragglerDetector
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent.agent import LearningAgent
-from perseus_planner.runtime.agent.outbox import RankLocation, StoreMessages
-from perseus_planner.runtime.agent.settings import ServiceSettings
+from perseus_planner.runtime.agent.outbox import RankLocation, ServiceSettings, StoreMessages
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
 from perseus_planner.runtime.batches.batches import Batches

@@ -39,15 +39,20 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs import Account
 from perseus_planner.runs.straggler import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
-from perseus_planner.runtime.agent.agent import LONGEST_PAUSE_S, Agent, LearningAgent, new_pauses
+from perseus_planner.runtime.agent.agent import (
+    LONGEST_PAUSE_S,
+    Agent,
+    LearningAgent,
+    new_pauses,
+)
 from perseus_planner.runtime.agent.outbox import (
     TTL_S,
     Detection,
     Detections,
     RankLocation,
+    ServiceSettings,
     StoreMessages,
 )
-from perseus_planner.runtime.agent.settings import ServiceSettings
 from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection

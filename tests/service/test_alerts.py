@@ -27,8 +27,7 @@ from services import NOW_S, Clock, frontier_file, job, planned, report, service_
 from strategies import fixed
 
 from perseus_planner.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.service.alerts import read_alert
-from perseus_planner.service.models import Place, Scope
+from perseus_planner.service.models import Place, Scope, read_alert
 from perseus_planner.service.service import Service
 
 httpx = pytest.importorskip("httpx")
@@ -184,7 +183,7 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
 ):
     service, _, ask = running
     service.register(job("bloom"), frontier_file())
-    service.report("gpt", report("one"))
+    service.report("gpt", report("one")).result()
     monkeypatch.setattr("perseus_planner.service.jobs._MOST_REPORTS", 1)
     found = posted(ask, FIRING)
     assert [each["problem"] for each in found["ignored"]] == [
@@ -292,7 +291,7 @@ def test_an_alert_that_says_another_degree_is_the_same_and_one_that_was_cleared_
         posted(ask, {**FIRING, "annotations": {"slowdown": slowdown}})
         assert slowdowns(service) == [float(slowdown)]
     (kept,) = service.reports("gpt")
-    service.clear("gpt", kept.key)
+    service.clear("gpt", kept.key).result()
     assert posted(ask, FIRING)["answers"][0]["changed"] is False
     assert slowdowns(service) == []
     again = {**FIRING, "startsAt": moment(clock.now_s - 1)}
@@ -321,7 +320,7 @@ def test_in_whatever_order_deliveries_come_the_last_state_of_an_alert_counts(
                 for each in (*order, *order[::-1]):
                     posted(ask, shifted(each, 3600.0 * ahead_h))
                 assert slowdowns(service, name) == left, order
-                service.end(name)
+                service.end(name).result()
 
 
 def shifted(alert: dict[str, Any], by_s: float) -> dict[str, Any]:
@@ -415,7 +414,7 @@ def test_a_node_is_known_with_its_domain_and_without(running, known: str, said: 
     if by == "alert":
         posted(ask, alert({"node": said}, {"slowdown": "1.5"}))
     else:
-        service.report("named", report("r", scope=Scope("node", said), slowdown=1.5))
+        service.report("named", report("r", scope=Scope("node", said), slowdown=1.5)).result()
     planned(service)
     slow = {
         place: each.slow_stages for place, each in enumerate(targets(service)) if each.slow_stages

@@ -79,19 +79,19 @@ def test_an_answer_that_waits_in_vain_says_what_is_known(tmp_path: Path):
 
 def test_a_report_that_begins_later_says_when_and_what_holds_until_then(service: Service):
     calm = service.status("gpt").decision.reason
-    in_ten = service.report("gpt", report("a", begins_s=NOW_S + 10.0))
+    in_ten = service.report("gpt", report("a", begins_s=NOW_S + 10.0)).result()
     assert (in_ten.changed, in_ten.reason) == (False, f"it begins in 10 s; until then {calm}")
-    unknown = service.report("gpt", report("b", begins_iteration=50, source="other"))
+    unknown = service.report("gpt", report("b", begins_iteration=50, source="other")).result()
     assert unknown.reason.startswith(
         "it begins with iteration 50, and the job has not reported its iteration yet; until "
     )
-    service.taken("gpt", 1, 10)
+    service.taken("gpt", 1, 10).result()
     iteration_s = service.status("gpt").decision.straggler_time_s
-    known = service.report("gpt", report("c", begins_iteration=50, source="third"))
+    known = service.report("gpt", report("c", begins_iteration=50, source="third")).result()
     assert known.reason.startswith(
         f"it begins with iteration 50, in about {39 * iteration_s:.3g} s; until then "
     )
-    begun = service.report("gpt", report("d", begins_iteration=5, source="fourth"))
+    begun = service.report("gpt", report("d", begins_iteration=5, source="fourth")).result()
     assert begun.changed
     assert begun.reason.startswith("iterations take ")
 

@@ -10,7 +10,7 @@ import pytest
 from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, planned
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.service.budgets import read_budgets, replaced
+from perseus_planner.cli.service import read_budgets, replaced
 from perseus_planner.service.models import PowerRequest, PowerStep, split_at
 from perseus_planner.service.service import Service
 from perseus_planner.service.store import Storage
@@ -140,8 +140,8 @@ def test_the_service_follows_a_schedule_by_its_clock_also_after_a_restart(tmp_pa
             PowerStep(NOW_S + 20, 1.0),
             PowerStep(NOW_S + 30, None),
         )
-        service.set_power("gpt", None, steps)
-        service.set_power(None, 2 * full_w, (PowerStep(NOW_S + 25, 3 * full_w),))
+        service.set_power("gpt", None, steps).result()
+        service.set_power(None, 2 * full_w, (PowerStep(NOW_S + 25, 3 * full_w),)).result()
         planned(service)
         status = service.status("gpt")
         assert (status.job.power_w, status.job.next_power) == (None, steps[0])
@@ -166,7 +166,7 @@ def test_the_service_follows_a_schedule_by_its_clock_also_after_a_restart(tmp_pa
         clock.now_s += 5
         service.tick()
         assert (service.power_budget.power_w, service.power_budget.schedule) == (3 * full_w, ())
-        service.set_power("gpt", 0.95 * full_w)  # by hand, which ends the schedule
+        service.set_power("gpt", 0.95 * full_w).result()  # by hand, which ends the schedule
         clock.now_s += 100
         service.tick()
         assert (service.status("gpt").job.power_w, service.status("gpt").job.next_power) == (

@@ -20,7 +20,7 @@ from http_stand_in import StandIn, stand_in
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.base.errors import ServiceAway, ServiceRefusal, UsageError
-from perseus_planner.service import budgets
+from perseus_planner.cli import service as budgets
 from perseus_planner.service.client import Client
 from perseus_planner.service.models import (
     Decision,

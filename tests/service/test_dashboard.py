@@ -71,7 +71,7 @@ def gpt(service: Service) -> Iterator[None]:
     """A job of which nothing was ever reported: after a report, plans are held for a while."""
     service.register(job("gpt"), frontier_file())
     yield
-    service.end("gpt")
+    service.end("gpt").result()
 
 
 @contextmanager
@@ -339,7 +339,7 @@ def test_a_job_that_ends_is_said_to_be_gone(browser: Any, url: str, service: Ser
         page = fresh.new_page()
         page.goto(f"{url}/#/jobs/short")
         has(page, "#job-title", "short")
-        service.end("short")
+        service.end("short").result()
         has(page, "#gone", "No job short runs here")
         page.click("#gone a")
         page.wait_for_selector("#all:not([hidden])")
@@ -355,8 +355,8 @@ def test_the_jobs_in_which_something_is_slow_are_named_beside_all(browser: Any, 
 
 def test_the_budgets_of_a_schedule_are_announced(browser: Any, url: str, service: Service):
     later = (PowerStep(4e9, 2e6), PowerStep(4.1e9, None))
-    service.set_power("gpt", None, later)
-    service.set_power(None, 3e6, later)
+    service.set_power("gpt", None, later).result()
+    service.set_power(None, 3e6, later).result()
     try:
         with looking(browser, url) as page:
             has(page, "#cards", "at most 2,000 kW from ")
@@ -364,7 +364,7 @@ def test_the_budgets_of_a_schedule_are_announced(browser: Any, url: str, service
             has(page, "#all-cards", "Power budget, all jobs")
             has(page, "#all-cards", "no budget from ")
     finally:
-        service.set_power(None, None)
+        service.set_power(None, None).result()
 
 
 def test_a_table_says_of_every_job_what_it_uses_and_how_it_is(

@@ -86,7 +86,7 @@ class Running:
         ):  # plans are held for a while
             self.clock.now_s = self.service.tick()
         status = self.service.status(name)
-        self.service.end(name)
+        self.service.end(name).result()
         kept = sorted((each.source, str(each.scope), each.slowdown) for each in status.reports)
         return [*kept, ("iterations take", status.decision.straggler_time_s, None)]
 
@@ -179,4 +179,4 @@ def test_a_report_of_the_future_counts_as_observed_now(running: Running):
     assert (
         running.ask("POST", "/v1/jobs/now/reports", json=sent).json()["report"] == answer["report"]
     )
-    running.service.end("now")
+    running.service.end("now").result()

@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
+from perseus_planner.service.access import Metrics  # noqa: E402
 from perseus_planner.service.jobs import (  # noqa: E402  # noqa: E402
     EVENTS,
     POINTS,
@@ -24,7 +25,6 @@ from perseus_planner.service.jobs import (  # noqa: E402  # noqa: E402
     with_events,
     with_point,
 )
-from perseus_planner.service.metrics import Metrics  # noqa: E402
 from perseus_planner.service.models import Counters  # noqa: E402
 from perseus_planner.service.service import Service  # noqa: E402
 
@@ -57,14 +57,14 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
         service.register(job(), frontier_file())
         calm_s = service.pipelines("gpt")[1][0].target_s
         clock.now_s += 60.0
-        service.report("gpt", report("k", pipeline=1, slowdown=1.15, source="dcgm"))
+        service.report("gpt", report("k", pipeline=1, slowdown=1.15, source="dcgm")).result()
         planned(service)
-        service.taken("gpt", 2, 1200)
+        service.taken("gpt", 2, 1200).result()
         clock.now_s += 60.0
-        service.clear("gpt", "k")
+        service.clear("gpt", "k").result()
         planned(service)
-        service.set_deadline("gpt", 1.1 * calm_s)
-        service.set_power("gpt", 1e6)
+        service.set_deadline("gpt", 1.1 * calm_s).result()
+        service.set_power("gpt", 1e6).result()
         registered, slow, taken, clear, deadline, power = texts(service)
     assert registered == "registered with 3 pipelines of 2 GPUs"
     assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others moved to {1.15 * calm_s:.4g} s"
@@ -83,7 +83,7 @@ def test_what_has_not_changed_is_no_event(tmp_path: Path):
     with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         service.register(job(), frontier_file())
-        service.set_deadline("gpt", None)
+        service.set_deadline("gpt", None).result()
         service.tick()
         state = service._writer.jobs["gpt"]
     assert len(state.events) == 1
@@ -94,7 +94,7 @@ def test_events_are_bounded(tmp_path: Path):
     with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
         for number in range(EVENTS + 5):
-            service.set_power("gpt", 1e6 + 1e4 * number)
+            service.set_power("gpt", 1e6 + 1e4 * number).result()
         found = texts(service)
     assert len(found) == EVENTS
     assert found[-1] == f"power budget {(1e6 + 1e4 * (EVENTS + 4)) / 1e6:.4g} MW"
@@ -123,7 +123,7 @@ def test_telemetry_leaves_points(tmp_path: Path):
         for number in (1, 2):
             clock.now_s += 10.0
             sent = Counters(run="run", iterations=number, time_s=2.0 * number, waiting=(0.25, 1.0))
-            service.telemetry("gpt", sent)
+            service.telemetry("gpt", sent).result()
         (first, second) = service.history("gpt").points
     assert (first.at_s, second.at_s) == (NOW_S + 10.0, NOW_S + 20.0)
     assert (second.iteration_s, second.power_w, second.saved_j) == (2.0, None, None)
@@ -136,7 +136,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())
-        service.taken("gpt", 1, 0)
+        service.taken("gpt", 1, 0).result()
         sent = Counters(
             run="run",
             iterations=1,
@@ -148,7 +148,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
             set_p50_s=0.01,
             set_p99_s=0.02,
         )
-        service.telemetry("gpt", sent)
+        service.telemetry("gpt", sent).result()
         text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
     families = list(parser.text_string_to_metric_families(text))
     exported = {sample.name for family in families for sample in family.samples}

@@ -81,7 +81,7 @@ def check_answers(
     if isinstance(wait_s, (int, float)) and 0.01 < wait_s <= 60:
         case.query["wait_s"] = 0.01
     for role in TOKENS if number < whole else [TOKENS[number % len(TOKENS)]]:
-        service.set_power(None, None)
+        service.set_power(None, None).result()
         service.register(job("known"), frontier_file())  # it may have been ended
         headers = {"Authorization": f"Bearer {TOKEN}{role}"} if role else {}
         answer = case.call_and_validate(url, session, headers, excluded_checks=EXCEPT)

@@ -58,19 +58,19 @@ def test_it_keeps_all_that_a_file_keeps(url: str):
     with Storage(url) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
         service.register(job(), frontier_file())
         service.register(job("done"), frontier_file())
-        service.report("gpt", report("a", expires_s=NOW_S + 1e6))
+        service.report("gpt", report("a", expires_s=NOW_S + 1e6)).result()
         planned(service)
-        service.report("gpt", report("b", slowdown=1.0, observed_s=NOW_S + 1.0))
+        service.report("gpt", report("b", slowdown=1.0, observed_s=NOW_S + 1.0)).result()
         planned(service)
-        service.taken("gpt", 3, 17)
-        service.set_power(None, 1e6)
-        service.end("done")
+        service.taken("gpt", 3, 17).result()
+        service.set_power(None, 1e6).result()
+        service.end("done").result()
         planned(service)
         before = service.jobs(), service.plans("gpt", 0), service.totals(), service.power_budget
     with Storage(url) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
         after = service.jobs(), service.plans("gpt", 0), service.totals(), service.power_budget
         assert after == before
-        assert service.report("gpt", report("a", expires_s=NOW_S + 1e6)).changed is False
+        assert service.report("gpt", report("a", expires_s=NOW_S + 1e6)).result().changed is False
 
 
 def test_a_second_one_stands_by_and_who_lost_its_connection_acknowledges_nothing(url: str):
@@ -84,9 +84,9 @@ def test_a_second_one_stands_by_and_who_lost_its_connection_acknowledges_nothing
             Service(second, now_s=Clock(), run=at_once) as heir,
         ):
             with pytest.raises(Fenced, match="the connection is lost, and with it the right to"):
-                service.report("gpt", report("a"))
+                service.report("gpt", report("a")).result()
             assert heir.reports("gpt") == ()
-            heir.report("gpt", report("b"))
+            heir.report("gpt", report("b")).result()
         with pytest.raises(Fenced):
             service.tick()
 

@@ -87,8 +87,8 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
         for name in ("bloom", "gpt"):
             service.register(job(name), frontier_file())
             now_s = service.now_s()
-            service.report(name, report("r", observed_s=now_s, begins_s=now_s))
-            service.taken(name, 1, 0)
+            service.report(name, report("r", observed_s=now_s, begins_s=now_s)).result()
+            service.taken(name, 1, 0).result()
         (static,) = scraped["static_configs"]
         static["targets"] = [url.removeprefix("http://")]
         (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
@@ -124,7 +124,7 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
                 counted = "planner_job_iterations_total"
                 for iterations in (1, 20):  # an increase needs two scrapes
                     for name in ("bloom", "gpt"):
-                        service.telemetry(name, counters(iterations))
+                        service.telemetry(name, counters(iterations)).result()
                     eventually(lambda most=2 * iterations: count(counted) == most)
                 for query in queries:
                     expression = query.replace("$job", "bloom|gpt")

@@ -43,8 +43,8 @@ from perseus_planner.cli.serve import LogLine, _listening, serve
 from perseus_planner.service import planning
 from perseus_planner.service import serve as server
 from perseus_planner.service.access import TOKENS_VARIABLE, Limits, read_tokens
+from perseus_planner.service.app import AsyncService
 from perseus_planner.service.client import Client
-from perseus_planner.service.live import AsyncService
 from perseus_planner.service.models import RegisteredJob
 from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.serve import Address, listening
@@ -218,7 +218,7 @@ def test_profiles_that_wait_to_be_solved_take_no_threads_and_each_is_solved_once
     service = _Slow()
 
     async def asked() -> list[bytes]:
-        live = AsyncService(service, Limits(), service.now_s)  # type: ignore[arg-type]
+        live = AsyncService(service, Limits())  # type: ignore[arg-type]
         async with live.running():
             each = [Unsolved(str(number), "", "1f1b", 3) for number in (*range(40), *range(40))]
             solutions = [asyncio.create_task(live.solve(unsolved)) for unsolved in each]

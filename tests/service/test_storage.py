@@ -35,7 +35,7 @@ from perseus_planner.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.service.reports import Look
+from perseus_planner.service.policy import Look
 from perseus_planner.service.store import Draft, Storage
 
 DIGEST = "f" * 64
@@ -67,7 +67,7 @@ def state(name: str = "gpt") -> JobState:
 
 def added(*states: JobState) -> Draft:
     frontiers = {each.job.frontier: (frontier_file(), each.curve) for each in states}
-    return Draft({each.job.name: (None, each) for each in states}, frontiers)
+    return Draft({}, {each.job.name: each for each in states}, frontiers)
 
 
 def published(before: JobState, version: int, *texts: str) -> JobState:
@@ -122,7 +122,7 @@ def test_a_change_is_written_as_a_whole_state_would_be(storage: Storage):
         "plan three",
     )
     storage.commit(added(before))
-    storage.commit(Draft({"gpt": (before, after)}))
+    storage.commit(Draft({"gpt": before}, {"gpt": after}))
     assert storage.load().jobs == {"gpt": after}
 
 
@@ -130,7 +130,7 @@ def test_reports_are_read_in_the_order_in_which_they_came(storage: Storage):
     before = state()
     later = replace(before, reports={**before.reports, "z": report("z"), "m": report("m")})
     storage.commit(added(before))
-    storage.commit(Draft({"gpt": (before, later)}))
+    storage.commit(Draft({"gpt": before}, {"gpt": later}))
     assert list(storage.load().jobs["gpt"].reports) == ["a", "z", "m"]
 
 
@@ -140,7 +140,7 @@ def test_only_the_newest_plans_of_a_job_are_kept(place: Path):
         storage.commit(added(now, state("two")))
         for version in range(2, 5):
             before, now = now, published(now, version, f"plan {version}")
-            storage.commit(Draft({"one": (before, now)}))
+            storage.commit(Draft({"one": before}, {"one": now}))
         assert storage.load().jobs == {"one": now, "two": state("two")}
         assert count(place, "plans") == 2
 
@@ -149,10 +149,10 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
     with Storage(place) as storage:
         one, two = state("one"), state("two")
         storage.commit(added(one, two))
-        storage.commit(Draft({"one": (one, None)}))
+        storage.commit(Draft({"one": one}, {"one": None}))
         assert storage.load().jobs == {"two": two}
         assert storage.frontier(DIGEST) == frontier_file()
-        storage.commit(Draft({"two": (two, None)}))
+        storage.commit(Draft({"two": two}, {"two": None}))
         with pytest.raises(StorageError, match="has no frontier"):
             storage.frontier(DIGEST)
     with Storage(place):
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
 
 def test_a_change_that_cannot_be_written_whole_is_not_written_at_all(storage: Storage):
     storage.commit(added(state("one")))
-    twice = Draft({"two": (None, state("two")), "one": (None, state("one"))})  # "one" is there
+    twice = Draft({}, {"two": state("two"), "one": state("one")})  # "one" is there
     with pytest.raises(StorageError, match="UNIQUE"):
         storage.commit(twice)
     assert list(storage.load().jobs) == ["one"]
@@ -224,7 +224,7 @@ def test_a_database_of_0_2_is_taken_over_whole_and_kept_beside(of_0_2: Path):
         assert len(now.published.plans) == PIPELINES
         assert storage.frontier(now.job.frontier).startswith(b"PK")
         assert stored.budget == PowerBudget(1e6, ())
-        running = stored.telemetry["gpt"]
+        running = stored.jobs["gpt"].tally
         for told in (running, ended.telemetry):
             assert told is not None
             assert (told.iterations, told.time_s, told.energy_j) == (3, 6.0, 15.0)
@@ -239,7 +239,7 @@ def test_a_database_of_0_2_is_taken_over_whole_and_kept_beside(of_0_2: Path):
     assert len(before) == kept.stat().st_size
     with service_at(of_0_2, Clock()) as service:  # which goes on with it
         energy = {"metered_s": 6.0, "energy_j": 15.0, "energy_is": "simulated"}
-        service.telemetry("gpt", Counters(run="r", iterations=5, time_s=10.0, **energy))
+        service.telemetry("gpt", Counters(run="r", iterations=5, time_s=10.0, **energy)).result()
         telemetry = service.status("gpt").telemetry
         assert telemetry is not None
         assert (telemetry.iterations, telemetry.time_s) == (5, 10.0)

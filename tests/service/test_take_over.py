@@ -29,11 +29,11 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
     place = tmp_path / "service.sqlite"
     with service_at(place, Clock()) as service:
         first = service.register(job(), frontier_file(180))
-        service.report("gpt", report("r1"))
+        service.report("gpt", report("r1")).result()
         planned(service)
-        service.set_deadline("gpt", 1.1 * baseline_s())
+        service.set_deadline("gpt", 1.1 * baseline_s()).result()
         planned(service)
-        service.telemetry("gpt", Counters(run="run", iterations=7, time_s=7.0))
+        service.telemetry("gpt", Counters(run="run", iterations=7, time_s=7.0)).result()
         before = service.status("gpt")
         with pytest.raises(Conflict):
             service.register(job(), frontier_file(90))

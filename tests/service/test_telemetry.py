@@ -169,7 +169,7 @@ def test_a_job_that_is_off_its_plans_says_why_and_on_another_machine_it_saves_no
     with served(place, Clock()) as (service, _):
         service.register(job(), frontier_file())
         for name, said in (("verdict", "10 % slower"), ("unlike_plan", "another machine")):
-            service.telemetry("gpt", counters(20, f"run {name}", **{name: said}))
+            service.telemetry("gpt", counters(20, f"run {name}", **{name: said})).result()
             status = service.status("gpt")
             assert getattr(status, name) == said
             assert said in status_text(status)
@@ -200,10 +200,10 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
     frontier = small_frontier()
     with served(place, Clock()) as (service, ask):
         service.register(job(), frontier_file())
-        service.report("gpt", report("slow", 1, 1.3))
+        service.report("gpt", report("slow", 1, 1.3)).result()
         service.report(
             "gpt", report("stage", slowdown=1.1, scope=Scope("stage", "1", 2), cause="compute")
-        )
+        ).result()
         planned(service)
         status, plans = ask("GET", "/v1/jobs/gpt").json(), service.plans("gpt", 0)
         assert plans is not None
@@ -278,11 +278,11 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
     clock, left = Clock(), tmp_path_factory.mktemp("left") / "by_the_killed"
     with served(place, clock) as (service, _):
         service.register(job(), frontier_file())
-        service.telemetry("gpt", counters(10))
+        service.telemetry("gpt", counters(10)).result()
         assert service.tick() == NOW_S + WRITTEN_AFTER_S
         clock.now_s += WRITTEN_AFTER_S
         assert service.tick() == math.inf
-        service.telemetry("gpt", counters(20))
+        service.telemetry("gpt", counters(20)).result()
         before = service.status("gpt").telemetry
         shutil.copytree(place.parent, left)
     assert before is not None
@@ -297,8 +297,8 @@ def test_what_was_counted_is_there_after_a_kill_but_for_the_last_seconds_which_t
             f'planner_job_saved_joules{{training_job="gpt"}} {found.saved_j}'
             in ask("GET", "/metrics").text
         )
-        service.telemetry("gpt", counters(30))
-        service.telemetry("gpt", counters(5, "two"))
+        service.telemetry("gpt", counters(30)).result()
+        service.telemetry("gpt", counters(5, "two")).result()
         found = service.status("gpt").telemetry
         assert (found.iterations, found.energy_j) == (35, 35 * 800.0)
         assert found.saved_j == pytest.approx(before.saved_j / 20 * 35)
@@ -321,12 +321,12 @@ def test_counts_are_written_in_time_however_often_they_come_and_never_again_whil
     with served(place, clock) as (service, _):
         service.register(job(), frontier_file())
         for number in range(1, 5):
-            service.telemetry("gpt", counters(10 * number))
+            service.telemetry("gpt", counters(10 * number)).result()
             assert service.tick() == NOW_S + WRITTEN_AFTER_S
             clock.now_s += WRITTEN_AFTER_S / 4
         assert service.tick() == math.inf
         known = service.status("gpt").telemetry
-        service.telemetry("gpt", counters(40))
+        service.telemetry("gpt", counters(40)).result()
         assert service.tick() == math.inf
         assert service.status("gpt").telemetry is known
 
@@ -337,12 +337,12 @@ def test_counts_of_many_jobs_are_written_a_few_at_a_time(place: Path):
         names = [f"job{number}" for number in range(100)]
         for name in names:
             service.register(job(name), frontier_file())
-            service.telemetry(name, counters(10))
+            service.telemetry(name, counters(10)).result()
         clock.now_s += WRITTEN_AFTER_S
         assert service.tick() == clock.now_s  # so the clock of the service comes again at once
         assert service.tick() == math.inf
         for name in names:
-            service.telemetry(name, counters(20))
+            service.telemetry(name, counters(20)).result()
     with served(place, clock) as (service, _):
         assert {each.telemetry.iterations for each in service.jobs()} == {20}
 
@@ -351,8 +351,8 @@ def test_another_job_of_the_same_name_begins_with_nothing(place: Path):
     clock = Clock()
     with served(place, clock) as (service, ask):
         service.register(job(), frontier_file())
-        service.telemetry("gpt", counters(10))
-        service.end("gpt")
+        service.telemetry("gpt", counters(10)).result()
+        service.end("gpt").result()
         clock.now_s += 1.0
         service.register(job(), frontier_file())
         assert told(ask) is None
@@ -360,9 +360,9 @@ def test_another_job_of_the_same_name_begins_with_nothing(place: Path):
         service.tick()
     with served(place, clock) as (service, ask):
         assert told(ask) is None
-        service.end("gpt")
+        service.end("gpt").result()
         with pytest.raises(UnknownJob):
-            service.telemetry("gpt", counters(10))
+            service.telemetry("gpt", counters(10)).result()
         assert post(ask, counters(10)) == 404
 
 
@@ -371,10 +371,10 @@ def test_what_a_job_saved_is_known_for_ever_after_its_end(place: Path):
     with served(place, clock) as (service, _):
         for name, iterations in (("gpt", 10), ("other", 30), ("gpt", 20)):
             service.register(job(name), frontier_file())
-            service.telemetry(name, counters(iterations))
+            service.telemetry(name, counters(iterations)).result()
             clock.now_s += 1.0  # less than it takes until telemetry is written
             if name == "gpt":
-                service.end(name)
+                service.end(name).result()
         with pytest.raises(UnknownJob):
             service.status("gpt")
     with served(place, clock) as (service, ask):
@@ -440,9 +440,9 @@ def test_totals_are_by_the_version_that_the_job_ran_and_bounded():
 def test_the_version_that_a_job_has_reported_is_that_of_its_counts(place: Path):
     with served(place, Clock()) as (service, _):
         service.register(job(), frontier_file())
-        service.telemetry("gpt", counters(10))
-        service.taken("gpt", 1, 10)
-        service.telemetry("gpt", counters(25))
+        service.telemetry("gpt", counters(10)).result()
+        service.taken("gpt", 1, 10).result()
+        service.telemetry("gpt", counters(25)).result()
         (found,) = service.totals()
         assert [(each.version, each.iterations) for each in found.plans] == [(None, 10), (1, 15)]
 

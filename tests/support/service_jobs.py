@@ -49,6 +49,8 @@ class Formula:
     def max_time_s(self) -> float:
         return self.min_time_s * self.stretch
 
+    waiting_w = 100.0
+
     def bound_j(self, deadline_s: float) -> float:
         assert deadline_s >= self.min_time_s
         return 1000.0 * max(self.max_time_s - deadline_s, 0.0) ** 2 + 100.0 * deadline_s + 50.0
@@ -77,6 +79,10 @@ class Solved:
     @property
     def max_time_s(self) -> float:
         return self.frontier.max_time_s
+
+    @property
+    def waiting_w(self) -> float:
+        return self.frontier.dag.waiting_w
 
     def bound_j(self, deadline_s: float) -> float:
         return self.frontier.bound_j(deadline_s)

@@ -27,11 +27,11 @@ def main(place: str, seed: str) -> None:
         for number in count():
             key = f"{seed}.{thread}.{number}"
             slowdown = 1.1 + 0.1 * (number % 5)
-            service.report("gpt", report(key, number % 3, slowdown, source=key))
+            service.report("gpt", report(key, number % 3, slowdown, source=key)).result()
             say(f"kept {key}")
 
     with Storage(place) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
-        service.subscribe(lambda _, version: say(f"version {version}"))
+        service.on_version = lambda _, version: say(f"version {version}")
         say("begun")
         threads = [threading.Thread(target=talk, args=(service, number)) for number in range(4)]
         for thread in threads:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ LEAST_W, LEAST_S = 100.0, 0.5
 EXPECTED = Expected(900.0, 1000.0, "simulated")
 
 
+def submitted(method: Callable[..., Any]) -> Callable[..., Future[Any]]:
+    """Return the method that returns a future, as those of the service do that change something."""
+
+    @wraps(method)
+    def submit(*arguments: Any) -> Future[Any]:
+        result = Future[Any]()
+        try:
+            result.set_result(method(*arguments))
+        except PlannerError as error:
+            result.set_exception(error)
+        return result
+
+    return submit
+
+
 class StandIn:
     """What is sent to it is kept; every report and every setting is a new version."""
 
@@ -66,7 +82,7 @@ class StandIn:
         self.versions: dict[str, int] = {}
         self.taken_by: dict[str, Taken] = {}
         self.told: dict[str, Tally | None] = {}
-        self.callbacks: list[Callable[[str, int], None]] = []
+        self.on_version: Callable[[str, int], None] = lambda _, __: None
         self.calls: list[str] = []
         self.ticks: list[float] = []  # what tick() gives next; the last one again and again
         self.ticked = threading.Event()
@@ -102,40 +118,27 @@ class StandIn:
             self._publish(job.name)
         return Registered(self.kept[job.name], self.versions[job.name], known is None)
 
+    @submitted
     def report(self, job: str, report: Report) -> Answer:
         self._check(job)
         self.of_job[job][report.key] = report
         return self._changed(job, report)
 
-    def submit_report(self, job: str, report: Report) -> Future[Answer]:
-        return self._submitted(self.report, job, report)
-
-    def submit_taken(self, job: str, version: int, iteration: int) -> Future[None]:
-        return self._submitted(self.taken, job, version, iteration)
-
-    def submit_telemetry(self, job: str, sent: Counters) -> None:
-        self.telemetry(job, sent)
-
-    def _submitted(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        result: Future[Any] = Future()
-        try:
-            result.set_result(method(*arguments))
-        except PlannerError as error:
-            result.set_exception(error)
-        return result
-
     def next_tick_s(self) -> float:
         return self.ticks[0] if self.ticks else math.inf
 
+    @submitted
     def alert(self, reports: Sequence[Report]) -> Any:
         return (), {each.key: "no running job has it" for each in reports}
 
+    @submitted
     def clear(self, job: str, key: str) -> Answer:
         self._check(job)
         if key not in self.of_job[job]:
             raise UnknownReport(f"job {job} has no report {key}")
         return self._changed(job, self.of_job[job].pop(key))
 
+    @submitted
     def set_deadline(self, job: str, deadline_s: float | None) -> Answer:
         self._check(job)
         if deadline_s is not None and deadline_s < LEAST_S:
@@ -147,6 +150,7 @@ class StandIn:
 
     power_budget = PowerBudget(None, ())
 
+    @submitted
     def set_power(
         self, job: str | None, power_w: float | None, schedule: Any = ()
     ) -> tuple[Answer, ...]:
@@ -158,10 +162,12 @@ class StandIn:
             self._changed(name, None) for name in ([job] if job is not None else self.kept)
         )
 
+    @submitted
     def taken(self, job: str, version: int, iteration: int) -> None:
         self._check(job)
         self.taken_by[job] = Taken(version, iteration, NOW_S)
 
+    @submitted
     def telemetry(self, job: str, sent: Counters) -> None:
         self._check(job)
         self.told[job] = add_counters(self.told.get(job), sent, NOW_S)
@@ -215,11 +221,11 @@ class StandIn:
         self._check(job)
         return tuple(self.of_job[job].values())
 
+    @submitted
     def end(self, job: str) -> None:
         self._check(job)
         del self.kept[job]
-        for callback in self.callbacks:
-            callback(job, self.versions[job])
+        self.on_version(job, self.versions[job])
 
     def plans(self, job: str, after: int) -> PlanSet | None:
         self._check(job)
@@ -234,10 +240,6 @@ class StandIn:
     def lease_s(self, job: str) -> float | None:
         self._check(job)
         return None
-
-    def subscribe(self, callback: Callable[[str, int], None]) -> Callable[[], None]:
-        self.callbacks.append(callback)
-        return lambda: self.callbacks.remove(callback)
 
     def tick(self) -> float:
         if self.failure is not None:
@@ -257,8 +259,7 @@ class StandIn:
     def _publish(self, job: str) -> None:
         with self._lock:
             self.versions[job] = version = self.versions.get(job, 0) + 1
-        for callback in self.callbacks:
-            callback(job, version)
+        self.on_version(job, version)
 
 
 @asynccontextmanager

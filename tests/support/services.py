@@ -105,24 +105,34 @@ def service_at(
 def planned(service: Service, timeout_s: float = 30.0) -> None:
     """Wait until every version that was promised is there."""
     told = threading.Event()
-    unsubscribe = service.subscribe(lambda job, version: told.set())
-    try:
+    with heard(service, lambda job, version: told.set()):
         while any(status.promised > status.version for status in service.jobs()):
             assert told.wait(timeout_s), "a promised version did not come"
             told.clear()
+
+
+@contextmanager
+def heard(service: Service, listen: Callable[[str, int], None]) -> Iterator[None]:
+    """Hear of versions besides who does already."""
+    before = service.on_version
+
+    def both(job: str, version: int) -> None:
+        listen(job, version)
+        before(job, version)
+
+    service.on_version = both
+    try:
+        yield
     finally:
-        unsubscribe()
+        service.on_version = before
 
 
 @contextmanager
 def versions_told(service: Service) -> Iterator[dict[str, list[int]]]:
-    """Every version that subscribers are told of, by job."""
+    """Every version that is told of, by job."""
     told: dict[str, list[int]] = {}
-    unsubscribe = service.subscribe(lambda job, version: told.setdefault(job, []).append(version))
-    try:
+    with heard(service, lambda job, version: told.setdefault(job, []).append(version)):
         yield told
-    finally:
-        unsubscribe()
 
 
 @contextmanager
@@ -131,7 +141,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve on a thread of this process until the block ends, which gets the URL."""
     with listening(address, tokens) as listener:
-        server = server_of(service, listener, limits, lambda: None)
+        server = server_of(service, listener, lambda: None, limits or Limits())
         thread = threading.Thread(target=server.run, args=([listener.socket],))
         # clients that connect early wait for a moment, as the socket already listens
         thread.start()
