@@ -70,9 +70,10 @@ def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(
     axes = FIGURES["points"](sources).axes[0]
     curve, *marks = axes.lines
     expected = chart_sources(sources)
-    assert np.array_equal(
-        curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j])
-    )
+    whole = np.column_stack([expected.times_s, expected.energies_j])
+    near = whole[whole[:, 0] <= 1.15 * max(each.time_s for each in expected.points)]
+    assert np.array_equal(curve.get_xydata(), near)
+    assert len(near) < len(whole)
     assert {mark.get_label(): tuple(mark.get_xydata()[0]) for mark in marks} == {
         f"{each.name} ({each.origin})": (each.time_s, each.energy_j) for each in expected.points
     }
