@@ -99,7 +99,7 @@ def frontier_text(summary: FrontierSummary) -> str:
         f"{counted(summary.computations, 'computation')}",
         f"{source_text(summary.context)}\n{baseline}",
         _point_columns("time {}", summary.points),
-        "\n".join([_BOUND, *summary.remarks]),
+        [_BOUND, *summary.remarks],
     ).text()
     if not summary.beside_stragglers:
         return text
