@@ -25,7 +25,7 @@ from perseus_planner.base.files import replacing
 from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import origin_label
-from perseus_planner.views.profiles import MeasuredCurve, curves_of
+from perseus_planner.views.curves import MeasuredCurve, curves_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
     from perseus_planner.schedules.iteration import Iteration
-    from perseus_planner.views.frontier import FrontierChart, IterationPoint
+    from perseus_planner.views.curves import FrontierChart, IterationPoint
 
 _US = 1e6
 NEVER = -1

@@ -24,8 +24,8 @@ from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import solve_dag
+from perseus_planner.views.curves import curves_of
 from perseus_planner.views.figures import chart_plan, spare_s
-from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report import chart_sources, make_report, number, page
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
