@@ -236,12 +236,15 @@ class Sheet(NamedTuple):
     title: str  #: one line
     source: str  #: where the numbers come from; may be empty
     columns: Sequence[Sequence[str]]  #: each with its heading first
-    notes: str = ""  #: text below the table; may be empty
+    notes: Sequence[str] = ()  #: lines below the table
 
     def text(self) -> str:
         """Return the sheet as plain text for a terminal."""
         head = f"{self.title}\n{self.source}" if self.source else self.title
-        return "\n\n".join(part for part in (head, table(self.columns), self.notes) if part) + "\n"
+        return (
+            "\n\n".join(part for part in (head, table(self.columns), "\n".join(self.notes)) if part)
+            + "\n"
+        )
 
     def html(self) -> str:
         """Return the sheet without its title as HTML with at most `_MOST_ROWS` rows."""
@@ -250,7 +253,7 @@ class Sheet(NamedTuple):
         shown = [cells[: _MOST_ROWS + 1] for cells in self.columns]
         before, *after = (
             f"<p><small>{escape(text)}</small></p>" if text else ""
-            for text in (self.source, cut, self.notes)
+            for text in (self.source, cut, "\n".join(self.notes))
         )
         return f"<div>{before}{html_table(shown)}{''.join(after)}</div>"
 

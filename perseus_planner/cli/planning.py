@@ -190,7 +190,7 @@ def solve(
     before its ending.
     """
     from perseus_planner import Job, solve_dag
-    from perseus_planner.views.frontier import frontier_text, summarize_frontier
+    from perseus_planner.views.curves import frontier_text, summarize_frontier
 
     refuse_same([profile_or_job], output)
     job = Job.of(options.replaced(profile_or_job))

@@ -141,7 +141,7 @@ def profile(
     Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
     """
     from perseus_planner.plans.settings import read_settings
-    from perseus_planner.views.profiles import profile_text, summarize_profile
+    from perseus_planner.views.curves import profile_text, summarize_profile
 
     settings = None if job is None else read_settings(job)
     folder = job.parent if job is not None and wanted.stage is None else None
@@ -339,7 +339,7 @@ def calibrate(
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
     from perseus_planner.base.files import write_file
     from perseus_planner.plans.calibration import calibrate as calibrate_file
-    from perseus_planner.views.profiles import calibration_text
+    from perseus_planner.views.curves import calibration_text
 
     result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
     text, written = calibration_text(result), list[Path]()

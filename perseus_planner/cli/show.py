@@ -152,7 +152,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
 
 def _profile_view(file: Path) -> _View:
     from perseus_planner import Profile
-    from perseus_planner.views.profiles import profile_text, summarize_profile
+    from perseus_planner.views.curves import profile_text, summarize_profile
 
     beside = next(
         (path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None
@@ -168,7 +168,7 @@ def _profile_view(file: Path) -> _View:
 
 def _frontier_view(file: Path) -> _View:
     from perseus_planner import Frontier
-    from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
+    from perseus_planner.views.curves import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)

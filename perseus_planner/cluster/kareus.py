@@ -63,7 +63,7 @@ class KareusConfiguration:
             Column("energy {}", "energy_j", "J4"),
             Column("best", lambda plan: until.get(plan.file, "")),
         )
-        return Sheet(f"Plans of Kareus for {self.name}", _SOURCE, columns, _NOTE)
+        return Sheet(f"Plans of Kareus for {self.name}", _SOURCE, columns, _NOTES)
 
 
 def read_kareus(folder: Path, blocking_power_w: float | None) -> tuple[KareusConfiguration, ...]:
@@ -151,7 +151,8 @@ def _refusal(file: Path, problem: str) -> UsageError:
 
 
 _SOURCE = "Predicted by Kareus, for one GPU of each stage; not measured, and not replayed here."
-_NOTE = (
+_NOTES = (
     "Times follow from the blocking power. A plan is the best one from its time to the time named: "
-    "no other\ntakes less energy, waiting included."
+    "no other",
+    "takes less energy, waiting included.",
 )

@@ -153,10 +153,8 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
             and remedy.
     """
     table = CsvFile(path, UsageError, f"the header {_HEADER} and a row for each straggler")
-    for column in _COLUMNS:
-        if table.header.count(column) != 1:
-            wrong = "there twice" if column in table.header else "missing"
-            raise UsageError(f"{table.where}: column {column!r} is {wrong}; write {_HEADER}")
+    table.need(_COLUMNS, _HEADER)
+    table.refuse_twice(_COLUMNS)
     stragglers = []
     for row in table:
         stragglers.append(_straggler(row))

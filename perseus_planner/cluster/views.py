@@ -98,7 +98,7 @@ def cluster_text(summary: dict[str, Any]) -> str:
         f"{counted(summary['stragglers'], 'straggler')}; policies learn of them "
         f"{summary['reaction_delay_s']:g} s late.",
         columns,
-        "\n".join(notes),
+        notes,
     ).text()
 
 
@@ -199,7 +199,7 @@ def lengths_text(summary: dict[str, Any]) -> str:
         f"{counted(spread['iterations'], 'iteration')}; the work of each batch is known before it "
         "runs.",
         columns,
-        "\n".join(notes),
+        notes,
     ).text()
 
 
@@ -282,4 +282,4 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
         f"What plans of the batch would bring on {_SHOWN_GPU} (simulated: no GPU was touched), "
         f"1F1B, replayed: {counted(len(replayed.work), 'iteration')}"
     )
-    return summary, Sheet(title, source, columns, "\n".join(notes)).text()
+    return summary, Sheet(title, source, columns, notes).text()

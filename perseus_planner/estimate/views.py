@@ -114,7 +114,7 @@ def system_text(view: dict[str, Any]) -> str:
         title,
         "",
         columns,
-        "\n".join(f"{name}: {value:.4g}" for name, value in view["measured"].items()),
+        [f"{name}: {value:.4g}" for name, value in view["measured"].items()],
     ).text()
 
 

@@ -189,7 +189,6 @@ class BatchingServer(Instance):
         self._prompts: deque[tuple[Request, int]] = deque()  #: with the input tokens that are left
         #: step of the last token, number, request, and when its first token came
         self._running: list[tuple[int, int, Request, float]] = []
-        self._decode: tuple[tuple[Configuration, int], tuple[float, float]] | None = None
 
     @property
     def count(self) -> int:
@@ -213,7 +212,7 @@ class BatchingServer(Instance):
                     self.energy_j += pace.idle_w * (until_s - self._now_s)
                     self._now_s = until_s
                 return
-            time_s, energy_j = self._decoded(pace)
+            time_s, energy_j = pace.decode(len(self._running))
             if self._prompts:
                 firsts, tokens = self._compute(self._chunk_tokens)
                 self._run(1, time_s + tokens * pace.input_s, energy_j + tokens * pace.input_j)
@@ -231,12 +230,6 @@ class BatchingServer(Instance):
                 between = max(1, request.output_tokens - 1)
                 ttft_s = first_s - request.arrival_s
                 yield Served(request, ttft_s, (self._now_s - first_s) / between)
-
-    def _decoded(self, pace: Pace) -> tuple[float, float]:
-        key = self.pool.at, len(self._running)
-        if self._decode is None or self._decode[0] != key:
-            self._decode = key, pace.decode(len(self._running))
-        return self._decode[1]
 
     def _run(self, steps: int, time_s: float, energy_j: float) -> None:
         self._step += steps

@@ -133,7 +133,7 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
             f"Pools for inference on {counted(view['gpus'], 'GPU')}",
             source,
             columns,
-            "\n".join(notes),
+            notes,
         ),
     ]
 
@@ -214,7 +214,7 @@ def simulation_text(view: dict[str, Any]) -> str:
         f"{counted(view['gpus'], 'GPU')}",
         f"Replayed from the inference profile. Each period is predicted {predicted}.",
         columns,
-        "\n".join(notes),
+        notes,
     ).text()
 
 

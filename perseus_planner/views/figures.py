@@ -25,7 +25,7 @@ from perseus_planner.base.files import replacing
 from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import origin_label
-from perseus_planner.views.profiles import MeasuredCurve, curves_of
+from perseus_planner.views.curves import MeasuredCurve, curves_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
     from perseus_planner.schedules.iteration import Iteration
-    from perseus_planner.views.frontier import FrontierChart, IterationPoint
+    from perseus_planner.views.curves import FrontierChart, IterationPoint
 
 _US = 1e6
 NEVER = -1
@@ -245,6 +245,7 @@ _WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = (
     "magenta",
     "lime",
 )
+_FAR = 1.15  #: of the time of the slowest point, up to which the bound is drawn
 _HEIGHT = 0.8  #: of a bar, where ranks are 1 apart
 _COLUMNS = 4  #: stages side by side in the figure of curves
 
@@ -298,7 +299,11 @@ def draw_frontier(chart: FrontierChart) -> Figure:
         raise UsageError("--figure points: needs a frontier; name one, or add it with --beside")
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.subplots()
-    axes.plot(chart.times_s, chart.energies_j, label="bound: least energy of any plan")
+    # The bound may go on to many times the iteration time: its part near the points is drawn.
+    end_s = _FAR * max(point.time_s for point in chart.points)
+    count = sum(time_s <= end_s for time_s in chart.times_s)
+    label = "bound: least energy of any plan"
+    axes.plot(chart.times_s[:count], chart.energies_j[:count], label=label)
     for point in chart.points:
         axes.plot(point.time_s, point.energy_j, _MARKERS[point.kind], label=_label(point))
     axes.set_xlabel("iteration time (s)")
@@ -307,26 +312,7 @@ def draw_frontier(chart: FrontierChart) -> Figure:
     axes.title.set_fontsize("small")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    _zoom_to_points(axes, chart)
     return figure
-
-
-def _zoom_to_points(axes: Axes, chart: FrontierChart) -> None:
-    """Show the part of the bound where the points are; it may go on to many times the iteration
-    time.
-    """
-    times_s = [point.time_s for point in chart.points]
-    end_s = min(chart.times_s[-1], max(times_s) + 0.5 * (max(times_s) - min(times_s)))
-    if end_s > min(times_s):
-        near_j = [
-            energy_j
-            for time_s, energy_j in zip(chart.times_s, chart.energies_j, strict=True)
-            if time_s <= end_s
-        ]
-        energies_j = [*near_j, *(point.energy_j for point in chart.points)]
-        axes.set_xlim(min(times_s) - (margin := 0.05 * (end_s - min(times_s))), end_s + margin)
-        height_j = max(energies_j) - min(energies_j) or 1.0
-        axes.set_ylim(min(energies_j) - 0.05 * height_j, max(energies_j) + 0.05 * height_j)
 
 
 def _label(point: IterationPoint) -> str:

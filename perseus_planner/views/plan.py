@@ -215,7 +215,7 @@ def plan_text(summary: PlanSummary) -> str:
         f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),
         columns,
-        "\n".join(notes),
+        notes,
     ).text()
 
 

@@ -26,6 +26,13 @@ from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
+from perseus_planner.views.curves import (
+    FrontierChart,
+    IterationPoint,
+    MeasuredCurve,
+    chart_frontier,
+    curves_of,
+)
 from perseus_planner.views.figures import (
     GanttChart,
     chart_plan,
@@ -35,9 +42,7 @@ from perseus_planner.views.figures import (
     draw_gantt,
     page_file,
 )
-from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
-from perseus_planner.views.profiles import MeasuredCurve, curves_of
 from perseus_planner.views.run import account_text, tables_of_run
 from perseus_planner.views.sources import (
     PHASES,

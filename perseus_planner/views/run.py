@@ -313,8 +313,10 @@ def _sheet(summary: RunSummary) -> Sheet:
         f"Run of {pipeline_text(summary.context)}{pipelines}",
         f"{run_origin_text(summary)}.{overhead}",
         lay_out(summary.plans, *_PLANS),
-        "All figures are means over the iterations that count: those that ran as planned, without "
-        "the first one by each plan.",
+        [
+            "All figures are means over the iterations that count: those that ran as planned, "
+            "without the first one by each plan."
+        ],
     )
 
 

@@ -30,7 +30,7 @@ from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.cli import console, main
 from perseus_planner.profiler import simulated_pipeline
 from perseus_planner.solver import kernels
-from perseus_planner.views.frontier import frontier_text, summarize_frontier
+from perseus_planner.views.curves import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
 pytestmark = pytest.mark.usefixtures("less_effort")

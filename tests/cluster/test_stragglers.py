@@ -65,11 +65,12 @@ BAD_FILES = {
     ),
     "no slowdown": (
         b"start,end,pipeline,stage\n",
-        f"slow.csv, line 1: column 'slowdown' is missing; write {HEADER}",
+        "slow.csv, line 1: no column 'slowdown' in the header 'start,end,pipeline,stage'; write "
+        f"{HEADER.strip()}, separated by commas",
     ),
     "two ends": (
         b"start,end,slowdown,end,pipeline,stage\n",
-        f"slow.csv, line 1: column 'end' is there twice; write {HEADER}",
+        "slow.csv, line 1: column 'end' is there twice; keep one of them",
     ),
 }
 

@@ -21,6 +21,7 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement, pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
+from perseus_planner.views.curves import chart_frontier
 from perseus_planner.views.figures import (
     chart_plan,
     check_figure_path,
@@ -30,7 +31,6 @@ from perseus_planner.views.figures import (
     page_file,
     save_figure,
 )
-from perseus_planner.views.frontier import chart_frontier
 from perseus_planner.views.report import FIGURES, chart_sources
 from perseus_planner.views.sources import Sources
 
@@ -70,9 +70,10 @@ def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(
     axes = FIGURES["points"](sources).axes[0]
     curve, *marks = axes.lines
     expected = chart_sources(sources)
-    assert np.array_equal(
-        curve.get_xydata(), np.column_stack([expected.times_s, expected.energies_j])
-    )
+    whole = np.column_stack([expected.times_s, expected.energies_j])
+    near = whole[whole[:, 0] <= 1.15 * max(each.time_s for each in expected.points)]
+    assert np.array_equal(curve.get_xydata(), near)
+    assert len(near) < len(whole)
     assert {mark.get_label(): tuple(mark.get_xydata()[0]) for mark in marks} == {
         f"{each.name} ({each.origin})": (each.time_s, each.energy_j) for each in expected.points
     }

@@ -24,8 +24,8 @@ from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import solve_dag
+from perseus_planner.views.curves import curves_of
 from perseus_planner.views.figures import chart_plan, spare_s
-from perseus_planner.views.profiles import curves_of
 from perseus_planner.views.report import chart_sources, make_report, number, page
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
@@ -175,9 +175,9 @@ def test_a_plans_saving_is_counted_against_all_clocks_at_maximum(frontier: Front
     assert saving.per_day.kwh == pytest.approx(saving.per_iteration.kwh * 86400 / plan.time_s)
     assert saving.per_run is not None
     assert saving.per_run.gpu_j == pytest.approx(50 * saving.per_iteration.gpu_j)
-    assert saving.efficiency.joules_per_token == pytest.approx(4 * plan.energy_j / 1000)
+    assert saving.efficiency["joules_per_token"] == pytest.approx(4 * plan.energy_j / 1000)
     power_w = 4 * plan.energy_j / plan.time_s
-    assert saving.efficiency.samples_per_s_per_w == pytest.approx(10 / plan.time_s / power_w)
+    assert saving.efficiency["samples_per_s_per_w"] == pytest.approx(10 / plan.time_s / power_w)
     assert saving.energy_origin == saving.baseline_origin == "replayed, measured profile"
 
 
@@ -196,7 +196,7 @@ def test_a_run_exactly_by_its_plan_saves_as_much(
     assert (saving.iterations, saving.pipelines) == (10, pipelines)
     assert saving.per_run is not None
     assert saving.per_run.gpu_j == pytest.approx(10 * pipelines * saved_j, rel=1e-6)
-    assert saving.efficiency.joules_per_token == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
+    assert saving.efficiency["joules_per_token"] == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
     (point,) = (each for each in chart_sources(sources).points if each.kind == "run")
     assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)
 
