@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.dry_run import DryRunGpu
+from perseus_planner.gpu.wrappers import DryRunGpu
 from perseus_planner.runtime.controller import rank as controller_rank
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.protocol import (

@@ -24,7 +24,7 @@ from torch.nn import functional  # noqa: TID253
 
 from perseus_planner import Monitor
 from perseus_planner.gpu import open_gpu
-from perseus_planner.runtime.batches.laws import fit_law
+from perseus_planner.runtime.batches.exchange import fit_law
 
 _HIDDEN, _HEADS, _FFN, _LAYERS = 4096, 32, 14336, 4
 _MICROBATCHES, _WARM_UP, _LEARNT = 260, 60, 40

@@ -25,7 +25,7 @@ from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import Marks, clock_request
-from perseus_planner.runtime.switching.agreement import NodeShare
+from perseus_planner.runtime.switching import NodeShare
 
 _COLUMNS = {
     "what": ("on the training thread", ""),

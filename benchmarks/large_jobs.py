@@ -23,7 +23,7 @@ from perseus_planner.runtime.agent.outbox import RankLocation, StoreMessages
 from perseus_planner.runtime.autopilot.ranks.messages import Places, turns
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.rendezvous import RankInfo, Rendezvous
-from perseus_planner.runtime.switching.agreement import (
+from perseus_planner.runtime.switching import (
     Acceptance,
     Agreement,
     NodeShare,

@@ -31,14 +31,15 @@ from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob, wait_for_others
 from perseus_planner.runtime.modes import check_modes
 from perseus_planner.runtime.node import Node, NodePart, NodeState, RankPart, Refusal, node_name
-from perseus_planner.runtime.switching.agreement import (
+from perseus_planner.runtime.switching import (
     AgreedState,
+    GivenPlan,
     NodeShare,
+    Plans,
     packed_plan,
     read_plan,
     write_plan,
 )
-from perseus_planner.runtime.switching.plans import GivenPlan, Plans
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.whole import WholeTraining
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.resiliency import corrected_report
-from perseus_planner.runtime.switching.plans import GivenPlan, Plans
+from perseus_planner.runtime.switching import GivenPlan, Plans
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.rendezvous import RankContext
-    from perseus_planner.runtime.switching.agreement import Proposal
+    from perseus_planner.runtime.switching import Proposal
     from perseus_planner.runtime.telemetry import Telemetry
 
 

@@ -36,7 +36,7 @@ from perseus_planner.runtime.rendezvous import (
     program_of,
 )
 from perseus_planner.runtime.runtime import Runtime
-from perseus_planner.runtime.switching.plans import GivenPlan, Plans
+from perseus_planner.runtime.switching import GivenPlan, Plans
 from perseus_planner.runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:

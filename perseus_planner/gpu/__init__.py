@@ -9,7 +9,7 @@ A text such as `nvml:0` names a GPU and the back-end that reads and sets it:
                               (gpu/command.py)
     amd:0                     AMD SMI index, UUID or PCI bus id; set through AMD SMI, as root
     dry-run:nvml:0            reads the GPU named after `dry-run:` and sets nothing
-    memory:nvml:0             its memory clock (gpu/memory_clock.py)
+    memory:nvml:0             its memory clock (gpu/wrappers.py)
     simulated:a100-sxm        a simulated GPU in virtual time (gpu/simulated/options.py)
     emulated:a100-sxm/0       the same in real time, shared by this user's processes
                               (gpu/simulated/emulated.py)
@@ -38,8 +38,8 @@ _OPENERS = {
     "zeusd": ("zeusd", "open_zeusd"),
     "command": ("command", "open_command"),
     "amd": ("amd", "open_amd"),
-    "dry-run": ("dry_run", "open_dry_run"),
-    "memory": ("memory_clock", "open_memory_clock"),
+    "dry-run": ("wrappers", "open_dry_run"),
+    "memory": ("wrappers", "open_memory_clock"),
     "simulated": ("simulated.gpu", "open_simulated"),
     "emulated": ("simulated.emulated", "open_emulated"),
 }

@@ -28,7 +28,7 @@ from perseus_planner.runtime.agent.outbox import (
     RankLocation,
     StoreMessages,
 )
-from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
+from perseus_planner.runtime.switching import Acceptance, Proposal, Rejection
 from perseus_planner.service.client import TIMEOUT_S, Client
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
-    from perseus_planner.runtime.switching.plans import GivenPlan
+    from perseus_planner.runtime.switching import GivenPlan
     from perseus_planner.runtime.telemetry import Checkpoint
     from perseus_planner.service.models import PipelineStatus, PlanSet, Registration
 

@@ -28,13 +28,13 @@ from perseus_planner.runtime.autopilot.ranks.programs import order_number, order
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     Exchange,
+    LawLearner,
     OwnTime,
     RankLaws,
     RankPlan,
     Seat,
     Slowest,
 )
-from perseus_planner.runtime.batches.laws import LawLearner
 from perseus_planner.runtime.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.runtime.batches.work import WorkFunction, work_of
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
-    from perseus_planner.runtime.batches.laws import Key
+    from perseus_planner.runtime.batches.exchange import Key
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
     from perseus_planner.runtime.hook import Order
     from perseus_planner.runtime.marks import IterationTimes

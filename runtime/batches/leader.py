@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
-    from perseus_planner.runtime.batches.laws import Key
+    from perseus_planner.runtime.batches.exchange import Key
     from perseus_planner.solver.batch import BatchPlan, Law
 
     Floats = NDArray[np.float64]

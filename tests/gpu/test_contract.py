@@ -21,7 +21,7 @@ from fake_zeusd import FakeZeusd, KeptGpu, NvmlGpu
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted
 from perseus_planner.gpu import BACK_ENDS, THROTTLE_REASONS, Gpu, open_gpu
-from perseus_planner.gpu.dry_run import DryRunGpu
+from perseus_planner.gpu.wrappers import DryRunGpu
 
 SIMULATED = "simulated:a100-sxm"
 EMULATED = "emulated:a100-sxm/0"

@@ -8,7 +8,7 @@ import pytest
 from nvml_exercise import refusal_of
 
 from perseus_planner.base.errors import GpuError
-from perseus_planner.gpu.dry_run import open_dry_run
+from perseus_planner.gpu.wrappers import open_dry_run
 
 A100 = "simulated:a100-sxm"
 

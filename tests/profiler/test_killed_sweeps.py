@@ -37,7 +37,7 @@ import sys, time
 from pathlib import Path
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
-from perseus_planner.gpu.dry_run import DryRunGpu
+from perseus_planner.gpu.wrappers import DryRunGpu
 from perseus_planner.profiler.stage import assemble_profile
 from perseus_planner.profiler.sweep import delete_rows, rows_path
 from perseus_planner.profiler.stage import Stage, TimedRun

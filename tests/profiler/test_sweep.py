@@ -19,10 +19,10 @@ from replay_gpu import ReplayGpu
 from perseus_planner import __version__, schedules, solve
 from perseus_planner.base.errors import GpuError, GpuNotPermitted, ProfileError, UsageError
 from perseus_planner.gpu import Gpu
-from perseus_planner.gpu.dry_run import DryRunGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
+from perseus_planner.gpu.wrappers import DryRunGpu
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiler.stage import Stage, StageRows, TimedRun, assemble_profile
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage

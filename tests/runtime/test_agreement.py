@@ -23,7 +23,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from perseus_planner.base.wires import NodeMemory
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.switching.agreement import (
+from perseus_planner.runtime.switching import (
     LONGEST_PLAN_BYTES,
     LOOK_S,
     Acceptance,

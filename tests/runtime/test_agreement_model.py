@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepped_ranks import Disagreement, World
 
-from perseus_planner.runtime.switching.agreement import AgreedState, Agreement
+from perseus_planner.runtime.switching import AgreedState, Agreement
 
 NODES = (1, 2)  #: ranks of each node
 RANKS = range(sum(NODES))

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from large_jobs import LargeJob
 
-from perseus_planner.runtime.switching.agreement import Acceptance
+from perseus_planner.runtime.switching import Acceptance
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
-from perseus_planner.runtime.switching.agreement import NodeShare
+from perseus_planner.runtime.switching import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from perseus_planner import solve
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.switching.agreement import Acceptance, NodeShare
-from perseus_planner.runtime.switching.plans import Plans
+from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
 
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 

@@ -12,7 +12,7 @@ from strategies import deadline_s, jobs
 from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.switching.plans import Plans
+from perseus_planner.runtime.switching import Plans
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import solve_dag
 

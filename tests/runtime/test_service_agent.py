@@ -55,7 +55,7 @@ from perseus_planner.runtime.agent.outbox import (
 )
 from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
-from perseus_planner.runtime.switching.agreement import Acceptance, Proposal, Rejection
+from perseus_planner.runtime.switching import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry import Checkpoint
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.batches.laws import ITERATIONS, LawLearner, fit_law
+from perseus_planner.runtime.batches.exchange import ITERATIONS, LawLearner, fit_law
 from perseus_planner.runtime.batches.work import load_work, sequence_work, work_of
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from waiting import LONG_S
 
-from perseus_planner.runtime.switching.agreement import Acceptance, Agreement
+from perseus_planner.runtime.switching import Acceptance, Agreement
 
 SIZE = 4
 ITERATION_S = 0.002

@@ -40,7 +40,7 @@ from runtime_training import (
 
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
 from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous, telemetry
-from perseus_planner.runtime.switching.agreement import Rejection
+from perseus_planner.runtime.switching import Rejection
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
 

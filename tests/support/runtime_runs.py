@@ -39,7 +39,7 @@ from runtime_training import (
 from perseus_planner.base.errors import PlanError, PlannerError
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runtime import Runtime, attachment, planner_runtime, rendezvous
-from perseus_planner.runtime.switching.agreement import Acceptance
+from perseus_planner.runtime.switching import Acceptance
 
 
 def torch_schedules(state: str, *names: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import HashStore
 
 from perseus_planner.base.wires import NodeMemory
-from perseus_planner.runtime.switching.agreement import (
+from perseus_planner.runtime.switching import (
     LOOK_S,
     Acceptance,
     Agreement,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.switching.agreement import Agreement
+    from perseus_planner.runtime.switching import Agreement
 
 _LOG = logging.getLogger("perseus_planner.runtime")
 
