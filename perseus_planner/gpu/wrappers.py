@@ -1,5 +1,5 @@
-"""Other faces of a GPU, written before its text: `dry-run:` reads it and never sets it; `memory:` is
-its memory clock as a GPU of its own.
+"""Other faces of a GPU, written before its text: `dry-run:` reads it and never sets it; `memory:`
+is its memory clock as a GPU of its own.
 
 The clock of the latter is that of the memory. So it is leased, set, reset by the guardian and by
 `planner reset`, and timed by `planner doctor --measure-latency` as the SM clock is, beside that
