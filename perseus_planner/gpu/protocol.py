@@ -75,6 +75,9 @@ class GpuReader(Protocol):
         Of a GPU that is leased only the memory clock can be told.
         """
 
+    def computing_pids(self) -> tuple[int, ...]:
+        """Processes that compute on it, as far as can be told."""
+
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks that can be locked, highest first."""
@@ -180,6 +183,10 @@ class RealGpu(ClosedOnExit):
 
     def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Nothing: it cannot be told."""
+        return ()
+
+    def computing_pids(self) -> tuple[int, ...]:
+        """None: it cannot be told."""
         return ()
 
     def now_s(self) -> float:

@@ -462,13 +462,14 @@ class _Kept:
         console.report(result, text, [])
 
     @contextmanager
-    def opened(self) -> Iterator[list[Gpu]]:
-        """Yield the GPUs, whose clocks can be set."""
+    def opened(self, server: str | None = None) -> Iterator[list[Gpu]]:
+        """Yield the GPUs, whose clocks can be set for a server, which is there or not yet."""
         from perseus_planner.gpu import open_gpu
-        from perseus_planner.inference.online import check_gpus
+        from perseus_planner.inference.online import check_alone, check_gpus
 
         with ExitStack() as stack:
             gpus = [stack.enter_context(open_gpu(text)) for text in self.gpus]
+            check_alone(gpus, server)
             if not self.dry_run:
                 check_gpus(gpus)
             yield gpus
@@ -483,7 +484,7 @@ def attach(server: str, *, kept: _Kept) -> None:
     """
     from perseus_planner.inference.online import MetricsReader
 
-    with kept.opened() as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
+    with kept.opened(server) as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
         try:
             reader.read()
         except (OSError, HTTPException) as error:

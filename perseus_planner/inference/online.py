@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import http.client
 import math
+import os
 import random
 import re
 import time
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 
 from perseus_planner.base.errors import GpuNotSupported, UsageError
 from perseus_planner.base.fields import Checked
@@ -538,6 +540,59 @@ def check_gpus(gpus: Sequence[Gpu]) -> None:
             ) from error
     with lease_gpus(gpus, power_limit=False):
         pass
+
+
+def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
+    """Check that no other program computes on the GPUs of a server, as far as can be told.
+
+    Args:
+        gpus: All GPUs that it runs on.
+        address: Where it answers; None before it is started.
+
+    Raises:
+        UsageError: If one does; names it.
+    """
+    own = set() if address is None else _pids_of_server(address)
+    if own is None:
+        return
+    for gpu in gpus:
+        for pid in set(gpu.computing_pids()) - own:
+            try:
+                name = psutil.Process(pid).name()
+            except psutil.Error:  # it has ended, or is in another container
+                continue
+            raise UsageError(
+                f"{gpu.text}: process {pid} ({name}) computes on it too, and one clock cannot keep "
+                "two servers; stop it, or name a GPU on which one server runs alone"
+            )
+
+
+def _pids_of_server(address: str) -> set[int] | None:
+    """Return the processes of a server: those of the groups of processes that listen at its port,
+    and their children; None if they are not known, as on another node.
+    """
+    try:
+        connections = psutil.net_connections("tcp")
+        port = urlsplit(address).port
+        listening = {
+            each.pid
+            for each in connections
+            if each.pid and each.laddr and each.laddr.port == port
+            if each.status == psutil.CONN_LISTEN
+        }
+        groups = {os.getpgid(pid) for pid in listening}
+        family = {each.pid for each in psutil.process_iter() if _group_of(each.pid) in groups}
+        children = [psutil.Process(pid).children(recursive=True) for pid in family]
+    except (psutil.Error, OSError):
+        return None
+    return family | {child.pid for each in children for child in each} or None
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
 
 
 def _line(chooser: ServerClock, is_dry: bool) -> str:

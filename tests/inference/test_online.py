@@ -17,18 +17,21 @@ from random import Random
 
 import pytest
 from commands import refusal
+from fake_nvml import StandIn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_cases import CLOCKS, SETTINGS, at_fixed, online
 from waiting import eventually
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
 from perseus_planner.inference.online import (
     Histogram,
     MetricsReader,
     ServerClock,
     ServerState,
+    check_alone,
     parse_state,
 )
 from perseus_planner.inference.serving import Server
@@ -258,3 +261,24 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_set(
         assert status == 2
         assert str(first.pid) in text
         first.send_signal(signal.SIGTERM)
+
+
+def test_a_server_beside_another_program_on_its_gpu_is_refused(
+    serve: Callable[..., tuple[str, subprocess.Popen[str]]], nvml: StandIn
+):
+    address, server = serve()
+    limits = "--ttft 1s --tbt 1s --gpu nvml:1"
+    with (
+        subprocess.Popen(["sleep", "600"], start_new_session=True) as other,
+        open_gpu("nvml:1") as gpu,
+    ):
+        nvml.set("computing", server.pid, gpu=1)
+        check_alone([gpu], address)
+        for command in (f"attach {address} {limits}", f"run {limits} -- sleep 1"):
+            nvml.set("computing", f"{server.pid} {other.pid}", gpu=1)
+            status, _, text = refusal(f"inference {command}")
+            assert status == 2
+            assert "computes on it too, and one clock cannot keep two servers; stop it, or" in text
+        check_alone([gpu], "http://192.0.2.1:8000")  # of another node, where nothing is known
+        other.kill()
+    assert nvml.locked_mhz(1) is None

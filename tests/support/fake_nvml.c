@@ -412,6 +412,16 @@ int nvmlDeviceGetFieldValues(Device device, int count, struct field *fields) {
     LEAVE(SUCCESS);
 }
 
+struct process { unsigned pid; unsigned long long bytes; unsigned instance, compute; };
+
+int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count, struct process *processes) {
+    ENTER_DEVICE(device);
+    unsigned pids[64], room = processes ? *count : 0;
+    *count = numbers(gpu, "computing", pids, 64);
+    for (unsigned i = 0; i < *count && i < room; i++) processes[i] = (struct process){.pid = pids[i]};
+    LEAVE(*count > room ? INSUFFICIENT_SIZE : SUCCESS);
+}
+
 int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *celsius) {
     ENTER_DEVICE(device);
     *celsius = (unsigned)(int)number(gpu, "temperature_c");

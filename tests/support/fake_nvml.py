@@ -40,6 +40,7 @@ last holds:
     mig 1, persistence 0, virtualization 2
     reloads 1                       how often the driver was reloaded, after which each process must
                                     initialise anew
+    computing 1234 1235             processes that compute on it
     profiles 0x80                   bits of the workload power profiles that are enforced
     field_251 1                     a field value (scope 0); `error 3`: its nvmlReturn; `untouched`:
                                     nothing is written

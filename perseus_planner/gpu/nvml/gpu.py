@@ -257,6 +257,12 @@ class NvmlReader(RealGpu):
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
 
+    def computing_pids(self) -> tuple[int, ...]:
+        """Processes that compute on it; in a container, those that NVML shows there."""
+        function = "nvmlDeviceGetComputeRunningProcesses"
+        running = self._device.answer(function, "list the processes that compute on it")
+        return tuple(process.pid for process in running or ())
+
     def foreign_locks(self, *, is_leased: bool = False) -> tuple[str, ...]:
         """Which clocks are below their highest while the GPU works and nothing throttles it: NVML
         does not tell what is locked.

@@ -342,6 +342,10 @@ class SimulatedGpu(ClosedOnExit):
         """None: no other program sets it."""
         return ()
 
+    def computing_pids(self) -> tuple[int, ...]:
+        """None: what computes on it is not counted."""
+        return ()
+
     @property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks that can be locked, highest first."""
