@@ -51,6 +51,8 @@ measured for a microbatch of mean work, and for others in proportion.
 |-----------------|--------------------------------------------------------------------------------|
 | `max`           | all at maximum                                                                 |
 | `planner-fixed` | the plan for microbatches that are alike, in every iteration                   |
+| `on-time`       | the same, made to be on time for 95 % of such iterations: `Profile.jitter`     |
+| `own-time`      | plans of the batch, each for the time of its own pipeline at maximum clocks    |
 | `one-clock`     | one for each pipeline and iteration, which ends with the slowest pipeline      |
 | `batch`         | plans of the batch, which end with the slowest pipeline                        |
 """
@@ -521,7 +523,7 @@ class _DelayedView:
         return [self._stragglers[place] for place in sorted(places)]
 
 
-LENGTH_POLICIES = ("max", "planner-fixed", "one-clock", "batch")
+LENGTH_POLICIES = ("max", "planner-fixed", "on-time", "own-time", "one-clock", "batch")
 MOST_CHANGES = 8  #: of a rank's clock in an iteration, if changes cost time
 _LENGTHS_HEADER = (
     "step,pipeline,microbatch,length, or step,pipeline,microbatch_0,microbatch_1 and so on"
@@ -672,7 +674,7 @@ class UnlikeJob:
                     make(work, target_s),
                     self._as_said,
                     self._change,
-                    is_catching_up=policy == "batch",
+                    is_catching_up=policy in ("batch", "own-time"),
                 )
                 for work in pipelines[:, :, None]
             ]
@@ -689,6 +691,8 @@ class UnlikeJob:
             return planner.plan
         if policy == "one-clock":
             return planner.one_clock
+        if policy == "own-time":
+            return lambda work, _: planner.plan(work, self._slowdown * planner.full_clocks_s(work))
         if policy == "max":
             return lambda work, target_s: planner.plan_of(work, None, target_s)
         if policy not in LENGTH_POLICIES:
@@ -696,11 +700,22 @@ class UnlikeJob:
                 f"policy {shown(policy)} does not apply to lengths; choose from "
                 f"{', '.join(LENGTH_POLICIES)}"
             )
-        plan = frontier.plan_until(
-            self._slowdown * frontier.baseline_time_s, max_changes=self._most_changes, on_time=None
-        )
-        clocks = list(plan.clocks.values())
+        deadline_s, most = self._slowdown * frontier.baseline_time_s, self._most_changes
+        if policy == "planner-fixed":
+            plan = frontier.plan_until(deadline_s, max_changes=most, on_time=None)
+        else:
+            plan = self._wary_frontier().plan_until(deadline_s, max_changes=most)
+        # A plan that is on time may have clocks that were not measured: the next higher ones are.
+        rows = frontier.profile.measurements
+        clocks = [
+            min(m.clock_mhz for m in rows[key] if m.clock_mhz >= mhz)
+            for key, mhz in zip(frontier.dag.iteration.keys, plan.clocks.values(), strict=True)
+        ]
         return lambda work, target_s: planner.plan_of(work, clocks, target_s)
+
+    def _wary_frontier(self) -> Frontier:
+        profile = replace(self.frontier.profile, jitter=self.lengths.spread)
+        return solve_dag(PipelineDag(profile, self.frontier.dag.iteration))
 
     def reordered_s(self) -> tuple[float, float]:
         """Return the seconds of all iterations at full clocks: as they are, and if each pipeline

@@ -568,8 +568,8 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
 
 
 def _pids_of_server(address: str) -> set[int] | None:
-    """Return the processes of a server: those of the groups of processes that listen at its port,
-    and their children; None if they are not known, as on another node.
+    """Return the processes of a server: those that listen at its port, their groups and their
+    children; None if they are not known, as on another node.
     """
     try:
         connections = psutil.net_connections("tcp")
@@ -582,7 +582,7 @@ def _pids_of_server(address: str) -> set[int] | None:
         }
         groups = {os.getpgid(pid) for pid in listening}
         family = {each.pid for each in psutil.process_iter() if _group_of(each.pid) in groups}
-        children = [psutil.Process(pid).children(recursive=True) for pid in family]
+        children = [psutil.Process(pid).children(recursive=True) for pid in listening]
     except (psutil.Error, OSError):
         return None
     return family | {child.pid for each in children for child in each} or None

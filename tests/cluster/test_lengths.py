@@ -80,13 +80,26 @@ def test_plans_of_the_batch_save_the_most_in_no_time(work: Path, frontier: Front
     came = {name: job.outcome(name) for name in LENGTH_POLICIES}
     full_s = [max(job.full_clocks_s(i)) for i in range(STEPS)]
     assert came["max"].times_s == pytest.approx(full_s, rel=1e-12)
-    for name in ("one-clock", "batch"):
+    for name in ("own-time", "one-clock", "batch"):
         assert max(np.divide(came[name].times_s, full_s)) <= 1 + 1e-9
         assert came["batch"].energy_j <= came[name].energy_j < came["max"].energy_j
     assert sum(came["planner-fixed"].times_s) > 1.01 * sum(full_s)
+    assert sum(came["on-time"].times_s) < sum(came["planner-fixed"].times_s)
     as_is_s, reordered_s = job.reordered_s()
     assert as_is_s == pytest.approx(sum(full_s))
     assert reordered_s < as_is_s
+
+
+def test_clocks_that_were_not_measured_run_at_the_next_higher_ones(work: Path, frontier: Frontier):
+    rng = np.random.default_rng(0)
+    noisy = {
+        key: tuple(replace(m, time_s=m.time_s * rng.normal(1.0, 0.01)) for m in rows)
+        for key, rows in frontier.profile.measurements.items()
+    }
+    profile = replace(frontier.profile, measurements=noisy)
+    lengths = read_lengths(Path("work.csv")).first(1)
+    wary = UnlikeJob(solve(profile, one_f_one_b(2, MICROBATCHES)), lengths).outcome("on-time")
+    assert wary.energy_j > 0.0
 
 
 def test_what_changes_cost_is_caught_up(work: Path, frontier: Frontier):
@@ -101,7 +114,7 @@ def test_what_changes_cost_is_caught_up(work: Path, frontier: Frontier):
 
 def test_text_and_json_have_a_row_for_each_policy(work: Path):
     text = done("simulate frontier.npz --lengths lengths.csv")
-    assert [line.split()[0] for line in text.splitlines()[4:8]] == list(LENGTH_POLICIES)
+    assert [line.split()[0] for line in text.splitlines()[4:10]] == list(LENGTH_POLICIES)
     assert "Work of a microbatch: tokens + squared lengths / 49152" in text
     content = json.loads(
         done("simulate frontier.npz --lengths work.csv --iterations 2 --policy batch --json")
@@ -172,8 +185,8 @@ def test_a_wrong_file_is_refused_in_one_line(work: Path, content: str, message: 
         ("--iterations 0", "iterations: 0 is not a whole number of at least 1"),
         (
             "--policy envpipe",
-            "policy 'envpipe' does not apply to lengths; choose from max, planner-fixed, "
-            "one-clock, batch",
+            "policy 'envpipe' does not apply to lengths; choose from max, planner-fixed, on-time, "
+            "own-time, one-clock, batch",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from commands import refusal
@@ -268,17 +269,15 @@ def test_a_server_beside_another_program_on_its_gpu_is_refused(
 ):
     address, server = serve()
     limits = "--ttft 1s --tbt 1s --gpu nvml:1"
-    with (
-        subprocess.Popen(["sleep", "600"], start_new_session=True) as other,
-        open_gpu("nvml:1") as gpu,
-    ):
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with open_gpu("nvml:1") as gpu, closing(SimpleNamespace(close=other.kill)):
         nvml.set("computing", server.pid, gpu=1)
         check_alone([gpu], address)
+        nvml.set("computing", f"{server.pid} {other.pid}", gpu=1)
         for command in (f"attach {address} {limits}", f"run {limits} -- sleep 1"):
-            nvml.set("computing", f"{server.pid} {other.pid}", gpu=1)
             status, _, text = refusal(f"inference {command}")
             assert status == 2
             assert "computes on it too, and one clock cannot keep two servers; stop it, or" in text
-        check_alone([gpu], "http://192.0.2.1:8000")  # of another node, where nothing is known
-        other.kill()
+        check_alone([gpu], "http://192.0.2.1:9")  # of another node, where nothing is known
+    other.wait()
     assert nvml.locked_mhz(1) is None
