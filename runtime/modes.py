@@ -17,6 +17,7 @@ from perseus_planner.profiles.modes import (
     ModeFunction,
     ModeFunctions,
     is_mode_name,
+    reordering,
     shared_by,
 )
 from perseus_planner.schedules import Computation
@@ -117,11 +118,8 @@ def learnt_modes(functions: ModeFunctions, *, may_reorder: bool) -> ModeFunction
     Raises:
         UsageError: If there are none, or it cannot learn one of them.
     """
-    learnt = {
-        name: each
-        for name, each in functions.items()
-        if may_reorder or name == OWN or not getattr(each, "reorders", False)
-    }
+    refused = () if may_reorder else reordering(functions)
+    learnt = {name: each for name, each in functions.items() if name not in refused}
     if OWN not in learnt or len(learnt) > 2 or not all(map(is_mode_name, learnt)):
         raise UsageError(
             f"modes: {', '.join(map(str, learnt))} cannot be learnt: give {OWN}, for how training "

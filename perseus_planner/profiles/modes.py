@@ -58,7 +58,12 @@ ModeFunctions = Mapping[str, Callable[[], None]]
 def shared_by(functions: ModeFunctions) -> str:
     """Return which computations have one mode together: the most that any of the modes says."""
     said = (getattr(each, "shared_by", SHARED_BY[0]) for each in functions.values())
-    return max(said, key=SHARED_BY.index)
+    return max(said, key=SHARED_BY.index, default=SHARED_BY[0])
+
+
+def reordering(functions: ModeFunctions) -> tuple[str, ...]:
+    """Return the modes that may change the order of a sum."""
+    return tuple(name for name, each in functions.items() if getattr(each, "reorders", False))
 
 
 def mode_of(kind: str) -> str:
