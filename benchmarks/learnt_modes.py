@@ -55,8 +55,8 @@ def measure(size: Size) -> Section:
         f"Simulated from the measured profiles: {STAGES} unlike stages, {_MICROBATCHES} "
         "microbatches, 1F1B, jitter of 0.3 %, as in number 22. The second mode is invented: at "
         f"full clocks, its times are {', '.join(map(str, _TIMES))} of the own ones, from stage to "
-        f"stage, of which {', '.join(map(str, _FIXED))} do not change with the clock. To reach: within 1 "
-        "point of the best plan with modes; in the mean no slower than the ledger allows.",
+        f"stage, of which {', '.join(map(str, _FIXED))} do not change with the clock. To reach: "
+        "within 1 point of the best plan with modes; in the mean no slower than the ledger allows.",
         [Table(_COLUMNS, rows)],
         [
             Check("within 1 point at the end", all(r["saved"] > r["best"] - 1 for r in rows)),
@@ -73,8 +73,8 @@ def measure(size: Size) -> Section:
         else [],
         [
             f"*Best plan*: the planner's, from the profile without noise, for {_DEADLINE}x the "
-            f"time at full clocks and {_CHANGES} changes. All savings are replayed without noise, in "
-            "percent of the energy at full clocks in the own mode; those *at the end* are the mean "
+            f"time at full clocks and {_CHANGES} changes. All savings are replayed without noise, "
+            "in percent of the energy at full clocks in the own mode; those *at the end* are the mean "
             "of the last 8 iterations that are no audits, trials included."
         ],
     )
