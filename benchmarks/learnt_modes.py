@@ -74,8 +74,8 @@ def measure(size: Size) -> Section:
         [
             f"*Best plan*: the planner's, from the profile without noise, for {_DEADLINE}x the "
             f"time at full clocks and {_CHANGES} changes. All savings are replayed without noise, "
-            "in percent of the energy at full clocks in the own mode; those *at the end* are the mean "
-            "of the last 8 iterations that are no audits, trials included."
+            "in percent of the energy at full clocks in the own mode; those *at the end* are the "
+            "mean of the last 8 iterations that are no audits, trials included."
         ],
     )
 
