@@ -109,11 +109,14 @@ def _set(problem: ClockProblem, state: ClockState, k: int, new: int) -> float:
     """Give a computation another clock; return the effective energy added, joules: infinite where
     its rank may not have it in that mode.
     """
-    old, rank, member = state.clock[k], problem.rank[k], problem.member[k]
+    old = state.clock[k]
     if new == old:
         return 0.0
-    if problem.mode_bits > 0 and problem.usable[rank, problem.place[rank, new]] != new:
-        return np.inf
+    if problem.mode_bits > 0:
+        rank = problem.rank[k]
+        if problem.usable[rank, problem.place[rank, new]] != new:
+            return np.inf
+    member = problem.member[k]
     state.clock[k] = new
     state.duration_s[problem.node[k]] = problem.time_s[member, new]
     state.touched[0] = min(state.touched[0], problem.node[k])
