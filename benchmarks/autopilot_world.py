@@ -138,6 +138,7 @@ class World:
         self._shared, self._full_s = 0.0, 0.0
         self.slowdown = np.ones(count)  #: of each GPU, pipeline by pipeline
         self._now_s, self._number = 0.0, 0
+        self.set_modes(())
         operations = [0] * (len(iteration.waits) - len(iteration.keys))
         microbatches = [0] * len(iteration.keys)
         for rank, program in enumerate(iteration.programs):
@@ -172,6 +173,13 @@ class World:
         self._costs: Mapping[tuple[int, str], Mapping[int, tuple[float, float]]] = rows
         self.clocks = sorted({clock for row in rows.values() for clock in row}, reverse=True)
         self._idle_w = [truth.blocking_w(stage) for stage in range(truth.stages)]
+
+    def set_modes(self, modes: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Run computations in these modes from now on, as programs have clocks; all are "own" if
+        there are none.
+        """
+        of_all = [mode for ranks in modes for of_rank in ranks for mode in of_rank]
+        self._modes = of_all or ["own"] * (self.pipelines * len(self.iteration.keys))
 
     def full(self) -> Programs:
         """Return programs of all pipelines at full clocks."""
@@ -287,11 +295,16 @@ class World:
                 operation.time_s,
                 idle_w if operation.energy_j is None else operation.energy_j / operation.time_s,
             )
-        row = self._costs[self.iteration.keys[place]]
+        (stage, kind), mode = self.iteration.keys[place], self._mode_of(node)
+        row = self._costs[stage, kind if mode == "own" else f"{kind}@{mode}"]
         time_s, energy_j = row[gpu.clock]
         return time_s * self._jitter[node] * float(self.slowdown[number]), self._power[
             number
         ] * energy_j / time_s
+
+    def _mode_of(self, node: int) -> str:
+        pipeline, place = divmod(node, len(self._waits))
+        return self._modes[pipeline * len(self.iteration.keys) + place]
 
     def _idle(self, number: int) -> float:
         return self._idle_w[self.iteration.schedule.ranks[number % self._ranks][0].stage]
@@ -447,25 +460,27 @@ class World:
             start_s, stop_s = self._begins[node] - begin_s, self._ends[node] - begin_s
             stop_s = start_s + (stop_s - start_s) * math.exp(miss)
             changes = self._straddled.get(node, [])
-            if len(changes) > 1:
-                found.append(ComputationObservation(start_s, stop_s, None))
-            elif changes:
+            seen = ComputationObservation(start_s, stop_s, None, mode=self._mode_of(node))
+            if len(changes) <= 1:
+                seen = seen._replace(clock_mhz=self._at[node])
+            if len(changes) == 1:
                 ((when_s, clock),) = changes
-                found.append(
-                    ComputationObservation(start_s, stop_s, self._at[node], when_s - begin_s, clock)
-                )
-            else:
-                found.append(ComputationObservation(start_s, stop_s, self._at[node]))
+                seen = seen._replace(change_s=when_s - begin_s, changed_mhz=clock)
+            found.append(seen)
         return found
 
 
 def steady(
-    truth: Profile, iteration: Iteration, physics: Physics, ranks: Sequence[Sequence[int]]
+    truth: Profile,
+    iteration: Iteration,
+    physics: Physics,
+    ranks: Sequence[Sequence[int]],
+    modes: Sequence[Sequence[str]] = (),
 ) -> tuple[float, float]:
     """Return the seconds and joules of an iteration of one pipeline that repeats without noise."""
     quiet = Physics(0.0, 0.0, 0.0, 1e-9, physics.call_s, physics.settle_s, physics.gpus_per_lock)
     world = World(truth, iteration, quiet)
-    world.run([ranks])
-    world.run([ranks])
-    ran = world.run([ranks])
+    world.set_modes([modes] if modes else ())
+    for _ in range(3):
+        ran = world.run([ranks])
     return ran.time_s, ran.energy_j

@@ -25,6 +25,7 @@ import iteration_times
 import large_jobs
 import large_pipeline
 import learning_training
+import learnt_modes
 import lowtime_ratio
 import measured_runs
 import model_fit
@@ -79,6 +80,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     whole_training.NUMBER: whole_training.measure,
     batches.NUMBER: batches.measure,
     modes.NUMBER: modes.measure,
+    learnt_modes.NUMBER: learnt_modes.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

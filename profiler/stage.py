@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.groups import common_origin, one_or_each
-from perseus_planner.profiles.modes import Mode, Modes, mode_of
+from perseus_planner.profiles.modes import SHARED_BY, Mode, Modes, mode_of
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Stage:
     #: Mode -> the bytes that a microbatch keeps from its forward to its backward, and those that
     #: the backward takes besides; empty if they were not measured.
     memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shared_by: str = SHARED_BY[0]  #: As in `Modes`, as its modes say
+    reordering: tuple[str, ...] = ()  #: The modes that may change the order of a sum
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class StageRows:
     shared_errors: tuple[float, float] = (0.0, 0.0)
     #: As `Stage.memory`, the most of the stage's GPUs.
     memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shared_by: str = SHARED_BY[0]  #: As in `Stage`
+    reordering: tuple[str, ...] = ()  #: As in `Stage`
     #: How the rows were measured, as in `Profile.conditions`.
     conditions: Mapping[str, str] = field(default_factory=dict)
 
@@ -164,21 +168,19 @@ def assemble_profile(
 
 
 def _modes(stages: Sequence[StageRows]) -> Modes | None:
-    """Return the modes that were measured, with the memory that each stage takes in them; forward
-    and backward of a microbatch run in one mode. None if there is one way of running.
+    """Return the modes that were measured, with the memory that each stage takes in them, and what
+    they say of themselves. None if there is one way of running.
     """
     names = dict.fromkeys(mode_of(kind) for stage in stages for kind in stage.measurements)
     if len(names) <= 1:
         return None
     ways = {}
     for name in names:
-        taken = [stage.memory[name] for stage in stages if name in stage.memory]
-        if len(taken) < len(stages):
-            ways[name] = Mode()
-        else:
-            kept, more = zip(*taken, strict=True)
-            ways[name] = Mode(kept_bytes=kept, backward_bytes=more)
-    return Modes(ways, shared_by="microbatch")
+        ways[name] = Mode(reorders=any(name in stage.reordering for stage in stages))
+        if all(name in stage.memory for stage in stages):
+            kept, more = zip(*(stage.memory[name] for stage in stages), strict=True)
+            ways[name] = replace(ways[name], kept_bytes=kept, backward_bytes=more)
+    return Modes(ways, max((stage.shared_by for stage in stages), key=SHARED_BY.index))
 
 
 def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:

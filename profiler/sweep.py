@@ -264,6 +264,8 @@ class _Sweep:
             control=self.settings.control,
             shared_errors=(self._drift("time_s"), self._drift("energy_j")),
             memory=_most(self.group.gather(dict(self.stage.memory))),
+            shared_by=self.stage.shared_by,
+            reordering=self.stage.reordering,
             conditions=self._conditions(blocking_w),
         )
 

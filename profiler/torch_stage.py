@@ -28,7 +28,14 @@ from perseus_planner.engines.torch_state import (
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Repeating, Run, Stage, TimedRun
-from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name
+from perseus_planner.profiles.modes import (
+    OWN,
+    ModeFunctions,
+    in_mode,
+    is_mode_name,
+    reordering,
+    shared_by,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +69,7 @@ def torch_stage(
     forward: Callable[..., Any] | None = None,
     block: Block | None = None,
     repeating: Repeating = nullcontext,
-    modes: Mapping[str, Callable[[], None]] | None = None,
+    modes: ModeFunctions | None = None,
 ) -> Iterator[Stage]:
     """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the
     random state.
@@ -112,7 +119,10 @@ def torch_stage(
                     }
                     if device.type == "cuda" and modes is not None:
                         memory[mode] = _memory(microbatch, inputs)
-            yield replace(_stage(gpu, steps, device, block, repeating), memory=memory)
+            stage = _stage(gpu, steps, device, block, repeating)
+            yield replace(
+                stage, memory=memory, shared_by=shared_by(ways), reordering=reordering(ways)
+            )
         finally:
             entered.enter(OWN)
             microbatch.forget()
@@ -121,7 +131,7 @@ def torch_stage(
 class _Entered:
     """Enters a mode before its steps, without a graph of another one."""
 
-    def __init__(self, modes: Mapping[str, Callable[[], None]], microbatch: Microbatch) -> None:
+    def __init__(self, modes: ModeFunctions, microbatch: Microbatch) -> None:
         self._modes, self._microbatch, self._now = modes, microbatch, OWN
 
     def enter(self, mode: str) -> None:

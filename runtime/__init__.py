@@ -21,11 +21,12 @@ if __name__ != "perseus_planner.runtime":
 
 if TYPE_CHECKING:
     from perseus_planner.engines.recompute import Recompute
+    from perseus_planner.profiles.modes import ModeFunction
     from perseus_planner.runtime.batches.work import sequence_work
     from perseus_planner.runtime.runtime import Runtime
     from perseus_planner.runtime.session import planner_runtime
 
-__all__ = ["Recompute", "Runtime", "planner_runtime", "sequence_work"]
+__all__ = ["ModeFunction", "Recompute", "Runtime", "planner_runtime", "sequence_work"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from perseus_planner.runtime.batches import work
 
         return work.sequence_work
+    if name == "ModeFunction":
+        from perseus_planner.profiles import modes
+
+        return modes.ModeFunction
     if name == "Recompute":
         from perseus_planner.engines import recompute
 

@@ -120,6 +120,7 @@ class Follower:
         deviation: What an engine ran that was not in the plan.
         orders: With a ledger: by number, the last orders of computations that the rank has run;
             replaced, never changed.
+        is_at_full_clocks: With a ledger: whether this rank stays at full clocks, as a mode failed.
         ended: With a ledger: iterations that have ended, for the `Observer`.
 
     Args:
@@ -155,6 +156,7 @@ class Follower:
         self.problem: str | None = None
         self.misfit: str | None = None
         self.deviation: str | None = None
+        self.is_at_full_clocks = False
         self.orders: dict[int, tuple[Computation, ...]] = {}
         self.ended: deque[Ended] = deque(maxlen=_KEPT_ENDS)
         self._make_program, self._on_iteration_end = make_program, on_iteration_end
@@ -199,7 +201,8 @@ class Follower:
         self._current = program
         if self.ledger is not None and program is not None:
             self.ledger.renew(program.ledger)
-            return program.at_full_clocks if self.ledger.is_overdrawn else program
+            at_full = self.ledger.is_overdrawn or self.is_at_full_clocks
+            return program.at_full_clocks if at_full else program
         return program
 
     def on_end(

@@ -123,14 +123,16 @@ class Program:
 
     @cached_property
     def at_full_clocks(self) -> Program:
-        """A program of the autopilot with the highest clock for each computation.
+        """A program of the autopilot with the highest clock for each computation, in the training's
+        own way.
 
         It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that
         is known, and its times are those of a row of the profile.
         """
         if self.decision == 0:
             return self
-        return replace(self, decision=0, clocks=(self.top,) * len(self.clocks), busy_s=None)
+        clocks = (self.top,) * len(self.clocks)
+        return replace(self, decision=0, clocks=clocks, busy_s=None, modes=())
 
     def with_changes(self, most: int) -> Program:
         """Return the program with at most so many changes in an iteration, at the same clocks or
@@ -209,6 +211,7 @@ class Hook:
         show: Called with the number of microbatches of an iteration that begins, and with what
             returns them where the engine has them; None if nobody asks for them.
         switch: Enters the mode of each computation; None if the training has no modes.
+        keeps_modes: Whether it does so also while clocks cannot be set.
     """
 
     def __init__(
@@ -218,8 +221,11 @@ class Hook:
         first: Program | None,
         show: Callable[[int | None, Microbatches | None], None] | None = None,
         switch: ModeSwitch | None = None,
+        *,
+        keeps_modes: bool = True,
     ) -> None:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
+        self._keeps_modes = keeps_modes
         self._iteration = -1
         self._is_inside = False
         self._position = 0
@@ -351,6 +357,8 @@ class Hook:
         self._count = len(self._order)
         if self._switch is not None and program is not None:
             self._switch.load(program.computations, program.modes)
+        elif self._switch is not None and not self._keeps_modes:
+            self._switch.load((), ())
         self._is_unclocked = program is None
         self._turns, self._first = int(self._count == 1), 0
         requests = () if program is None else program.requests

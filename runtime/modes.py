@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
-from perseus_planner.base.errors import PlanError
-from perseus_planner.engines.ctas import GroupMode
+from perseus_planner.base.errors import PlanError, UsageError, how_to_install
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.gpu.protocol import check_clock
-from perseus_planner.profiles.modes import OWN
+from perseus_planner.profiles.modes import (
+    OWN,
+    SHARED_BY,
+    ModeFunction,
+    ModeFunctions,
+    is_mode_name,
+    reordering,
+    shared_by,
+)
 from perseus_planner.schedules import Computation
-
-Modes = Mapping[str, Callable[[], None]]
-"""Mode -> what has the next computations run in it; "own" is how training runs without a plan."""
 
 
 @contextmanager
-def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[Modes]:
+def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[ModeFunctions]:
     """Lease the memory clock of a GPU inside the block, and yield modes that set it: "own", in
     which it is unlocked, and one for each clock, such as "mem-1593".
 
         with memory_modes("cuda:0", 1593) as modes, planner_runtime(engine, plan, modes=modes):
 
-    A change takes long and is made on the training thread. So give all computations of a rank one
-    mode, with `shared_by: stage` or `pipeline` in the profile: it is then entered once. The clock
-    is unlocked after the block, and by the guardian if the process dies.
+    A change takes long and is made on the training thread. So all computations of a stage have one
+    mode (`shared_by: stage` in the profile); where a rank has several stages, write `pipeline`: it
+    is then entered once. The clock is unlocked after the block, and by the guardian if the process
+    dies.
 
     Raises:
         GpuInUse: If another living process has leased the memory clock.
@@ -37,7 +43,8 @@ def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[Modes]:
         for clock_mhz in clocks_mhz:
             check_clock(memory, clock_mhz)
         of_clocks = {f"mem-{each}": partial(memory.set_clock_mhz, each) for each in clocks_mhz}
-        yield {OWN: memory.reset_clocks, **of_clocks}
+        functions: ModeFunctions = {OWN: memory.reset_clocks, **of_clocks}
+        yield {name: ModeFunction(each, "stage") for name, each in functions.items()}
 
 
 class ModeSwitch:
@@ -47,11 +54,14 @@ class ModeSwitch:
     Args:
         modes: The modes of the training.
         warn: Gives a warning; of the first mode that fails. Then training goes on in its own way.
+
+    Attributes:
+        has_failed: Whether a mode has failed.
     """
 
-    def __init__(self, modes: Modes, warn: Callable[[str], None]) -> None:
+    def __init__(self, modes: ModeFunctions, warn: Callable[[str], None]) -> None:
         self._modes, self._warn = modes, warn
-        self._now, self._has_failed = OWN, False
+        self._now, self.has_failed = OWN, False
         self._planned: dict[Computation, str] = {}
         self._rest = OWN  #: the mode between iterations
 
@@ -67,7 +77,7 @@ class ModeSwitch:
         Raises:
             PlanError: If it does.
         """
-        together = [name for name, mode in self._modes.items() if isinstance(mode, GroupMode)]
+        together = [name for name, mode in self._modes.items() if _is_of_group(mode)]
         if together and _modes_of(computations, modes) != self._planned:
             raise PlanError(
                 "the plan has other modes than that of the training so far, whose ranks of a stage "
@@ -84,7 +94,7 @@ class ModeSwitch:
 
     def enter(self, mode: str) -> None:
         """Have the next computations run in a mode."""
-        if self._has_failed and not isinstance(self._modes[mode], GroupMode):
+        if self.has_failed and not _is_of_group(self._modes[mode]):
             mode = OWN
         if mode == self._now:
             return
@@ -92,10 +102,49 @@ class ModeSwitch:
         try:
             self._modes[mode]()
         except Exception as error:  # the user's code may raise anything
-            self._has_failed = True
+            self.has_failed = True
             self._warn(f"the mode {mode} failed ({error!r}); training goes on in its own way")
             if mode != OWN:
                 self.enter(OWN)
+
+
+def _is_of_group(mode: Callable[[], None]) -> bool:
+    return isinstance(mode, ModeFunction) and mode.is_of_group
+
+
+def learnt_modes(functions: ModeFunctions, *, may_reorder: bool) -> ModeFunctions:
+    """Return the modes that the autopilot may try.
+
+    Raises:
+        UsageError: If there are none, or it cannot learn one of them.
+    """
+    refused = () if may_reorder else reordering(functions)
+    learnt = {name: each for name, each in functions.items() if name not in refused}
+    if OWN not in learnt or len(learnt) > 2 or not all(map(is_mode_name, learnt)):
+        raise UsageError(
+            f"modes: {', '.join(map(str, learnt))} cannot be learnt: give {OWN}, for how training "
+            "runs now, and one other, of lower-case letters, digits, - and _"
+        )
+    for name, each in learnt.items():
+        if not isinstance(each, ModeFunction):
+            continue
+        why = {
+            "all ranks of a stage enter it together": each.is_of_group,
+            "it takes memory, which the autopilot does not know": each.takes_memory,
+            f"a {each.shared_by} has it as a whole": each.shared_by in SHARED_BY[2:],
+        }
+        for reason, holds in why.items():
+            if holds:
+                raise UsageError(
+                    f"modes, {name}: {reason}, so it cannot be learnt while training; give a plan "
+                    "made from a profile with modes, or leave it out"
+                )
+    if shared_by(learnt) != SHARED_BY[0] and find_spec("scipy") is None:
+        raise UsageError(
+            "modes: those of a microbatch need scipy, which is not installed; "
+            f"{how_to_install('modes')} on every rank"
+        )
+    return learnt
 
 
 def _modes_of(computations: Sequence[Computation], modes: Sequence[str]) -> dict[Computation, str]:

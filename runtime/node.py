@@ -38,6 +38,7 @@ class NodePart(Record, frozen=True):
     attempt: Attempt | None
     #: For ranks that are late: the first rank of each pipeline that its engine does not number.
     firsts: tuple[int, ...] = ()
+    modes: tuple[str, ...] = ()  #: The modes that rank 0 has
 
 
 class Refusal(Record, frozen=True):

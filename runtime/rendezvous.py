@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.engines.engine import Engine
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.modes import ModeFunctions
     from perseus_planner.runs.straggler import StragglerDetection
     from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.modes import Modes
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training; one of them may still be solving and
@@ -90,7 +90,7 @@ class RuntimeOptions:
     autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
     state: str | os.PathLike[str] | None
     work: WorkFunction | None = None
-    modes: Modes = field(default_factory=dict)
+    modes: ModeFunctions = field(default_factory=dict)
 
     @property
     def state_file(self) -> Path | None:
@@ -135,6 +135,7 @@ class RankInfo(Record, frozen=True, array_like=True):
     pipeline: int | None  #: Number of its pipeline; None if its engine does not know
     first: int  #: The first rank of its pipeline, in the whole job
     rank: int  #: Its rank there
+    modes: tuple[str, ...] = ()  #: In which computations may run
 
 
 class Rendezvous:
@@ -409,6 +410,7 @@ def node_parts(
         present=len(there),
         has_plan=has_plan,
         attempt=attempt,
+        modes=next((info.modes for info in there.values()), ()),
     )
     parts = {node: replace(late, ranks=ranks) for node, ranks in nodes.items()}
     if len(there) < len(infos):
@@ -455,7 +457,9 @@ def join_job(
         adapter = WholeTraining() if engine is None else engine_of(engine)
         adapter.check()
         gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
-        info = RankInfo(node_name(), position.pipeline, position.peers[0], position.rank)
+        names = tuple(sorted(options.modes))
+        place = position.pipeline, position.peers[0], position.rank
+        info = RankInfo(node_name(), *place, names)
         if job.rank == 0:
             if served is not None:
                 served.check()
@@ -475,6 +479,11 @@ def join_job(
     if part.has_plan:
         meeting.finish("plans", meeting.wait_at("plans", RENDEZVOUS_S))
     with meeting.refusing("gpus"):
+        if not part.has_plan and part.modes != names:
+            raise UsageError(
+                f"modes: this rank has {', '.join(names) or 'none'}, and others have "
+                f"{', '.join(part.modes) or 'none'}; give all ranks the same"
+            )
         ranks = len(part.ranks) or job.ranks
         controller = attachment.NodeController(job.rank, node, ranks, options.max_changes_per_s)
         plan = None if program is None else program.plan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError, how_to_install
 from perseus_planner.base.loops import Loop
-from perseus_planner.profiles.modes import OWN
+from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -27,7 +27,7 @@ from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
-from perseus_planner.runtime.modes import ModeSwitch
+from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.runtime.rendezvous import (
     STATE_FILE,
     RuntimeOptions,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
-    from perseus_planner.runtime.modes import Modes
     from perseus_planner.runtime.rendezvous import RankContext
 
 MAX_CHANGES_PER_S = 100.0
@@ -77,7 +76,8 @@ def planner_runtime(
     learn: bool = True,
     state: str | os.PathLike[str] | None = STATE_FILE,
     work: WorkFunction | str | None = None,
-    modes: Modes | None = None,
+    modes: ModeFunctions | None = None,
+    may_reorder: bool = False,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -140,7 +140,11 @@ def planner_runtime(
             such as `Recompute(engine).off`; with "own" for the way in which training runs without a
             plan. It is called on the training thread before a computation whose mode differs from
             that of the one before. Between iterations training runs in its own way, unless all
-            computations of a rank run in one mode.
+            computations of a rank run in one mode. For the autopilot: "own" and one other mode,
+            which it tries as it tries clocks; all ranks give the same. Each computation may then
+            have a mode of its own, unless a `ModeFunction` says `shared_by="microbatch"`.
+        may_reorder: For the autopilot: whether it may try a mode that may change the order of a sum
+            (`ModeFunction.reorders`), and so the last bits of losses.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -151,6 +155,14 @@ def planner_runtime(
         ProfileError: If the profile for `work` cannot be read, or is of something else.
         RankError: If another rank has refused; names the rank and its reason.
     """
+    if modes and plan is None:
+        if engine is None or work is not None or service is not None:
+            raise UsageError(
+                "modes: training without a pipeline, clocks that follow the batch, and a job whose "
+                "profile the service plans on are for one way of running; leave modes out, or give "
+                "a plan made from a profile with modes"
+            )
+        modes = learnt_modes(modes, may_reorder=may_reorder)
     options = RuntimeOptions(
         plan=plan,
         gpu=gpu,
@@ -172,11 +184,6 @@ def planner_runtime(
         work=load_work(work, "work") if isinstance(work, str) else work,
         modes=modes or {},
     )
-    if modes and plan is None:
-        raise UsageError(
-            "modes: clocks that are learnt, or follow the batch, are for one way of running; give "
-            "a plan made from a profile with modes, or leave modes out"
-        )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
@@ -246,8 +253,11 @@ class _Session:
         self._modes = options.modes
         self._switch: ModeSwitch | None = None
         if options.modes:
-            self._switch = ModeSwitch(options.modes, lambda text: warnings.warn("modes", text))
-        self.hook = Hook(marks, self._follower, context.program, show, self._switch)
+            self._switch = ModeSwitch(options.modes, self._lose_modes)
+        keeps = not context.has_autopilot
+        self.hook = Hook(
+            marks, self._follower, context.program, show, self._switch, keeps_modes=keeps
+        )
         on_slow = options.on_straggling
         self._work = BackgroundWork(
             self._follower,
@@ -272,6 +282,10 @@ class _Session:
             PERIOD_S,
             descriptors=self._work.descriptors,
         )
+
+    def _lose_modes(self, text: str) -> None:
+        self._follower.is_at_full_clocks = True  # where the autopilot counts on modes
+        self._warnings.warn("modes", text)
 
     def begin(self) -> Runtime:
         """Begin what runs beside the training."""

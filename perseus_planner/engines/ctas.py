@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.profiles.modes import OWN
+from perseus_planner.profiles.modes import OWN, ModeFunction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True)
-class GroupMode:
-    """A mode that all ranks of a stage enter for the same computations, or they would wait for each
-    other for ever: what else a rank meets does not keep it from entering it.
-    """
-
-    enter: Callable[[], None]  #: has the next computations run in it; must not raise
-
-    def __call__(self) -> None:
-        """Enter it."""
-        self.enter()
 
 
 def new_nccl_group(ranks: Sequence[int], ctas: int) -> Any:
@@ -40,7 +26,7 @@ def new_nccl_group(ranks: Sequence[int], ctas: int) -> Any:
 
 def ctas_modes(
     group: ProcessGroup, *ctas: int, new_group: Callable[[Sequence[int], int], Any] = new_nccl_group
-) -> dict[str, GroupMode]:
+) -> dict[str, ModeFunction]:
     """Return modes in which the collectives of a tensor group run on other numbers of CTAs: "own",
     and "ctas-8" for each number. Call it on all ranks of the group, in the same order.
 
@@ -68,7 +54,8 @@ def ctas_modes(
     modes = {}
     for (name, each), kind in zip({OWN: group, **groups}.items(), free, strict=False):
         backends = [(device, kind, each._get_backend(device)) for device in devices]
-        modes[name] = GroupMode(partial(_serve, group, backends))
+        serve, reorders = partial(_serve, group, backends), name != OWN
+        modes[name] = ModeFunction(serve, reorders=reorders, is_of_group=True)
     return modes
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines import engine_of
-from perseus_planner.profiles.modes import OWN
+from perseus_planner.profiles.modes import OWN, ModeFunction
 
 
 class Recompute:
@@ -28,6 +29,8 @@ class Recompute:
 
     Attributes:
         is_on: Whether activations are recomputed now.
+        on: Has the next forwards recompute their activations.
+        off: Has them keep their activations.
 
     Raises:
         UsageError: If nothing of this rank recomputes its activations.
@@ -45,6 +48,8 @@ class Recompute:
 
     def _find(self, stages: Iterable[Any]) -> None:
         self.is_on = True
+        self.on = ModeFunction(partial(self._set, True), "microbatch")
+        self.off = ModeFunction(partial(self._set, False), "microbatch", takes_memory=True)
         #: (owner, attribute, value that recomputes, value that does not).
         self._parts: list[tuple[Any, str, Any, Any]] = []
         configs: dict[int, Any] = {}
@@ -67,14 +72,6 @@ class Recompute:
                 "layers in torch's checkpoint_wrapper, or train with DeepSpeed's "
                 "activation_checkpoint_interval or Megatron-core's recompute_granularity full"
             )
-
-    def on(self) -> None:
-        """Recompute the activations of the next forwards."""
-        self._set(True)
-
-    def off(self) -> None:
-        """Keep the activations of the next forwards."""
-        self._set(False)
 
     def _set(self, is_on: bool) -> None:
         self.is_on = is_on

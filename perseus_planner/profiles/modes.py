@@ -7,7 +7,7 @@ the training's own way, which is that of every computation without a plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -30,6 +30,40 @@ def _checked_flag(value: Any, where: str, error: type[PlannerError]) -> bool:
 
 
 Flag = Annotated[bool, CheckedBy(_checked_flag)]
+
+
+@dataclass(frozen=True)
+class ModeFunction:
+    """A function that has the next computations run in a mode, with what is to be known of the
+    mode. A function without it is one whose mode each computation may have for itself.
+    """
+
+    enter: Callable[[], None]
+    shared_by: str = "computation"  #: as `Modes.shared_by`
+    reorders: bool = False  #: as `Mode.reorders`
+    takes_memory: bool = False  #: whether it may take more memory than the training's own way
+    #: Whether all ranks of a stage enter it for the same computations, or they would wait for each
+    #: other for ever: what else a rank meets does not keep it from entering it. It must not raise.
+    is_of_group: bool = False
+
+    def __call__(self) -> None:
+        """Enter it."""
+        self.enter()
+
+
+ModeFunctions = Mapping[str, Callable[[], None]]
+"""Mode -> what has the next computations run in it, which may be a `ModeFunction`."""
+
+
+def shared_by(functions: ModeFunctions) -> str:
+    """Return which computations have one mode together: the most that any of the modes says."""
+    said = (getattr(each, "shared_by", SHARED_BY[0]) for each in functions.values())
+    return max(said, key=SHARED_BY.index, default=SHARED_BY[0])
+
+
+def reordering(functions: ModeFunctions) -> tuple[str, ...]:
+    """Return the modes that may change the order of a sum."""
+    return tuple(name for name, each in functions.items() if getattr(each, "reorders", False))
 
 
 def mode_of(kind: str) -> str:

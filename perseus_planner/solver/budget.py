@@ -171,7 +171,7 @@ class _Search:
         return [self._clocks[i] for i in clock.tolist()]
 
     def changes_of(self, clock: Integers) -> int:
-        return max_changes(self.problem.rank_start, clock, 0, len(self._ranks) - 1)
+        return max_changes(self.problem.rank_start, clock, 0, len(self._ranks) - 1, 0)
 
     def plan(self, clock: Integers) -> _Plan:
         state, cost_j = load_state(self.problem, clock)

@@ -1,5 +1,8 @@
 """The clocks of an iteration, laid out in arrays, and the compiled replay of a choice of them.
 
+Where modes are chosen too, the number of a clock has that of the mode as its last bits: it is an
+option. A change of the mode alone takes no time.
+
 Where clock changes take time, the rules are those of `plans.clock_replay`, for many equal
 iterations; `plans` has the readable replays, with which tests compare this one. Programs hold
 computations only, not fixed operations, which have no clock.
@@ -50,6 +53,9 @@ class ClockProblem(NamedTuple):
     #: (m,) when each computation runs, as a part of the iteration; never falls along a program
     wave: Floats
     last: Integers  #: nodes without successors
+    mode_bits: int  #: how many last bits of a clock's number are that of a mode
+    #: (m,) the next computation that has one mode with it, around; itself where none has
+    tied: Integers
 
 
 class ClockState(NamedTuple):
@@ -88,7 +94,12 @@ class ChangeCost(NamedTuple):
 
 
 def clock_problem(
-    iteration: Iteration, classes: Sequence[tuple[int, str]], time_s: Floats, cost_j: Floats
+    iteration: Iteration,
+    classes: Sequence[tuple[int, str]],
+    time_s: Floats,
+    cost_j: Floats,
+    mode_bits: int = 0,
+    tied: Integers | None = None,
 ) -> ClockProblem:
     """Lay out an iteration, without waves.
 
@@ -97,6 +108,8 @@ def clock_problem(
         classes: the (stage, kind) of each class.
         time_s: (classes, clocks), infinite if not measured.
         cost_j: (classes, clocks) effective energy.
+        mode_bits: as in `ClockProblem`.
+        tied: as in `ClockProblem`; None if each computation has a mode of its own.
     """
     node_of = {place: k for k, place in enumerate(iteration.order)}
     number = {key: i for i, key in enumerate(classes)}
@@ -124,6 +137,8 @@ def clock_problem(
         place=member,
         wave=np.zeros(len(member)),
         last=np.setdiff1d(np.arange(len(node_of)), before),
+        mode_bits=mode_bits,
+        tied=np.arange(len(member)) if tied is None else tied,
     )
     return with_usable(problem, np.array(usable))
 
@@ -266,7 +281,8 @@ def replay_changes(
     next_s, since_s, left, asked_s, settles_s, free_s, late_s = change.seconds
     position, running, in_force, set_last, wanted, call, settled = change.numbers
     call_settles_s, call_clock = change.call_settles_s, change.call_clock
-    latest_start_s = change.latest_start_s
+    latest_start_s, bits = change.latest_start_s, problem.mode_bits
+    mask = (1 << bits) - 1
     never, spent_j, makespan_s, has_ended = np.inf, 0.0, 0.0, True
     for k in range(len(end_s)):
         end_s[k] = never
@@ -274,11 +290,11 @@ def replay_changes(
         position[r], running[r], next_s[r], since_s[r] = queue_start[r], 0, never, 0.0
         asked_s[r], settles_s[r], free_s[lock[r]] = never, never, -never
         late_s[r] = never
-        in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]]
+        in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]] >> bits
         call[r] = settled[r] = change.call_start[r]
         i = computation[queue[queue_start[r]]]
-        if i >= 0 and clock[i] != wanted[r]:
-            wanted[r], asked_s[r] = clock[i], -change.tail_s[r]
+        if i >= 0 and clock[i] >> bits != wanted[r]:
+            wanted[r], asked_s[r] = clock[i] >> bits, -change.tail_s[r]
     while True:
         now_s, r, event = never, -1, _TASK
         for o in range(len(lock)):
@@ -306,28 +322,29 @@ def replay_changes(
             continue
         k = queue[position[r]] if position[r] < queue_start[r + 1] else -1
         i = computation[k] if k >= 0 else -1
-        c = member[i] if i >= 0 else 0
+        c, mode = (member[i], clock[i] & mask) if i >= 0 else (0, 0)
+        option = in_force[r] << bits | mode
         if event == _SETTLE:
             if running[r] and i >= 0:
-                done = min((now_s - since_s[r]) / time_s[c, in_force[r]], left[r])
-                spent_j += done * cost_j[c, in_force[r]]
+                done = min((now_s - since_s[r]) / time_s[c, option], left[r])
+                spent_j += done * cost_j[c, option]
                 left[r], since_s[r] = left[r] - done, now_s
-                next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]]]
+                next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]] << bits | mode]
             in_force[r], settled[r] = call_clock[settled[r]], settled[r] + 1
             settles_s[r] = call_settles_s[settled[r]] if settled[r] < call[r] else never
             continue
         if running[r]:
-            spent_j += left[r] * cost_j[c, in_force[r]] if i >= 0 else 0.0
+            spent_j += left[r] * cost_j[c, option] if i >= 0 else 0.0
             end_s[k], since_s[r], makespan_s = now_s, now_s, max(makespan_s, now_s)
             running[r], next_s[r], position[r] = 0, never, position[r] + 1
             i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
         else:
             running[r], since_s[r], left[r] = 1, now_s, 1.0
-            next_s[r] = now_s + (time_s[c, in_force[r]] if i >= 0 else fixed_s[k])
+            next_s[r] = now_s + (time_s[c, option] if i >= 0 else fixed_s[k])
             if i >= 0 and late_s[r] == never:
                 late_s[r] = now_s - change.first_start_s[r]
         if i >= 0:
-            next_clock = _clock_in_time(latest_start_s, i, clock[i], now_s - late_s[r])
+            next_clock = _clock_in_time(latest_start_s, i, clock[i] >> bits, now_s - late_s[r])
             if next_clock != wanted[r]:
                 wanted[r] = next_clock
                 asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)

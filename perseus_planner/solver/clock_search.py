@@ -29,6 +29,7 @@ from perseus_planner.solver.kernels import inner_kernel, kernel
 if TYPE_CHECKING:
     from perseus_planner.solver.network import Floats, Integers
 
+_MODES = 0.25  #: part of the moves that are of modes, where they are chosen
 _TOGETHER = 0.4  #: part of the moves that are of many ranks at once
 _DEARER = 8.0  #: the price of being late at the end of a search, as a multiple of the first price
 
@@ -54,7 +55,9 @@ class Heat(NamedTuple):
 
 
 @kernel
-def max_changes(rank_start: Integers, clock: Integers, first_rank: int, last_rank: int) -> int:
+def max_changes(
+    rank_start: Integers, clock: Integers, first_rank: int, last_rank: int, mode_bits: int
+) -> int:
     """Return the most changes of the clock in an iteration of any of these ranks, including the
     change back.
     """
@@ -62,7 +65,8 @@ def max_changes(rank_start: Integers, clock: Integers, first_rank: int, last_ran
     for rank in range(first_rank, last_rank + 1):
         first, stop, count = rank_start[rank], rank_start[rank + 1], 0
         for i in range(first, stop):
-            count += clock[i] != clock[i - 1 if i > first else stop - 1]
+            before = clock[i - 1 if i > first else stop - 1]
+            count += clock[i] >> mode_bits != before >> mode_bits
         most = max(most, count)
     return most
 
@@ -74,14 +78,14 @@ def _random_count(mean: float) -> int:
 
 
 @inner_kernel
-def _segment(clock: Integers, first: int, stop: int, i: int) -> tuple[int, int]:
+def _segment(clock: Integers, bits: int, first: int, stop: int, i: int) -> tuple[int, int]:
     """Return the begin and end of the segment around computation i in a program from `first` to
     before `stop`; what is before `first` or from `stop` on is around its end.
     """
-    begin, end, count = i, i + 1, stop - first
-    while end - begin < count and clock[first + (begin - 1 - first) % count] == clock[i]:
+    begin, end, count, at = i, i + 1, stop - first, clock[i] >> bits
+    while end - begin < count and clock[first + (begin - 1 - first) % count] >> bits == at:
         begin -= 1
-    while end - begin < count and clock[first + (end - first) % count] == clock[i]:
+    while end - begin < count and clock[first + (end - first) % count] >> bits == at:
         end += 1
     return begin, end
 
@@ -101,6 +105,26 @@ def _first_at_wave(wave: Floats, first: int, stop: int, at: float) -> int:
 
 
 @inner_kernel
+def _set(problem: ClockProblem, state: ClockState, k: int, new: int) -> float:
+    """Give a computation another clock; return the effective energy added, joules: infinite where
+    its rank may not have it in that mode.
+    """
+    old = state.clock[k]
+    if new == old:
+        return 0.0
+    if problem.mode_bits > 0:
+        rank = problem.rank[k]
+        if problem.usable[rank, problem.place[rank, new]] != new:
+            return np.inf
+    member = problem.member[k]
+    state.clock[k] = new
+    state.duration_s[problem.node[k]] = problem.time_s[member, new]
+    state.touched[0] = min(state.touched[0], problem.node[k])
+    added_j: float = problem.cost_j[member, new] - problem.cost_j[member, old]
+    return added_j
+
+
+@inner_kernel
 def _change(
     problem: ClockProblem,
     state: ClockState,
@@ -109,8 +133,8 @@ def _change(
     sign: int,
     library: Integers,
 ) -> float:
-    """Make the same random change at the same time on several ranks; return the effective energy
-    added, joules.
+    """Make the same random change at the same time on several ranks, of clocks or of modes; return
+    the effective energy added, joules.
 
     Args:
         problem: the problem.
@@ -124,16 +148,18 @@ def _change(
     steps = sign * _random_count(0.5 if np.random.random() < 0.7 else 4.0)
     far = _random_count(1.0 if np.random.random() < 0.5 else 8.0)
     length, model = np.exp(-6.0 * np.random.random()), library[np.random.randint(len(library))]
-    wave, added_j = problem.wave, 0.0
+    wave, added_j, bits = problem.wave, 0.0, problem.mode_bits
+    mask, mode = (1 << bits) - 1, -1
+    if bits > 0 and np.random.random() < _MODES:
+        mode = np.random.randint(mask + 1)
     for rank in range(ranks[0], ranks[1] + 1):
         first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
         i = at
         if problem.rank[at] != rank:
             i = min(_first_at_wave(wave, first, stop, wave[at]), stop - 1)
-        begin, end = _segment(state.clock, first, stop, i)
-        place = min(
-            max(problem.place[rank, state.clock[i]] + steps, 0), problem.usable_count[rank] - 1
-        )
+        begin, end = _segment(state.clock, bits, first, stop, i)
+        place = problem.place[rank, state.clock[i]] + (steps << bits)
+        place = min(max(place, 0), problem.usable_count[rank] - 1)
         clock = problem.usable[rank, place]
         if 0.3 <= kind < 0.7:
             neighbour = state.clock[
@@ -158,16 +184,14 @@ def _change(
                 begin, end = (i, stop) if ahead else (first, i + 1)
         for j in range(begin, min(end, begin + stop - first)):
             k = first + (j - first) % (stop - first)
-            new, old, member = (
-                model[k] if kind >= 0.85 else clock,
-                state.clock[k],
-                problem.member[k],
-            )
-            if new != old:
-                state.clock[k] = new
-                state.duration_s[problem.node[k]] = problem.time_s[member, new]
-                state.touched[0] = min(state.touched[0], problem.node[k])
-                added_j += problem.cost_j[member, new] - problem.cost_j[member, old]
+            if mode < 0:
+                new = model[k] if kind >= 0.85 else clock
+                added_j += _set(problem, state, k, new & ~mask | state.clock[k] & mask)
+                continue
+            other = k if problem.member[k] == problem.member[i] else -1
+            while other >= 0:
+                added_j += _set(problem, state, other, state.clock[other] & ~mask | mode)
+                other = problem.tied[other] if problem.tied[other] != k else -1
     return added_j
 
 
@@ -264,7 +288,8 @@ def _anneal(
             sign = -sign
         low, high = min(low, first), max(high, last)
         good = trial.touched[0] < nodes and trial_j <= most_j + heat.slack_j
-        good = good and max_changes(rank_start, trial.clock, low, high) <= goal.budget
+        changes = max_changes(rank_start, trial.clock, low, high, problem.mode_bits) if good else 0
+        good = good and changes <= goal.budget
         if good:
             if change is None:
                 trial.touched[0] = stale = min(trial.touched[0], stale)

@@ -338,7 +338,7 @@ class Frontier(TimeEnergyCurve):
         tolerance = SHARE.check(tolerance, "tolerance")
         if self.dag.has_open_modes:
             return self._of_modes(
-                self._in_modes(deadline_s, on_time).plan_until(
+                self.in_modes(deadline_s, on_time).plan_until(
                     deadline_s, max_changes=most, on_time=on_time, tolerance=tolerance
                 )
             )
@@ -371,7 +371,7 @@ class Frontier(TimeEnergyCurve):
         on_time = limits.get("on_time", ON_TIME)
         straggler_time_s = TIME.check(straggler_time_s, "straggler_time_s")
         if self.dag.has_open_modes:
-            own = self._in_modes(max(straggler_time_s, self.min_time_s), on_time)
+            own = self.in_modes(max(straggler_time_s, self.min_time_s), on_time)
             return self._of_modes(own.plan_beside_straggler(straggler_time_s, **limits))
         least_s = self.least_deadline_s(on_time)
         return self.plan_until(max(straggler_time_s, least_s), **limits)
@@ -399,9 +399,9 @@ class Frontier(TimeEnergyCurve):
         power_w = POWER.check(power_w, "power_w")
         if self.dag.has_open_modes:
             limits: dict[str, Any] = {"max_changes": max_changes, "on_time": on_time}
-            own = self._in_modes(self.baseline_time_s, on_time)
+            own = self.in_modes(self.baseline_time_s, on_time)
             plan = own.plan_within_power(power_w, **limits)
-            again = self._in_modes(plan.deadline_s, on_time)
+            again = self.in_modes(plan.deadline_s, on_time)
             with suppress(InfeasiblePower):
                 plan = min(
                     plan, again.plan_within_power(power_w, **limits), key=attrgetter("time_s")
@@ -545,15 +545,15 @@ class Frontier(TimeEnergyCurve):
         for it.
         """
         on_time = limits.get("on_time", ON_TIME)
-        own = self._in_modes(deadline_s, on_time)
+        own = self.in_modes(deadline_s, on_time)
         while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
             deadline_s, before = least_energy_s, own
-            own = self._in_modes(deadline_s, on_time)
+            own = self.in_modes(deadline_s, on_time)
             if own is before:
                 break
         return self._of_modes(own.plan_for(deadline_s, **limits))
 
-    def _in_modes(self, deadline_s: float, on_time: float | None) -> Frontier:
+    def in_modes(self, deadline_s: float, on_time: float | None = None) -> Frontier:
         """Return the frontier of the modes that are best for a deadline; if none is that fast, of
         the fastest ones that were found.
 

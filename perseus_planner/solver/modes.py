@@ -9,7 +9,8 @@ points, and rounding picks mode and clock. With them:
   group in a mode costs the least sum of effective energy and priced time of its computations. The
   modes of least cost within memory are an integer programme, nearly one of intervals, which HiGHS
   solves at once. They have a frontier of their own, and so other prices: this repeats, also with
-  the mean of all prices so far, which is a flow too.
+  the mean of all prices so far, which is a flow too. Where memory is limited, it begins with the
+  modes nearest to those of the relaxed programme of modes and clocks, whose cost is a bound too.
 
 For any flow, the least priced cost less the flow times the deadline bounds every plan from below,
 by weak duality: so chosen modes come with their distance from the best. That is Lagrangian
@@ -30,6 +31,7 @@ import numpy as np
 from perseus_planner.base.errors import ProfileError, UsageError, how_to_install
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import end_times, time_and_energy
+from perseus_planner.profiles.measurement import lower_hull
 from perseus_planner.profiles.modes import OWN, in_mode, mode_of
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.network import scaled_network
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 
 _SMALL = 120  #: points of all computations in all modes, up to which HiGHS solves modes and clocks
 _NEAR = 1e-9  #: relative; so far from its fast end a frontier still has a finite slope
+_RELAXED = 40_000  #: likewise, up to which it solves them relaxed
 _ROUNDS = 12  #: of pricing, at most
+_SAME = 1e-9  #: relative; what takes as much more memory
 _UNIT = 1e-3  #: of the deadline: the programmes' unit of time, as HiGHS is exact to 1e-6
 
 Assignment = tuple[str, ...]
@@ -216,16 +220,36 @@ class ModeProblem:
         Raises:
             UsageError: If scipy is not installed.
         """
-        if sum(len(front) for modes in self.points for front in modes.values()) <= _SMALL:
+        if self._size <= _SMALL:
             exact = self._exact(deadline_s)
             if exact is not None:
                 return exact
         return self._priced(deadline_s)
 
+    @property
+    def _size(self) -> int:
+        return sum(len(front) for modes in self.points for front in modes.values())
+
     def _priced(self, deadline_s: float) -> Choice:
         within_s = deadline_s - self.dag.profile.overhead_s
-        modes = tuple(mode_of(kind) for _, kind in baseline(self.dag).iteration.keys)
+        starts = [tuple(mode_of(kind) for _, kind in baseline(self.dag).iteration.keys)]
         known: dict[Assignment, tuple[float, float]] = {}
+        bound_j = -math.inf
+        if self.memory_rows and self._size <= _RELAXED:
+            relaxed = self._exact(deadline_s, whole=False)
+            if relaxed is not None:
+                starts.append(relaxed.modes)
+                bound_j = relaxed.effective_bound_j
+        for start in starts:
+            bound_j = max(bound_j, self._priced_from(start, within_s, known))
+        return Choice(min(known, key=lambda modes: known[modes]), bound_j)
+
+    def _priced_from(
+        self, modes: Assignment, within_s: float, known: dict[Assignment, tuple[float, float]]
+    ) -> float:
+        """Add modes, and those that follow from them, to what is known: by how much each is late,
+        and its cost. Return a bound on the cost of all.
+        """
         bound_j, mean = -math.inf, None
         for rounds in range(_ROUNDS):
             late_s, prices = self._prices(modes, within_s)
@@ -243,7 +267,7 @@ class ModeProblem:
             if not new:
                 break
             modes = new[0]
-        return Choice(min(known, key=lambda modes: known[modes]), bound_j)
+        return bound_j
 
     def _prices(self, modes: Assignment, within_s: float) -> tuple[float, _Prices]:
         """Return by how much an iteration in these modes is late at its fastest, seconds, and the
@@ -339,10 +363,17 @@ class ModeProblem:
             of_group = [min(ways, key=lambda mode: costs[group, mode]) for group in range(count)]
             least_j = math.fsum(costs[group, mode] for group, mode in enumerate(of_group))
             return tuple(of_group[group] for group in self.groups), least_j
+        return self._within_memory(costs, prices)
+
+    def _within_memory(
+        self, costs: Mapping[tuple[int, str], float], prices: _Prices | None = None
+    ) -> tuple[Assignment, float]:
+        """Return the modes of least cost within memory, with what changes cost at these prices."""
         programme = _Programme()
         modes = programme.add_modes(self, costs)
-        for place, before, latest in self._changes:
-            price_j = prices.waits_w.get((place, before), 0.0) * self.modes.change_s
+        waits_w = {} if prices is None else prices.waits_w
+        for place, before, latest in self._changes if waits_w else ():
+            price_j = waits_w.get((place, before), 0.0) * self.modes.change_s
             programme.add_change(self.groups[place], self.groups[latest], modes, price_j)
         solved = programme.solve()
         assert solved is not None  # the training's own way fits
@@ -354,13 +385,15 @@ class ModeProblem:
             max(ways, key=lambda mode: float(x[modes[group, mode]])) for group in self.groups
         )
 
-    def _exact(self, deadline_s: float) -> Choice | None:
-        """Return the best modes and clocks; None if no choice of them is in time."""
+    def _exact(self, deadline_s: float, *, whole: bool = True) -> Choice | None:
+        """Return the best modes and clocks; None if no choice of them is in time. Those that are
+        not `whole` are parts of several, of which the modes are the nearest within memory.
+        """
         dag, count = self.dag, len(self.dag.computations)
         unit_s = _UNIT * deadline_s
         within = (deadline_s - dag.profile.overhead_s) / unit_s
         programme = _Programme()
-        modes = programme.add_modes(self, defaultdict(float))
+        modes = programme.add_modes(self, defaultdict(float), whole=whole)
         starts = [programme.add(0.0, within) for _ in dag.order]
         changed = {
             (place, before): programme.add_change(
@@ -372,7 +405,8 @@ class ModeProblem:
         for place, fronts in enumerate(self.points):
             columns.append({})
             for mode, front in fronts.items():
-                of_mode = {programme.add(p.effective_j, 1.0, whole=True): p for p in front}
+                hull = front if whole else _hull(front)
+                of_mode = {programme.add(p.effective_j, 1.0, whole=whole): p for p in hull}
                 in_it = modes[self.groups[place], mode]
                 programme.limit({**dict.fromkeys(of_mode, 1.0), in_it: -1.0}, 0.0, 0.0)
                 columns[-1] |= of_mode
@@ -394,11 +428,15 @@ class ModeProblem:
         solved = programme.solve()
         if solved is None:
             return None
-        clocks = [max(each, key=lambda i: float(solved.x[i])) for each in columns]
         fixed_j = [dag.points[key][0].effective_j for key in dag.keys[count:]]
+        bound_j = math.fsum([solved.bound, *fixed_j])
+        if not whole:
+            far = {key: -float(solved.x[variable]) for key, variable in modes.items()}
+            return Choice(self._within_memory(far)[0], bound_j)
+        clocks = [max(each, key=lambda i: float(solved.x[i])) for each in columns]
         return Choice(
             self._assigned(modes, solved.x),
-            math.fsum([solved.bound, *fixed_j]),
+            bound_j,
             tuple(each[i].clock_mhz for each, i in zip(columns, clocks, strict=True)),
         )
 
@@ -443,21 +481,35 @@ class _Programme:
         self._rows.append((row, least, most))
 
     def add_modes(
-        self, problem: ModeProblem, costs: Mapping[tuple[int, str], float]
+        self,
+        problem: ModeProblem,
+        costs: Mapping[tuple[int, str], float],
+        *,
+        whole: bool = True,
     ) -> dict[tuple[int, str], int]:
-        """Add the mode of each group, at a cost each, within memory; return its variables."""
+        """Add the mode of each group, at a cost each, within memory; return its variables.
+
+        Where all that take more than the least of their group take as much more, a limit is one on
+        their number, a whole one: so parts of modes are nearer to whole ones.
+        """
         groups = range(1 + max(problem.groups))
         modes = {
-            (group, mode): self.add(costs[group, mode], 1.0, whole=True)
+            (group, mode): self.add(costs[group, mode], 1.0, whole=whole)
             for group in groups
             for mode in problem.modes.usable
         }
         for group in groups:
             self.limit({modes[group, mode]: 1.0 for mode in problem.modes.usable}, 1.0, 1.0)
         for row in problem.memory_rows:
-            unit = row.limit or 1.0
-            taken = {modes[key]: part / unit for key, part in row.parts.items()}
-            self.limit(taken, row.limit / unit)
+            least: dict[int, float] = {}
+            for (group, _), part in row.parts.items():
+                least[group] = min(part, least.get(group, part))
+            more = {key: part - least[key[0]] for key, part in row.parts.items()}
+            unit = max(more.values()) or 1.0
+            taken = {modes[key]: part / unit for key, part in more.items() if part > _SAME * unit}
+            most = (row.limit - math.fsum(least.values())) / unit + _SAME
+            is_number = all(part > 1 - _SAME for part in taken.values())
+            self.limit(taken, math.floor(most) if is_number else most)
         return modes
 
     def add_change(
@@ -499,4 +551,12 @@ class _Programme:
         )
         if solution.x is None:
             return None
-        return _Solved(solution.x, float(solution.mip_dual_bound) * unit)
+        # One whose variables are not whole has no other bound than its cost.
+        bound = solution.mip_dual_bound if whole.any() else solution.fun
+        return _Solved(solution.x, float(bound) * unit)
+
+
+def _hull(front: Sequence[OperatingPoint]) -> list[OperatingPoint]:
+    """Return the points of which some deadline has parts."""
+    hull = set(lower_hull((point.time_s, point.effective_j) for point in front))
+    return [point for point in front if (point.time_s, point.effective_j) in hull]

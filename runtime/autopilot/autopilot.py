@@ -104,7 +104,7 @@ class Autopilot:
             job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
         )
         self._early = max(
-            1, round(_EARLY / math.sqrt(job.pipelines))
+            1, round(_EARLY * len(job.modes) / math.sqrt(job.pipelines))
         )  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._ledger: Ledger | None = None
@@ -124,7 +124,8 @@ class Autopilot:
         self._ahead: dict[int, _Ran] = {}
         self._tried: dict[
             tuple[int, int], int
-        ] = {}  # (rank, clock) -> the iteration of its last trial
+        ] = {}  # (rank, option) -> the iteration of its last trial
+        self._costly = -1  # the last iteration in which a mode was tried for the first time
         self._audits = Audits()
         # What iterations took, or had taken, at full clocks, and that over the replayed time.
         self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
@@ -232,7 +233,7 @@ class Autopilot:
             longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
             if ran is not None and ran.is_planned and ran.version == 0:
                 self._margin = _FORGOTTEN * (self._margin or 0.0)
-            elif not full:
+            elif not full and iteration != self._costly:
                 late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
                 # More is left at once where the ledger has nothing to spare.
                 is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
@@ -337,7 +338,7 @@ class Autopilot:
             self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
         more = _TRIAL if is_early else _LATE_TRIAL
         trials, limit_s = 0, reference_s * (settings.slowdown + more)
-        run = list(programs)
+        run, spare_s = list(programs), 0.0
         if settings.learn:
             if is_due:
                 self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
@@ -350,14 +351,17 @@ class Autopilot:
                 wanted, is_open = self._wanted(
                     program, settled, iteration, pipeline, is_early=is_early
                 )
-                most_s = max(limit_s, self._waits_s[pipeline])
+                if new := self._new_modes(iteration, pipeline):
+                    wanted, spare_s = new, self._spare_s()
+                most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
                 run[pipeline], tried = search.with_trials(
                     program, limits, wanted, is_open, settled, self._random
                 )
-                for rank, clock in tried:
-                    self._tried[rank, clock] = iteration
-                    trials += int(clock and (~settled[search.classes[rank], clock]).sum())
+                for rank, option in tried:
+                    self._tried[rank, option] = iteration
+                    trials += int(option and (~settled[search.classes[rank], option]).sum())
+        self._costly = iteration if trials and spare_s else self._costly
         run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
         time_s = max(
             search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
@@ -371,6 +375,28 @@ class Autopilot:
             time_s=time_s * median(self._ratios or [1.0]),
             saving=(saving, error),
         )
+
+    def _new_modes(self, iteration: int, pipeline: int) -> list[list[int]]:
+        """Return what each rank should try if one is to run for the first time in a mode: at full
+        clocks, of which its others tell. Empty if none is.
+        """
+        ranks, untried = range(self.job.ranks), self._learner.untried()
+        due = [
+            (rank, mode)
+            for mode, classes in enumerate(untried)
+            for rank in ranks
+            if classes[self._search.classes[rank]].any()
+            and iteration - self._tried.get((rank, mode), -_REPEAT) >= _REPEAT
+        ]
+        if not due or iteration % 2 or self._costly > self._observed:
+            return []
+        at, mode = due[(iteration + pipeline) % len(due)]
+        return [[mode] if rank == at else [] for rank in ranks]
+
+    def _spare_s(self) -> float:
+        """Return what the first computations in a mode may cost: half of what may be owed."""
+        assert self._ledger is not None
+        return max(0.0, self._ledger.burst_s - self._ledger.owed_s) / 2
 
     def _is_new(self, plan: Sequence[Costs]) -> bool:
         """Whether a row costs something else than when plans were last searched."""
@@ -456,21 +482,20 @@ class Autopilot:
         *,
         is_early: bool,
     ) -> tuple[list[list[int]], NDArray[np.bool_]]:
-        """Return the clocks that each rank should try, those first that the best plan might use;
+        """Return the options that each rank should try, those first that the best plan might use;
         and which it may.
         """
-        search = self._search
-        clocks = len(self.job.clocks_mhz)
-        sweep = _bit_reversed(clocks)
-        wanted, is_open = [], np.zeros((self.job.ranks, clocks), dtype=bool)
+        search, options = self._search, settled.shape[1]
+        sweep = _bit_reversed(options)
+        wanted, is_open = [], np.zeros((self.job.ranks, options), dtype=bool)
         for rank, classes in enumerate(search.classes):
             first, stop = search.problem.rank_start[rank : rank + 2]
             is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
-            for clock in range(1, clocks):
-                recent = iteration - self._tried.get((rank, clock), -_REPEAT) < _REPEAT
-                is_open[rank, clock] = not recent and not settled[classes, clock].all()
+            for option in range(1, options):
+                recent = iteration - self._tried.get((rank, option), -_REPEAT) < _REPEAT
+                is_open[rank, option] = not recent and not settled[classes, option].all()
             used = (
-                np.bincount(self._target[first:stop], minlength=clocks)
+                np.bincount(self._target[first:stop], minlength=options)
                 if self._target is not None
                 else sweep
             )
@@ -479,8 +504,8 @@ class Autopilot:
                 for c in np.argsort(-np.asarray(used), kind="stable").tolist()
                 if used[c] and is_open[rank, c]
             ]
-            begin = (rank * 5 + pipeline * 3 + iteration) % clocks
-            turned = [sweep[(begin + i) % clocks] for i in range(clocks)]
+            begin = (rank * 5 + pipeline * 3 + iteration) % options
+            turned = [sweep[(begin + i) % options] for i in range(options)]
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
             if is_early:
                 wanted.append(
@@ -504,7 +529,8 @@ class Autopilot:
             np.add.at(seconds, (member, candidate), computed_s)
             np.add.at(waiting_s, rank, -computed_s)
             waiting_s += self._search.replay(candidate, costs)[0]
-            energies.append(self._learner.powers.energy(seconds, waiting_s))
+            rows_s = self._learner.by_row(seconds)
+            energies.append(self._learner.powers.energy(rows_s, waiting_s))
         (plan_j, plan_slope), (full_j, full_slope) = energies
         slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
         return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
@@ -529,8 +555,11 @@ class Autopilot:
         self._ahead[iteration] = _Ran(version, programs, slowdown, is_planned)
         clocks = tuple(self._search.clocks_mhz(program) for program in programs)
         unknown = int((~self._learner.times.known).sum())
+        several = len(self.job.modes) > 1
+        modes = tuple(map(self._search.modes, programs)) if several else ()
+        ledger = self._ledger
         return Decision(
-            iteration, version, phase, clocks, self._ledger, trials, unknown, time_s, *saving
+            iteration, version, phase, clocks, ledger, trials, unknown, time_s, *saving, modes
         )
 
     def learned(self) -> Profile:

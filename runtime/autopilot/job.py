@@ -12,6 +12,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import CLOCK, Changes, Count, Index, Rule, Seconds, Wait
 from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules.iteration import Iteration
 
 Slowdown = Annotated[
@@ -45,6 +46,9 @@ class AutopilotJob(Checked, prefix="job, "):
     gpus_per_stage: Count = 1  #: GPUs of a rank
     gpu: str | None = None  #: the GPU's name
     control: str = "clock"  #: what `clocks_mhz` are, as `Profile.control`: power limits are watts
+    #: the modes in which each computation may run, the training's own first; two at most.
+    modes: tuple[str, ...] = (OWN,)
+    shares_microbatch: bool = False  #: whether a microbatch has one mode in all of a stage
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +98,7 @@ class ComputationObservation(NamedTuple):
     change_s: float | None = None
     #: that clock, MHz. With more than one change in it, give `clock_mhz` None.
     changed_mhz: int | None = None
+    mode: str = OWN  #: in which it ran
 
 
 class RankObservation(NamedTuple):
@@ -299,3 +304,5 @@ class Decision:
     #: energy that the plan saves, as a share of that of an iteration at full clocks.
     saving: float = 0.0
     saving_stderr: float = 0.0  #: its standard error
+    #: likewise the mode of each; empty if the job has one.
+    modes: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)

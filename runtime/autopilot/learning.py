@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.profiles.modes import in_mode
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs
@@ -19,7 +20,11 @@ from perseus_planner.runtime.autopilot.times import TimeRows, TimeTables
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.runtime.autopilot.job import AutopilotJob, RankObservation
+    from perseus_planner.runtime.autopilot.job import (
+        AutopilotJob,
+        ComputationObservation,
+        RankObservation,
+    )
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
@@ -43,7 +48,10 @@ _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 class Learner:
     """Learns rows: the time and power of each class, (stage, kind), at each clock.
 
-    GPUs of data-parallel pipelines share the rows of their stage.
+    GPUs of data-parallel pipelines share the rows of their stage. Where the job has modes, each
+    class has one more row at each clock: rows are those of all classes in the first mode, then in
+    the next one. What is told of them is told by option, mode and clock together, as the search has
+    them: (classes, options).
 
     Args:
         job: the job.
@@ -62,15 +70,17 @@ class Learner:
         *,
         learn: bool,
     ) -> None:
-        self._learn = learn
-        self.job, self._keys, self._class_rank, self._prior = job, keys, class_rank, prior
-        gpus = job.pipelines * job.ranks
-        self._class_of = {key: i for i, key in enumerate(keys)}
-        kind_names = sorted({kind for _, kind in keys})
-        kinds, stages = [kind_names.index(kind) for _, kind in keys], [stage for stage, _ in keys]
+        self._learn, self._classes = learn, len(keys)
+        self.job, self._class_rank, self._prior = job, class_rank, prior
+        gpus, modes = job.pipelines * job.ranks, len(job.modes)
+        in_modes = [(stage, in_mode(kind, mode)) for mode in job.modes for stage, kind in keys]
+        self._class_of = {key: i for i, key in enumerate(in_modes)}
+        names = sorted({kind for _, kind in in_modes})
+        kinds, stages = ([names.index(kind) for _, kind in in_modes], [s for s, _ in in_modes])
         self._number = {clock: i for i, clock in enumerate(job.clocks_mhz)}
-        self.times = TimeRows(job.clocks_mhz, kinds, gpus)
-        self.powers = PowerRows(job.clocks_mhz, kinds, stages, class_rank.tolist(), gpus)
+        self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
+        ranks = class_rank.tolist() * modes
+        self.powers = PowerRows(job.clocks_mhz, kinds, stages, ranks, gpus)
         computed = len(job.iteration.keys)
         #: of each rank, the class and the microbatch of each computation
         self._programs = [
@@ -95,15 +105,30 @@ class Learner:
         top_j = top_s = 0.0
         for row, clock, measurement in self._prior_rows():
             self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
-            top_j += measurement.energy_j * (clock == 0)
-            top_s += measurement.time_s * (clock == 0)
-        if self.times.known[:, 0].all():
+            top_j += measurement.energy_j * self._is_full(row, clock)
+            top_s += measurement.time_s * self._is_full(row, clock)
+        if self.times.known[: self._classes, 0].all():
             self._begin_powers(top_j, top_s, 0.0)
 
     @property
     def is_ready(self) -> bool:
         """Whether every class was measured at full clocks, and energy was observed."""
-        return bool(self.times.count[:, 0].all()) and self.powers.top_w > 0.0
+        return bool(self.times.count[: self._classes, 0].all()) and self.powers.top_w > 0.0
+
+    def _is_full(self, row: Any, clock: Any) -> Any:
+        """Whether rows are those of full clocks, in the first mode."""
+        return (clock == 0) & (row < self._classes)
+
+    def by_option(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a table of rows and clocks as one of classes and options."""
+        modes, clocks = len(self.job.modes), len(self.job.clocks_mhz)
+        of_modes = table.reshape(modes, self._classes, clocks)
+        return of_modes.transpose(1, 2, 0).reshape(self._classes, clocks * modes)
+
+    def by_row(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a table of classes and options as one of rows and clocks."""
+        of_modes = table.reshape(self._classes, -1, len(self.job.modes))
+        return of_modes.transpose(2, 0, 1).reshape(-1, len(self.job.clocks_mhz))
 
     @property
     def _enough(self) -> int:
@@ -143,9 +168,7 @@ class Learner:
     def _told(self, seen: RankObservation) -> Iterator[tuple[int, int, int, float]]:
         """Yield the microbatch, class, clock and seconds that a rank's computations tell."""
         factor = self.times.factor[self._gpu(seen)]
-        for (row, microbatch), computation in zip(
-            self._programs[seen.rank], seen.computations, strict=False
-        ):
+        for row, microbatch, computation in self._ran(seen):
             first = self._number.get(computation.clock_mhz or 0)
             expected_s = {}
             if first is not None and self.times.count[row, first]:
@@ -155,13 +178,20 @@ class Learner:
             if told is not None and told[0] in self._number:
                 yield microbatch, row, self._number[told[0]], told[1]
 
-    def _parts(self, seen: RankObservation) -> Iterator[tuple[int, int, float, int, float]]:
-        """Yield of each computation its class, and a clock and the seconds at it, twice; a clock
-        that is not known is -1.
+    def _ran(self, seen: RankObservation) -> Iterator[tuple[int, int, ComputationObservation]]:
+        """Yield the class, in its mode, and the microbatch of each computation, and what was
+        observed of it.
         """
-        for (row, _), computation in zip(
+        for (row, microbatch), each in zip(
             self._programs[seen.rank], seen.computations, strict=False
         ):
+            yield row + self._classes * self.job.modes.index(each.mode), microbatch, each
+
+    def _parts(self, seen: RankObservation) -> Iterator[tuple[int, int, float, int, float]]:
+        """Yield of each computation its class, in its mode, and a clock and the seconds at it,
+        twice; a clock that is not known is -1.
+        """
+        for row, _, computation in self._ran(seen):
             duration_s = computation.end_s - computation.begin_s
             before_s = duration_s
             if computation.change_s is not None:
@@ -172,7 +202,7 @@ class Learner:
 
     def _seconds(self, seen: RankObservation) -> Floats:
         """Return the seconds for which a rank ran each row: (classes, clocks)."""
-        seconds = np.zeros((len(self._class_of), len(self.job.clocks_mhz)))
+        seconds = np.zeros_like(self.times.mean)
         for row, first, first_s, last, last_s in self._parts(seen):
             if first >= 0 <= last:
                 seconds[row, first] += first_s
@@ -185,7 +215,7 @@ class Learner:
 
         None if it is not known at which clocks they ran.
         """
-        times_s = self.costs()[seen.pipeline].time_s
+        times_s = self.by_row(self.costs()[seen.pipeline].time_s)
         parts = list(self._parts(seen))
         ran_s = np.array([first_s + last_s for _, _, first_s, _, last_s in parts])
         unknown_s = sum(
@@ -194,8 +224,8 @@ class Learner:
         if not parts or unknown_s > _UNKNOWN * ran_s.sum():
             return None
         full_s = [
-            first_s * times_s[row, 0] / times_s[row, max(first, 0)]
-            + last_s * times_s[row, 0] / times_s[row, max(last, 0)]
+            first_s * times_s[row % self._classes, 0] / times_s[row, max(first, 0)]
+            + last_s * times_s[row % self._classes, 0] / times_s[row, max(last, 0)]
             for row, first, first_s, last, last_s in parts
         ]
         return ran_s, np.array(full_s)
@@ -233,7 +263,7 @@ class Learner:
                 times.factor[g] *= math.exp(float(np.median(more)))
                 value[gpu == g] -= float(np.median(more))
                 self._apart[g] = ()
-        top = known & (clock == 0)
+        top = known & self._is_full(row, clock)
         self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
         value -= self.common
         known &= ~self._changed(row, clock, value, known)
@@ -256,7 +286,7 @@ class Learner:
         """Have the rows of lower clocks follow what they miss beside full ones, as they are planned
         on because they seem fast, by chance too.
         """
-        low = clock > 0
+        low = ~self._is_full(row, clock)
         if min(low.sum(), (~low).sum()) < _TOPS:
             return
         miss = value - self.times.mean[row, clock]
@@ -330,10 +360,18 @@ class Learner:
                     yield self._class_of[key], self._number[measurement.clock_mhz], measurement
 
     def settled(self) -> NDArray[np.bool_]:
-        """(classes, clocks) whether trials would tell little more of a row."""
+        """(classes, options) whether trials would tell little more of a row, or another one of its
+        mode is to come first.
+        """
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
-        return self.times.known & (self._tables.stderr < _SETTLED)
+        settled = self.times.known & (self._tables.stderr < _SETTLED)
+        settled[:, 1:] |= ~self.times.known[:, :1]
+        return self.by_option(settled)
+
+    def untried(self) -> NDArray[np.bool_]:
+        """(modes, classes) whether nothing is known of a class in a mode."""
+        return ~self.times.known[:, 0].reshape(-1, self._classes)
 
     def planned_share(self) -> float:
         """Return the share of all rows that may be planned on."""
@@ -349,11 +387,12 @@ class Learner:
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
-        table: Floats = getattr(tables, f"{kind}_s").copy()
+        table: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
         table[:, 1:] *= 1 + margin
         power_w, error_w, waiting_w = (
-            self.powers.tables() if self.powers.top_w else _unknown_power(table)
+            self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
         )
+        power_w, error_w = self.by_option(power_w), self.by_option(error_w)
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks, all_costs = self.job.ranks, []
         for pipeline in range(self.job.pipelines):
@@ -375,8 +414,11 @@ class Learner:
             )
         power_w, error_w, waiting_w = self.powers.tables()
         variance, table = self.times.variance(), {}
-        for key, row in self._class_of.items():
-            factor = float(self.times.factor[self._class_rank[row]])
+        #: a mode in which not every class was measured is not part of it
+        lacking = np.append(self.untried().any(axis=1), True)
+        measured = self._classes * int(np.argmax(lacking))
+        for key, row in list(self._class_of.items())[:measured]:
+            factor = float(self.times.factor[self._class_rank[row % self._classes]])
             rows = []
             for clock in np.flatnonzero(self.times.known[row]).tolist():
                 count = float(self.times.count[row, clock])

@@ -1,5 +1,8 @@
 """Plans from learnt rows: fresh ones from the solver, polished with what changes cost, and
 trials that ride on them.
+
+The search has options: a clock and a mode, by number, as in `solver.clock_problem`. Where the job
+has one mode, an option is a clock.
 """
 
 from __future__ import annotations
@@ -7,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleDeadline
 from perseus_planner.profiles.measurement import Measurement, with_fewer_changes
+from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import clocks_by_budget
@@ -49,11 +53,14 @@ _SLACK = 1e-3
 LATE = 200.0  #: an iteration that is later by a part costs so many times that part of its energy
 #: most computations of a trial that is not a whole phase, and at most a twelfth of the rank's
 _BLOCK = 4
+T = TypeVar("T")
 _MOST_TRIALS = 4  #: clocks that are tried on one rank in an iteration
 
 
 class Costs(NamedTuple):
-    """What a search assumes: (classes, clocks) seconds and watts, and (ranks,) watts of waiting."""
+    """What a search assumes: (classes, options) seconds and watts, and (ranks,) watts of
+    waiting.
+    """
 
     time_s: Floats
     power_w: Floats
@@ -61,13 +68,16 @@ class Costs(NamedTuple):
 
 
 class Searcher:
-    """Searches programs of one pipeline: the clock of each computation by number, highest first."""
+    """Searches programs of one pipeline: the option of each computation, highest clocks first."""
 
     def __init__(self, job: AutopilotJob, max_changes: int | None) -> None:
         self._max_changes = max_changes
         self.keys = list(dict.fromkeys(sorted(job.iteration.keys)))
-        tables = np.ones((2, len(self.keys), len(job.clocks_mhz)))
-        self.problem = clock_problem(job.iteration, self.keys, *tables)
+        self._bits = (len(job.modes) - 1).bit_length()
+        self._mask = (1 << self._bits) - 1
+        ones = np.ones((len(self.keys), len(job.clocks_mhz) << self._bits))
+        tied = _tied(job) if job.shares_microbatch else None
+        self.problem = clock_problem(job.iteration, self.keys, ones, ones, self._bits, tied)
         self._budget = len(self.problem.node) if max_changes is None else max_changes
         self.class_rank = np.zeros(len(self.keys), dtype=np.int64)
         self.class_rank[self.problem.member] = self.problem.rank
@@ -81,7 +91,7 @@ class Searcher:
         self._change = change_cost(self.job.iteration, change, self.job.gpus_per_stage)
 
     def full(self) -> Integers:
-        """Return the program of full clocks."""
+        """Return the program of full clocks, in the first mode."""
         return np.zeros(len(self.problem.node), dtype=np.int64)
 
     def replay(self, clock: Integers, costs: Costs) -> tuple[float, float]:
@@ -98,10 +108,19 @@ class Searcher:
         return replay(self.problem, state)
 
     def _with(self, costs: Costs) -> ClockProblem:
-        """Return the problem with these costs."""
-        cost_j = costs.time_s * (costs.power_w - costs.waiting_w[self.class_rank, None])
-        cost_j[~np.isfinite(costs.time_s)] = np.inf
-        return self.problem._replace(time_s=costs.time_s, cost_j=cost_j)
+        """Return the problem with these costs.
+
+        While a clock comes into force, a computation may run at one that is not known in its mode:
+        it is taken to be as in the other one.
+        """
+        time_s = costs.time_s
+        if self._bits:
+            of_modes = time_s.reshape(len(time_s), -1, 1 << self._bits)
+            known = np.where(np.isfinite(of_modes), of_modes, of_modes.min(axis=2, keepdims=True))
+            time_s = known.reshape(time_s.shape)
+        cost_j = time_s * (costs.power_w - costs.waiting_w[self.class_rank, None])
+        cost_j[~np.isfinite(time_s)] = np.inf
+        return self.problem._replace(time_s=time_s, cost_j=cost_j)
 
     def _replayed(
         self, clock: Integers, costs: Costs, problem: ClockProblem
@@ -133,7 +152,7 @@ class Searcher:
         return polished, *self.replay(polished, costs)
 
     def _usable(self, costs: Costs) -> NDArray[np.bool_]:
-        """Return whether each rank may be planned on at each clock: (ranks, clocks)."""
+        """Return whether each rank may be planned on at each option: (ranks, options)."""
         finite = np.isfinite(costs.time_s)
         return np.array([finite[classes].all(axis=0) for classes in self.classes])
 
@@ -142,8 +161,10 @@ class Searcher:
         planned on.
         """
         usable, repaired = self._usable(costs), program.copy()
-        for k, (rank, clock) in enumerate(zip(self.problem.rank, program, strict=True)):
-            repaired[k] = np.flatnonzero(usable[rank, : clock + 1]).max(initial=0)
+        for k, (rank, option) in enumerate(zip(self.problem.rank, program, strict=True)):
+            mode = option & self._mask
+            in_it = usable[rank, mode : option + 1 : self._mask + 1]
+            repaired[k] = mode + (np.flatnonzero(in_it).max(initial=0) << self._bits)
         return repaired
 
     def solve(self, costs: Costs, deadline_s: float, attempt: int) -> Integers | None:
@@ -153,41 +174,55 @@ class Searcher:
         Attempts begin with different numbers of changes, so that several of them find different
         plans.
         """
-        job, table, usable = self.job, {}, self._usable(costs)
-        for number, key in enumerate(self.keys):
-            table[key] = tuple(
-                Measurement(
-                    job.clocks_mhz[c], float(costs.time_s[number, c]),
-                    float(costs.time_s[number, c] * costs.power_w[number, c]),
-                )
-                for c in np.flatnonzero(usable[self.class_rank[number]]).tolist()
-            )  # fmt: skip
+        job, usable = self.job, self._usable(costs)
+        table = dict[tuple[int, str], tuple[Measurement, ...]]()
+        for number, (stage, kind) in enumerate(self.keys):
+            for m, mode in enumerate(job.modes):
+                table[stage, in_mode(kind, mode)] = tuple(
+                    Measurement(
+                        job.clocks_mhz[o >> self._bits], float(costs.time_s[number, o]),
+                        float(costs.time_s[number, o] * costs.power_w[number, o]),
+                    )
+                    for o in np.flatnonzero(usable[self.class_rank[number]]).tolist()
+                    if o & self._mask == m
+                ) or table[stage, kind][:1]  # nothing better than what there is  # fmt: skip
         stages = sorted({stage for stage, _ in self.keys})
         waiting_w = tuple(
             float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages
         )
         try:
-            dag = PipelineDag(Profile(table, waiting_w), job.iteration)
-            frontier = solve_dag(dag)
+            ways = {mode: Mode() for mode in job.modes}
+            shared_by = "microbatch" if job.shares_microbatch else "computation"
+            modes = Modes(ways, shared_by) if self._bits else None
+            frontier = solve_dag(PipelineDag(Profile(table, waiting_w, modes=modes), job.iteration))
             within_s = max(deadline_s, frontier.min_time_s)
+            if self._bits:
+                frontier = frontier.in_modes(within_s)
+                within_s = max(within_s, frontier.min_time_s)
             clocks = Planner(frontier).clocks(within_s)
         except InfeasibleDeadline:
             return None
         if self._max_changes is not None:
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
-            by_budget = clocks_by_budget(dag, within_s, clocks, levels, _EFFORT)
+            by_budget = clocks_by_budget(frontier.dag, within_s, clocks, levels, _EFFORT)
             if self._max_changes not in by_budget:
                 return None
             clocks = by_budget[self._max_changes]
-        number_of = {clock: i for i, clock in enumerate(job.clocks_mhz)}
-        return np.array([number_of[clock] for clock in clocks])
+        number_of = {clock: i << self._bits for i, clock in enumerate(job.clocks_mhz)}
+        in_modes = [job.modes.index(mode_of(kind)) for _, kind in frontier.dag.iteration.keys]
+        plan = np.array([number_of[clock] for clock in clocks]) | in_modes
+        return np.where(usable[self.problem.rank, plan], plan, 0)
 
     def clocks_mhz(self, program: Integers) -> tuple[tuple[int, ...], ...]:
         """Return the clock of each rank's computations, MHz."""
-        return tuple(
-            tuple(self.job.clocks_mhz[c] for c in program[first:stop].tolist())
-            for first, stop in pairwise(self.problem.rank_start)
-        )
+        return self._by_rank([self.job.clocks_mhz[o >> self._bits] for o in program.tolist()])
+
+    def modes(self, program: Integers) -> tuple[tuple[str, ...], ...]:
+        """Return the mode of each rank's computations."""
+        return self._by_rank([self.job.modes[o & self._mask] for o in program.tolist()])
+
+    def _by_rank(self, values: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        return tuple(tuple(values[i:j]) for i, j in pairwise(self.problem.rank_start))
 
     def joined(self, program: Integers, before: Integers) -> Integers:
         """Return the program with one change less where the step from the one before to it would
@@ -196,15 +231,20 @@ class Searcher:
         if self._max_changes is None:
             return program
         joined = program.copy()
-        starts = self.problem.rank_start
-        for rank, (first, stop) in enumerate(pairwise(starts)):
-            steps = int(program[first] != before[first])
-            if max_changes(starts, program, rank, rank) + steps <= self._max_changes:
+        clocks, bits = program >> self._bits, self._bits
+        for rank, (first, stop) in enumerate(pairwise(self.problem.rank_start)):
+            steps = int(clocks[first] != before[first] >> bits)
+            if self._changes(program, rank) + steps <= self._max_changes:
                 continue
             most = self._max_changes - 1
-            slower = [-c for c in program[first:stop].tolist()]  # a lower number is a higher clock
-            joined[first:stop] = [-c for c in with_fewer_changes(slower, most)]
+            slower = [-c for c in clocks[first:stop].tolist()]  # a lower number is a higher clock
+            fewer = np.negative(with_fewer_changes(slower, most)) << bits
+            joined[first:stop] = fewer | program[first:stop] & self._mask
         return joined
+
+    def _changes(self, program: Integers, rank: int) -> int:
+        """Return how often a rank changes its clock."""
+        return max_changes(self.problem.rank_start, program, rank, rank, self._bits)
 
     def with_trials(
         self,
@@ -215,7 +255,7 @@ class Searcher:
         settled: NDArray[np.bool_],
         random: np.random.Generator,
     ) -> tuple[Integers, list[tuple[int, int]]]:
-        """Return the program with trials, and the (rank, clock) that are tried.
+        """Return the program with trials, and the (rank, option) that are tried.
 
         Where a wanted clock could take too long, the slowest open one on the way to it that could
         not is tried.
@@ -223,18 +263,18 @@ class Searcher:
         Args:
             program: the plan.
             limits: what rows may cost, and the longest iteration then, seconds; each must hold.
-            wanted: of each rank, the clocks to try, best first.
-            is_open: (ranks, clocks) whether a clock may be tried.
-            settled: (classes, clocks) whether a trial would tell little more of a row; a trial is
+            wanted: of each rank, the options to try, best first.
+            is_open: (ranks, options) whether an option may be tried.
+            settled: (classes, options) whether a trial would tell little more of a row; a trial is
                 where it tells of the most others.
             random: the source of chance.
         """
         tried: list[tuple[int, int]] = []
-        trial, starts = program.copy(), self.problem.rank_start
+        trial = program.copy()
 
-        def fits(first: int, stop: int, rank: int, clock: int) -> bool:
-            trial[first:stop] = clock
-            return max_changes(starts, trial, rank, rank) <= self._budget and all(
+        def fits(first: int, stop: int, rank: int, option: int) -> bool:
+            self._try(trial, first, stop, option)
+            return self._changes(trial, rank) <= self._budget and all(
                 self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
             )
 
@@ -270,18 +310,15 @@ class Searcher:
         is_open: NDArray[np.bool_],
         fits: Callable[[int, int, int, int], bool],
     ) -> int | None:
-        """Set the spot to the open clock nearest to a wanted one that fits, and return it; None
-        if none does.
+        """Set the spot to the open option nearest to a wanted one, in its mode, that fits, and
+        return it; None if none does.
         """
         begin = int(trial[spot[0]])
-        ahead = (
-            [c for c in range(begin + 1, clock + 1) if is_open[c]]
-            if clock > begin
-            else [clock] * int(is_open[clock])
-        )
+        first = min(clock, begin + 1 + ((clock - begin - 1) & self._mask))
+        ahead = [c for c in range(first, clock + 1, self._mask + 1) if is_open[c]]
         low, high = 0, len(ahead)  # the first `low` fit, as far as is known
         deepest = None
-        kept = trial[spot[0] : spot[1]].copy()
+        kept = trial.copy()
         probe = high - 1
         while low < high:
             if fits(*spot, rank, ahead[probe]):
@@ -289,8 +326,19 @@ class Searcher:
             else:
                 high = probe
             probe = (low + high) // 2
-        trial[spot[0] : spot[1]] = kept if deepest is None else deepest
+        trial[:] = kept
+        if deepest is not None:
+            self._try(trial, *spot, deepest)
         return deepest
+
+    def _try(self, trial: Integers, first: int, stop: int, option: int) -> None:
+        """Give computations of a rank an option, and those that share their modes its mode."""
+        trial[first:stop] = option
+        for k in range(first, stop) if self._bits else ():
+            other = self.problem.tied[k]
+            while other != k:
+                trial[other] = trial[other] & ~self._mask | option & self._mask
+                other = self.problem.tied[other]
 
     def _spots(
         self, program: Integers, rank: int, clock: int, random: np.random.Generator
@@ -299,9 +347,10 @@ class Searcher:
         borders; anywhere.
         """
         first, stop = (int(k) for k in self.problem.rank_start[rank : rank + 2])
+        clocks = program >> self._bits
         borders = [
             first,
-            *(k for k in range(first + 1, stop) if program[k] != program[k - 1]),
+            *(k for k in range(first + 1, stop) if clocks[k] != clocks[k - 1]),
             stop,
         ]
         phases = sorted(
@@ -320,3 +369,16 @@ class Searcher:
             if stop - first > length:
                 start = int(random.integers(first, stop - length))
                 yield start, start + length
+
+
+def _tied(job: AutopilotJob) -> Integers:
+    """Return `ClockProblem.tied` where a microbatch has one mode in all of a stage."""
+    computations = job.iteration.computations
+    tied, first, latest = np.arange(len(computations)), dict[object, int](), dict[object, int]()
+    for place, (stage, _, microbatch) in enumerate(computations):
+        group = stage, microbatch
+        if group in latest:
+            tied[latest[group]] = place
+        latest[group] = place
+        tied[place] = first.setdefault(group, place)
+    return tied

@@ -47,6 +47,9 @@ _DOUBT, _FADING = (
     0.3,
     10.0,
 )  #: how far over the physical bound a row may be before any is known, and after how many
+#: logarithm of the time of a class in a mode in which it was not measured yet, over that in its own
+#: way: its doubt, most likely at most, and at most
+_NEW, _NEW_SAFE, _NEW_DOUBT = 0.3, 0.3, 0.7
 
 
 class TimeTables(NamedTuple):
@@ -69,9 +72,13 @@ class TimeRows:
         clocks_mhz: all clocks, highest first.
         kinds: the number of the kind of each class; classes of one kind are alike.
         gpus: number of GPUs.
+        modes: how many modes the classes have: all in the first one, then all in the next one.
     """
 
-    def __init__(self, clocks_mhz: Sequence[int], kinds: Sequence[int], gpus: int) -> None:
+    def __init__(
+        self, clocks_mhz: Sequence[int], kinds: Sequence[int], gpus: int, modes: int = 1
+    ) -> None:
+        self._own = np.arange(len(kinds)) % (len(kinds) // modes)  #: each class in the first mode
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
@@ -149,24 +156,27 @@ class TimeRows:
         return self.count > 0
 
     def tables(self, *, between: bool) -> TimeTables:
-        """Return the times of all rows; every class was measured at the highest clock.
+        """Return the times of all rows; every class was measured at the highest clock in its first
+        mode. In another one rows tell something once it was measured so.
 
         Args:
             between: whether rows that were not measured may be planned on where measured ones tell
                 enough of them.
         """
-        measured = int(self.known.sum())
+        measured, based = int(self.known.sum()), self.known[:, 0]
         if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
             self._fitted_rows = measured
         mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
         enough = np.zeros(self.mean.shape[0], dtype=bool)
         for kind in np.unique(self._kinds):
-            rows = np.flatnonzero(self._kinds == kind)
-            mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
+            rows = np.flatnonzero((self._kinds == kind) & based)
+            if len(rows):
+                mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
+        mean[~based], error[~based] = mean[self._own[~based]], _NEW
         bound, beta = self.bound()
         enough &= np.log(beta) < _OVER
-        known, top = self.known, mean[:, :1]
+        known, top = self.known & based[:, None], mean[:, :1]
         fading = float(np.exp(-known[:, 1:].sum() / _FADING))
         plan = mean + error
         plan[:, 0] = mean[:, 0]
@@ -181,6 +191,8 @@ class TimeRows:
             usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading)))
         )
         plan = np.where(usable, planned, np.inf)
+        safe[~based] = safe[self._own[~based]] + _NEW_SAFE
+        doubt[~based] = doubt[self._own[~based]] + _NEW_DOUBT
         return TimeTables(np.exp(mean), np.exp(plan), np.exp(safe), np.exp(doubt), error)
 
     def bound(self) -> tuple[Floats, float]:
@@ -191,7 +203,8 @@ class TimeRows:
         clocks; if a measured row took longer, others may too, by as much. Only what exceeds three
         standard errors counts.
         """
-        known, over = self.known, np.where(self.known, self.mean - self._x, np.inf)
+        known = self.known & self.known[:, :1]
+        over = np.where(known, self.mean - self._x, np.inf)
         before = np.minimum.accumulate(
             np.concatenate([np.full((len(over), 1), np.inf), over[:, :-1]], axis=1), axis=1
         )
@@ -217,7 +230,7 @@ class TimeRows:
         def of_rows(scales: tuple[float, float]) -> Floats:
             return _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise)
 
-        if refit:
+        if refit or kind not in self._scales:
             every_scales = list(product(_BENDS, _STEPS))
             improbable = [_improbable(*_left_out(of_rows(each), value)) for each in every_scales]
             self._scales[kind] = every_scales[int(np.argmin(improbable))]

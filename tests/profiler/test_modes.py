@@ -28,6 +28,30 @@ def build(stage, stages):
 """
 
 
+FUNCTIONS = """
+import torch
+
+from perseus_planner.profiles.modes import ModeFunction
+
+
+def build(stage, stages):
+    loss = (lambda output: output.square().mean()) if stage == stages - 1 else None
+    return torch.nn.Linear(64, 64), torch.randn(64, 64), loss
+
+
+def nothing():
+    pass
+
+
+def plain(module):
+    return {"own": nothing, "fast": nothing}
+
+
+def told(module):
+    return {"own": nothing, "fast": ModeFunction(nothing, "stage", reorders=True)}
+"""
+
+
 def test_a_stage_is_measured_in_every_mode_and_its_profile_is_planned_on(folder: Path) -> None:
     """On a simulated GPU: recompute is a backward with one forward."""
     (folder / "stages_of_modes.py").write_text(STAGES)
@@ -55,6 +79,19 @@ def test_a_stage_is_measured_in_every_mode_and_its_profile_is_planned_on(folder:
     done("solve p.yaml --schedule 1f1b --microbatches 3 -o f.npz")
     plan = done("plan f.npz --slowdown 1.0 -o plan.yaml")
     assert "In the mode keep: 12 computations." in plan
+
+
+def test_the_profile_says_of_modes_what_they_say_of_themselves(folder: Path) -> None:
+    (folder / "stages_of_functions.py").write_text(FUNCTIONS)
+    for name, shared_by, reorders in (("plain", "computation", False), ("told", "stage", True)):
+        done(
+            "profile --gpu simulated:a100-sxm --stages 2 --stage stages_of_functions:build --modes "
+            f"stages_of_functions:{name} -o {name}.yaml"
+        )
+        given = Profile.load(folder / f"{name}.yaml").modes
+        assert given is not None
+        assert (given.shared_by, given.ways["fast"].reorders) == (shared_by, reorders)
+        assert not given.ways["own"].reorders
 
 
 def test_modes_without_an_own_way_are_refused_and_the_own_way_is_left_at_the_end() -> None:

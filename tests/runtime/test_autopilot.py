@@ -15,11 +15,12 @@ from autopilot_world import Physics, World, steady
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import smooth_profile
-from virtual_training import Training, job_of, train
+from virtual_training import CHANGE, Training, job_of, train
 
-from perseus_planner import Profile
+from perseus_planner import Profile, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.profiles.measurement import Measurement, changes_per_rank
+from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.runtime.autopilot import (
     Autopilot,
     AutopilotSettings,
@@ -388,3 +389,86 @@ def test_the_guarantee_holds_whatever_clocks_cost(
         tripping_s = max(tripping_s, ran.time_s - share * full_s)
         # The reference is right within 0.1 %; 0.005 of it is the burst.
         assert total_s <= (share + 0.001) * (number + 1) * full_s + 0.005 * full_s + tripping_s
+
+
+NANO = "nano"
+
+
+def nanobatched(shared_by: str, longer: float = 1.0) -> Profile:
+    """A profile with a mode that takes some stages less time and others more at full clocks, and
+    where a part of it does not depend on the clock.
+    """
+    rows = dict(LARGER.measurements)
+    for (stage, kind), points in LARGER.measurements.items():
+        at, top_s = stage + (kind == "B"), points[0].time_s
+        level, fixed = longer * (0.96, 1.03, 0.98, 1.05)[at % 4], (0.25, 0.0, 0.3, 0.1)[at % 4]
+        times_s = [level * ((1 - fixed) * each.time_s + fixed * top_s) for each in points]
+        rows[stage, in_mode(kind, NANO)] = tuple(
+            Measurement(each.clock_mhz, time_s, each.energy_j / each.time_s * time_s)
+            for each, time_s in zip(points, times_s, strict=True)
+        )
+    return replace(LARGER, measurements=rows, modes=Modes({NANO: Mode()}, shared_by=shared_by))
+
+
+def saved(truth: Profile, ranks: Any, modes: Any = ()) -> float:
+    """Return what programs save against full clocks, in percent, without noise."""
+    iteration = job_of(truth, 8).iteration
+    full_j = steady(truth, iteration, Physics(), full_clocks(LARGER, 8))[1]
+    return 100 * (1 - steady(truth, iteration, Physics(), ranks, modes)[1] / full_j)
+
+
+@pytest.mark.parametrize("shared_by", ["computation", "microbatch"])
+def test_a_second_mode_is_learnt_as_clocks_are_and_saves_what_the_best_plan_does(
+    shared_by: str, tmp_path: Path
+):
+    truth = nanobatched(shared_by)
+    iteration = job_of(truth, 8).iteration
+    full_s, _ = steady(truth, iteration, Physics(), full_clocks(LARGER, 8))
+    costly = solve(replace(truth, clock_change=CHANGE), iteration.schedule)
+    plan = costly.plan_until(1.0005 * full_s, max_changes=8, on_time=None)
+    ranks = [[str(each) for each in rank] for rank in iteration.schedule.ranks]
+    best = saved(
+        truth,
+        [[plan.clocks[each] for each in rank] for rank in ranks],
+        [[plan.modes.get(each, "own") for each in rank] for rank in ranks],
+    )
+    done = train(truth, 50, microbatches=8)
+    last = last_planned(done)
+    assert saved(truth, done.programs[last][0], done.modes[last][0]) > best - 1
+    modes = {mode for rank in done.modes[last][0] for mode in rank}
+    assert modes == {"own", NANO}
+    assert np.mean([ran.time_s for ran in done.ran]) < 1.005 * full_s
+    assert max(ran.time_s for ran in done.ran) < 1.02 * full_s
+    assert max(ran.changes for ran in done.ran) <= 8
+    assert all(ledger is not None and not ledger.is_overdrawn for ledger in done.ledgers)
+    if shared_by == "microbatch":
+        for each in done.modes:
+            _check_pairs(iteration.schedule.ranks, each[0])
+    learned = done.autopilot.learned()
+    learned.save(tmp_path / "learned.yaml")
+    prior = Profile.load(tmp_path / "learned.yaml")
+    assert prior.modes is not None
+    again = train(truth, 5, microbatches=8, prior=prior, settings=AutopilotSettings(learn=False))
+    assert again.decisions[-1].phase == "following"
+    assert saved(truth, again.programs[-1][0], again.modes[-1][0]) > best - 1.5
+
+
+def _check_pairs(ranks: Any, modes: Any) -> None:
+    for rank, of_rank in zip(ranks, modes, strict=True):
+        of_microbatch: dict[tuple[int, int], set[str]] = {}
+        for each, mode in zip(rank, of_rank, strict=True):
+            of_microbatch.setdefault((each.stage, each.microbatch), set()).add(mode)
+        assert all(len(each) == 1 for each in of_microbatch.values())
+
+
+def test_a_mode_that_takes_twice_as_long_is_tried_within_the_ledger_and_left():
+    truth = nanobatched("computation", longer=2.0)
+    full_s, _ = steady(truth, job_of(truth, 8).iteration, Physics(), full_clocks(LARGER, 8))
+    done = train(truth, 40, microbatches=8, late=3)
+    counts = [sum(rank.count(NANO) for rank in each[0]) for each in done.modes]
+    assert 0 < sum(counts) < 60
+    assert max(counts[-8:]) <= 4  # a trial
+    assert done.autopilot._learner.untried().sum() < 4  # of eight classes
+    times_s = [ran.time_s for ran in done.ran]
+    assert sum(times_s) <= 1.005 * full_s * len(times_s) + 0.04 * full_s + max(times_s) - full_s
+    assert saved(truth, done.programs[last_planned(done)][0]) > 4

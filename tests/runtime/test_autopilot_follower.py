@@ -23,7 +23,12 @@ from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.base.wires import decode, encode
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.autopilot import AutopilotSettings, ComputationObservation, Ledger
+from perseus_planner.runtime.autopilot import (
+    AutopilotSettings,
+    ComputationObservation,
+    Decision,
+    Ledger,
+)
 from perseus_planner.runtime.autopilot.ranks.coordinator import observed_key, rank_key
 from perseus_planner.runtime.autopilot.ranks.messages import (
     Frame,
@@ -42,8 +47,9 @@ from perseus_planner.runtime.autopilot.ranks.observer import Observer
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.autopilot.ranks.programs import (
     Programs,
-    clock_runs,
     order_number,
+    program_runs,
+    runs_of,
 )
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.follower import Follower, RankLedger
@@ -61,13 +67,19 @@ MS = 1_000_000
 
 
 def programs(
-    clocks: Sequence[Sequence[Sequence[int]]], decision: int = 1, ledger: Ledger | None = None
+    clocks: Sequence[Sequence[Sequence[int]]],
+    decision: int = 1,
+    ledger: Ledger | None = None,
+    modes: Sequence[Sequence[Sequence[str]]] = (),
 ) -> Programs:
     """Return programs of one clock for each computation of each rank, of each pipeline."""
     of_pipelines = tuple(tuple(map(tuple, pipeline)) for pipeline in clocks)
     status = AutopilotStatus("learning", 7)
+    in_modes = tuple(tuple(map(tuple, pipeline)) for pipeline in modes)
+    decided = Decision(0, decision, "learning", of_pipelines, ledger, modes=in_modes)
+    runs = program_runs(decided)
     return Programs(
-        decision, tuple(ORDERS), *clock_runs(of_pipelines), TOP_MHZ, 0.5, ledger, status
+        decision, tuple(ORDERS), top=TOP_MHZ, time_s=0.5, ledger=ledger, status=status, **runs
     )
 
 
@@ -94,6 +106,17 @@ def test_each_rank_decodes_its_own_program(clocks):
             assert (program.ledger, program.status) == (sent.ledger, sent.status)
             assert set(program.at_full_clocks.clocks) == {TOP_MHZ}
             assert program.at_full_clocks.decision == 0
+
+
+def test_each_rank_decodes_the_modes_of_its_computations_and_full_clocks_are_in_its_own_way():
+    clocks, modes = [[[1200] * 6] * 2] * 2, [[["own", "keep"] * 3, ["keep"] * 6], [["own"] * 6] * 2]
+    sent = programs(clocks, modes=modes)
+    for pipeline, expected in enumerate(modes):
+        for rank in range(2):
+            program = program_of(sent, 9, pipeline, rank)
+            assert program.modes == tuple(expected[rank])
+            assert program.at_full_clocks.modes == ()
+    assert program_of(programs(clocks)).modes == ()
 
 
 @pytest.mark.parametrize(
@@ -237,10 +260,15 @@ def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_i
         ComputationObservation(3.0, 4.0, None),  # two changes came into it
         ComputationObservation(4.0, 5.0, None),  # the clock was reset, and is not known
     )
+    modes = ("own", "keep", "keep", "own", "keep")
+    frame = Frame(0, 1, 5, 2, 5.0, spans_s, changes, modes=runs_of(modes))
+    ran = frame.observation(1, 3, 2, 0.1).computations
+    assert [each.mode for each in ran] == list(modes)
+    assert [each[:5] for each in ran] == [each[:5] for each in seen.computations]
 
 
 def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
-    program = program_of(programs([[[1200] * 6] * 2]))
+    program = program_of(programs([[[1200] * 6] * 2], modes=[[["own", "keep"] * 3] * 2]))
     store, source = HashStore(), Given([None, program, program, program], [0.065] * 4)
     observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
     hook, times = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None), []
@@ -274,6 +302,7 @@ def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     frame = decode(store.get(observed_key(3)), Frame)
     assert (frame.iteration, frame.decision, frame.energy_j) == (1, 1, 20.0)
     assert frame.throttled_s == pytest.approx(0.1)
+    assert frame.modes == runs_of(program.modes) == (("own", 1), ("keep", 1)) * 3
     assert frame.changes == ((0.0, 1200), (0.025, 900))
     assert frame.spans_s[:4] == (0.0, 0.01, 0.01, 0.02)
     observer.take(
@@ -321,19 +350,25 @@ def replied(replies: Sequence[FromProcess], kind: type[T]) -> T:
     return [reply for reply in replies if isinstance(reply, kind)][-1]
 
 
-def observed(iteration: int, decision: int, clocks: Sequence[Sequence[int]]) -> Observations:
+def observed(
+    iteration: int,
+    decision: int,
+    clocks: Sequence[Sequence[int]],
+    modes: Sequence[Sequence[str]] = ((), ()),
+) -> Observations:
     """Return the message of an iteration in which each computation takes 0.1 s at the top, and
-    as much more below.
+    as much more below, but less in the mode keep.
     """
     frames = []
     for rank, (order, mhz) in enumerate(zip(RANKS, clocks, strict=True)):
         ends, spans, changes = 0.0, list[float](), list[tuple[float, int]]()
-        for clock in mhz:
+        for clock, mode in zip(mhz, modes[rank] or ["own"] * len(mhz), strict=True):
             changes.append((ends, clock))
-            spans += [ends, ends + 0.1 * TOP_MHZ / clock]
+            spans += [ends, ends + (0.08 if mode == "keep" else 0.1) * TOP_MHZ / clock]
             ends = spans[-1]
         head = (rank, order_number(order), iteration, decision, ends, tuple(spans), tuple(changes))
-        frames.append(Raw(encode(Frame(*head, 100.0, call_s=0.02))))
+        frame = Frame(*head, 100.0, call_s=0.02, modes=runs_of(modes[rank]))
+        frames.append(Raw(encode(frame)))
     return Observations(iteration + 2, tuple(frames))
 
 
@@ -390,6 +425,36 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
         "'another'"
     )
     assert replies[0] == LogLine(text)
+
+
+def test_the_planner_tries_the_modes_of_the_job_and_begins_with_what_was_learnt_of_them(
+    tmp_path: Path,
+):
+    job = description(tmp_path / "a.yaml", modes=("own", "keep"), shares_microbatch=True)
+    planner = Planner(Mock(side_effect=range(10**6)))
+    planner.take([job])
+    ran, tried = [([TOP_MHZ] * 6, ())] * 2, set[str]()
+    for iteration in range(14):
+        clocks, modes = zip(*ran, strict=True)
+        replies = planner.take([observed(iteration, int(iteration > 1), clocks, modes)])
+        if Programs in map(type, replies):
+            parts = [program_of(replied(replies, Programs), rank=rank) for rank in range(2)]
+            ran = [(list(each.clocks), each.modes) for each in parts]
+            for part in parts:
+                tried |= set(part.modes)
+                of_microbatch: dict[int, set[str]] = {}
+                for computation, mode in zip(part.computations, part.modes, strict=True):
+                    of_microbatch.setdefault(computation.microbatch, set()).add(mode)
+                assert all(len(each) == 1 for each in of_microbatch.values())
+    assert tried == {"own", "keep"}
+    assert planner.save() == []
+    profile = Profile.load(tmp_path / "a.yaml")
+    assert profile.modes is not None
+    assert list(profile.modes.ways) == ["own", "keep"]
+    replies = Planner().take([job])
+    assert f"rows that were learnt before, from {job.state}" in replies[0].text
+    replies = Planner().take([replace(job, modes=("own",), shares_microbatch=False)])
+    assert "has the modes own, keep, and this job own" in replies[0].text
 
 
 def test_a_service_is_told_what_is_learnt(tmp_path: Path):

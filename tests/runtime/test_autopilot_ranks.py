@@ -57,6 +57,18 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
     assert "was trained without a plan" in refused.stderr
 
 
+def test_the_modes_that_it_decides_are_what_runs_and_losses_stay_the_same(tmp_path: Path):
+    for result in results_of("autopilot_programs:learns_modes", 2, tmp_path):
+        assert result["equal"]
+        assert result["ran"] == result["decided"]
+        kept = [any(each) for each in result["decided"]]
+        assert any(kept)
+        assert not kept[0]
+        assert "learning" in result["phases"]
+        assert result["warnings"] == []
+        assert "modes: this rank has of-1, own, and others have of-0, own" in result["refused"]
+
+
 @pytest.mark.parametrize(
     "names", [["1f1b", "dry"], pytest.param(["zbv"], marks=pytest.mark.soak)], ids=" and ".join
 )

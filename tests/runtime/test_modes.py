@@ -16,11 +16,13 @@ from program_source import Source
 from strategies import smooth_profile
 
 from perseus_planner import solve
-from perseus_planner.base.errors import PlanError
-from perseus_planner.engines.ctas import GroupMode, new_nccl_group
+from perseus_planner.base.errors import PlanError, UsageError
+from perseus_planner.engines.ctas import new_nccl_group
+from perseus_planner.profiles.modes import ModeFunction
+from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.marks import Marks
-from perseus_planner.runtime.modes import ModeSwitch
+from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.schedules import Computation
 
 pytest.importorskip("torch")
@@ -77,14 +79,16 @@ def program_of(modes: tuple[str, ...]) -> Program:
 class Entering:
     """A hook whose modes are written down as they are entered."""
 
-    def __init__(self, first: Program, **modes: Callable[[], None]) -> None:
+    def __init__(
+        self, first: Program, *, keeps_modes: bool = True, **modes: Callable[[], None]
+    ) -> None:
         self.entered: list[str] = []
         names = ("own", "low")
         written = {name: partial(self.entered.append, name) for name in names}
         self.source, self.warnings = Source(first), list[str]()
         self.switch = ModeSwitch({**written, **modes}, self.warnings.append)
         marks = Marks(memoryview(bytearray(8)).cast("Q"))
-        self.hook = Hook(marks, self.source, first, None, self.switch)
+        self.hook = Hook(marks, self.source, first, None, self.switch, keeps_modes=keeps_modes)
 
     def iterate(self, *ran: Computation) -> list[str]:
         self.entered.clear()
@@ -119,13 +123,58 @@ def test_the_mode_is_that_of_the_computation_whatever_else_a_rank_meets() -> Non
     assert world.iterate(last, Computation(7, "F", 7)) == modes[:2]
 
 
+def test_the_autopilots_modes_end_where_clocks_cannot_be_set() -> None:
+    program = program_of(("own", "low", "own", "low"))
+    world = Entering(program, keeps_modes=False)
+    assert world.iterate(*program.computations) == ["low", "own"] * 2
+    world.source.program = None
+    assert world.iterate(*program.computations) == []
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("modes", "said"),
+    [
+        ({"low": nothing}, "modes: low cannot be learnt: give own, for how training runs now"),
+        (dict.fromkeys(("own", "low", "high"), nothing), "own, low, high cannot be learnt"),
+        ({"own": nothing, "Low": nothing}, "one other, of lower-case letters"),
+        ({"own": nothing, "low": ModeFunction(nothing, is_of_group=True)},
+         "modes, low: all ranks of a stage enter it together, so it cannot be learnt while"),
+        ({"own": nothing, "low": ModeFunction(nothing, takes_memory=True)},
+         "low: it takes memory, which the autopilot does not know, so it cannot be learnt"),
+        ({"own": nothing, "low": ModeFunction(nothing, "stage")}, "low: a stage has it as a whole"),
+    ],
+)  # fmt: skip
+def test_modes_that_the_autopilot_cannot_learn_are_refused(modes: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        learnt_modes(modes, may_reorder=False)
+
+
+def test_a_mode_that_may_change_sums_is_learnt_only_where_the_job_allows_it() -> None:
+    modes = {"own": nothing, "low": ModeFunction(nothing, reorders=True)}
+    assert list(learnt_modes(modes, may_reorder=False)) == ["own"]
+    assert list(learnt_modes(modes, may_reorder=True)) == ["own", "low"]
+
+
+@pytest.mark.parametrize("other", [{}, {"service": "unix:x"}, {"work": sum}])
+def test_other_ways_of_training_without_a_plan_have_no_modes(other: Any) -> None:
+    engine = object() if other else None
+    refused = pytest.raises(UsageError, match="are for one way of running; leave modes out")
+    with refused, planner_runtime(engine, **other, modes={"own": nothing}):
+        pass
+
+
 def test_after_a_failure_the_own_way_is_entered_but_modes_of_groups_go_on() -> None:
     def fail() -> None:
         raise ArithmeticError("no")
 
     program = program_of(("own", "low", "high", "low"))
     world = Entering(program, low=fail)
-    world.switch._modes["high"] = GroupMode(partial(world.entered.append, "high"))  # type: ignore[index]
+    high = ModeFunction(partial(world.entered.append, "high"), is_of_group=True)
+    world.switch._modes["high"] = high  # type: ignore[index]
     assert world.iterate(*program.computations) == ["own", "high", "own"]
     assert world.iterate(*program.computations) == ["high", "own"]
     assert len(world.warnings) == 1
@@ -133,12 +182,13 @@ def test_after_a_failure_the_own_way_is_entered_but_modes_of_groups_go_on() -> N
 
 def test_a_plan_that_changes_a_mode_of_groups_is_refused() -> None:
     low, own, other = (program_of(modes) for modes in (("low",) * 4, (), ("own", "low") * 2))
-    world = Entering(low, low=GroupMode(lambda: None))
+    of_group = ModeFunction(lambda: None, is_of_group=True)
+    world = Entering(low, low=of_group)
     world.switch.check(low.computations, low.modes)
     for changed in (own, other):
         with pytest.raises(PlanError, match="enter low together; plan with the same modes, or"):
             world.switch.check(changed.computations, changed.modes)
-    world = Entering(own, low=GroupMode(lambda: None))
+    world = Entering(own, low=of_group)
     with pytest.raises(PlanError, match="other modes than that of the training so far"):
         world.switch.check(low.computations, low.modes)
     Entering(own).switch.check(low.computations, low.modes)

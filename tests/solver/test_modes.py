@@ -335,3 +335,10 @@ def test_a_mode_that_changes_sums_is_used_only_where_it_may(frontier: Frontier) 
         profile = replace(frontier.profile, modes=replace(modes, ways=ways, may_reorder=may))
         again = solve_dag(PipelineDag(profile, frontier.dag.iteration))
         assert bool(again.plan_for(again.baseline_time_s, on_time=None).modes) == may
+
+
+def test_the_bound_within_memory_is_near_where_microbatches_do_not_fill_it() -> None:
+    profile = recomputed(smooth_profile(4, 90), 2.3, 1 / 20)
+    frontier = solve(profile, "1f1b", microbatches=10)
+    plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
+    assert plan.bound_j <= plan.energy_j < 1.01 * plan.bound_j

@@ -18,11 +18,15 @@ from typing import Any
 import service_programs
 import torch
 import torch.distributed as dist
+from emulation_programs import _layer as tiny_layer
 from emulation_programs import deepspeed_pipeline, torch_pipeline
 from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from perseus_planner.runtime import planner_runtime, telemetry
+from perseus_planner.base.errors import PlannerError
+from perseus_planner.profiles.modes import ModeFunction
+from perseus_planner.runtime import Recompute, planner_runtime, telemetry
 from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.autopilot.ranks import coordinator
 from perseus_planner.runtime.emulation import emulate
@@ -30,7 +34,11 @@ from perseus_planner.runtime.emulation import emulate
 GPU = "emulated:a100-sxm?slower=1000000&call=1ms"
 SERVED_GPU = "emulated:a100-sxm?slower=200000&call=1ms"
 TRIED = 4  #: iterations by programs with other clocks than the highest
-MADE = {"torch": torch_pipeline, "deepspeed": deepspeed_pipeline}
+MADE = {
+    "torch": torch_pipeline,
+    "deepspeed": deepspeed_pipeline,
+    "modes": lambda: torch_pipeline(layer=lambda: checkpoint_wrapper(tiny_layer())),
+}
 
 
 def learns(state: str, name: str) -> None:
@@ -48,18 +56,81 @@ def learns(state: str, name: str) -> None:
         result["state"] = os.path.exists("run/autopilot.yaml")
 
 
+def learns_modes(state: str) -> None:
+    """Train with the autopilot until it has tried to keep activations, and as long without it,
+    which computes them again.
+    """
+    coordinator.END_S = LONG_S
+    with job(state) as result:
+        log, ran = WarningLog(), list[tuple[list[bool], list[bool]]]()
+        losses, phases, iterations = _trained("modes", with_autopilot=True, ran=ran)
+        expected, _, _ = _trained("modes", with_autopilot=False, iterations=iterations)
+        result["equal"] = len(losses) == len(expected) and all(map(torch.equal, losses, expected))
+        result["decided"] = [decided for decided, _ in ran]
+        result["ran"] = [kept for _, kept in ran]
+        result["phases"], result["warnings"] = phases, log.taken()
+        other = {"own": lambda: None, f"of-{dist.get_rank()}": lambda: None}
+        try:
+            with planner_runtime(torch_pipeline()[0], gpu=GPU, modes=other, state=None):
+                pass
+        except PlannerError as error:
+            result["refused"] = str(error)
+
+
+class _Watched:
+    """What a rank runs by, and whether its forwards keep their activations, of each iteration."""
+
+    def __init__(self, engine: Any, modules: list[Any]) -> None:
+        self.recompute = Recompute(engine)
+        self.kept: list[bool] = []
+        self.iterations: list[tuple[list[bool], list[bool]]] = []
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self.kept.append(not self.recompute.is_on))
+
+    def modes(self) -> dict[str, Callable[[], None]]:
+        # All activations fit into memory here.
+        keep = ModeFunction(self.recompute.off.enter, "microbatch")
+        return {"own": self.recompute.on, "keep": keep}
+
+    def follow(self, runtime: Any) -> None:
+        follower = runtime._follower
+        ended = follower.on_end
+
+        def on_end(iteration: int, program: Any, deviation: Any, order: Any = None) -> None:
+            computations = () if program is None else program.computations
+            modes = {} if program is None else dict(zip(computations, program.modes, strict=False))
+            decided = [modes.get(each) == "keep" for each in computations if each.kind == "F"]
+            # A mode that is new to the emulation is counted, by forwards of its own.
+            if len(decided) == len(self.kept) and deviation is None:
+                self.iterations.append((decided, self.kept.copy()))
+            self.kept.clear()
+            ended(iteration, program, deviation, order)
+
+        follower.on_end = on_end
+
+
 def _trained(
-    name: str, *, with_autopilot: bool, iterations: int = 0
+    name: str,
+    *,
+    with_autopilot: bool,
+    iterations: int = 0,
+    ran: list[tuple[list[bool], list[bool]]] | None = None,
 ) -> tuple[list[Any], list[str], int]:
     torch.manual_seed(dist.get_rank())
     engine, step, modules = MADE[name]()
     losses, phases = list[Any](), list[str]()
-    with emulate(engine, GPU) as gpu:
+    watched = _Watched(engine, modules) if name == "modes" else None
+    mode = (lambda: None) if watched is None else (lambda: watched.recompute.is_on)
+    modes = None if watched is None else watched.modes()
+    text = GPU if watched is None else SERVED_GPU
+    with emulate(engine, text, mode) as gpu:
         with (
-            planner_runtime(engine, gpu=GPU, record="run")
+            planner_runtime(engine, gpu=text, record="run", modes=modes)
             if with_autopilot
             else nullcontext() as runtime
         ):
+            if watched is not None and runtime is not None:
+                watched.follow(runtime)
             deadline_s, tried, unknown = time.monotonic() + LONG_S, 0, 0
             for number in count():
                 losses += [each.detach().clone() for each in step() or ()]
@@ -67,6 +138,7 @@ def _trained(
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
                     tried += program is not None and program.decision > 0
+                    tried *= watched is None or any(any(each[0]) for each in watched.iterations)
                     unknown = unknown or runtime.autopilot.unknown * (
                         runtime.autopilot.reference_s is not None
                     )
@@ -77,6 +149,8 @@ def _trained(
                     break
                 assert time.monotonic() < deadline_s, phases
         assert gpu.locked_mhz is None
+    if watched is not None and ran is not None:
+        ran += watched.iterations
     return (
         [*losses, *(each.detach().clone() for part in modules for each in part.parameters())],
         phases,

@@ -163,9 +163,6 @@ def _refusals(engine: Any) -> None:
         refused = pytest.raises(PlanError, match=f"has no mode {missing}; give it in modes= of")
         with refused, planned(Torch("1f1b", MICROBATCHES), plan, modes=modes):
             pass
-    refused = pytest.raises(UsageError, match="are for one way of running")
-    with refused, planned(Torch("1f1b", MICROBATCHES), None, modes={"own": lambda: None}):
-        pass
 
 
 def _at_a_memory_clock() -> list[int]:

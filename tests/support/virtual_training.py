@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopilot_world import Physics, Programs, Ran, World
 
 from perseus_planner import Profile, schedules
 from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.autopilot import (
     Autopilot,
     AutopilotJob,
@@ -30,14 +31,19 @@ class Training:
     autopilot: Autopilot
     decisions: list[Decision] = field(default_factory=list)
     programs: list[Programs] = field(default_factory=list)
+    modes: list[list[list[tuple[str, ...]]]] = field(default_factory=list)
     ran: list[Ran] = field(default_factory=list)
     ledgers: list[Ledger | None] = field(default_factory=list)
 
 
 def job_of(truth: Profile, microbatches: int, pipelines: int = 1) -> AutopilotJob:
     iteration = pipeline_iteration(schedules.one_f_one_b(truth.stages, microbatches))
-    clocks = tuple(m.clock_mhz for m in truth.measurements[0, "F"])
-    return AutopilotJob(iteration, clocks, pipelines, CHANGE, gpu=truth.gpu)
+    clocks, modes = tuple(m.clock_mhz for m in truth.measurements[0, "F"]), truth.modes
+    job = AutopilotJob(iteration, clocks, pipelines, CHANGE, gpu=truth.gpu)
+    if modes is None:
+        return job
+    shares = modes.shared_by == "microbatch"
+    return replace(job, modes=tuple(modes.ways), shares_microbatch=shares)
 
 
 def train(
@@ -63,7 +69,7 @@ def train(
         while len(waiting) >= late:
             done.autopilot.observe(waiting.pop(0))
         decision = done.autopilot.decide(number)
-        programs, is_full = [], []
+        programs, is_full, modes = [], [], [list(ranks) for ranks in decision.modes]
         for pipeline, ranks in enumerate(decision.clocks):
             programs.append(list(ranks))
             for rank, clocks in enumerate(ranks):
@@ -77,7 +83,11 @@ def train(
                 is_full.append(overdrawn or decision.version == 0)
                 if overdrawn:
                     programs[-1][rank] = (job.clocks_mhz[0],) * len(clocks)
+                    if modes:
+                        modes[pipeline][rank] = (OWN,) * len(clocks)
+        world.set_modes(modes)
         ran = world.run(programs)
+        done.modes.append(modes)
         seen = tuple(
             each._replace(version=0 if full else decision.version)
             for each, full in zip(ran.observations, is_full, strict=True)

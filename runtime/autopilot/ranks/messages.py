@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from perseus_planner.base.wires import Message
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot.job import (
     AutopilotSettings,
     ComputationObservation,
     RankObservation,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import Programs
+from perseus_planner.runtime.autopilot.ranks.programs import Programs, Runs, values_of
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
@@ -48,6 +49,9 @@ class Frame:
     metered: tuple[int, float] = (0, 0.0)
     #: How long the last calls took that set a clock, seconds, their median; 0 if that is not known.
     call_s: float = 0.0
+    #: The modes of the computations, and how often each comes in a row; empty if they ran in the
+    #: training's own way.
+    modes: Runs[str] = ()
 
     def observation(
         self, pipeline: int, rank: int, gpus: int, energy_step_s: float
@@ -60,6 +64,7 @@ class Frame:
             gpus: How many GPUs like this one the rank of the pipeline has.
             energy_step_s: How old a reading of the energy counter can be, in seconds.
         """
+        modes = values_of(self.modes) or (OWN,) * (len(self.spans_s) // 2)
         return RankObservation(
             pipeline,
             rank,
@@ -67,8 +72,10 @@ class Frame:
             self.decision,
             self.time_s,
             tuple(
-                self._computation(begin_s, end_s)
-                for begin_s, end_s in zip(self.spans_s[0::2], self.spans_s[1::2], strict=True)
+                self._computation(begin_s, end_s, mode)
+                for begin_s, end_s, mode in zip(
+                    self.spans_s[0::2], self.spans_s[1::2], modes, strict=True
+                )
             ),
             None if self.energy_j is None else gpus * self.energy_j,
             energy_step_s,
@@ -76,14 +83,13 @@ class Frame:
             (self.metered[0], gpus * self.metered[1]),
         )
 
-    def _computation(self, begin_s: float, end_s: float) -> ComputationObservation:
+    def _computation(self, begin_s: float, end_s: float, mode: str) -> ComputationObservation:
         before = [clock for at_s, clock in self.changes if at_s <= begin_s]
         inside = [change for change in self.changes if begin_s < change[0] < end_s]
         if not before or not before[-1] or len(inside) > 1 or not all(clock for _, clock in inside):
-            return ComputationObservation(begin_s, end_s, None)
-        return ComputationObservation(
-            begin_s, end_s, before[-1], *(inside[0] if inside else (None, None))
-        )
+            return ComputationObservation(begin_s, end_s, None, mode=mode)
+        change_s, changed_mhz = inside[0] if inside else (None, None)
+        return ComputationObservation(begin_s, end_s, before[-1], change_s, changed_mhz, mode)
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,8 @@ class JobDescription(Message, frozen=True):
     state: str | None  #: File of what is learnt; None for none
     gpus_per_node: int = 8  #: How many GPUs share the lock of a driver
     is_shared: bool = False  #: Whether a service wants to know what is learnt
+    modes: tuple[str, ...] = (OWN,)  #: As `AutopilotJob.modes`
+    shares_microbatch: bool = False  #: As there
     #: By rank in the whole job, of the first pipeline; empty while they are not known.
     trainings: Mapping[int, RankTraining] = {}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import encode
 from perseus_planner.gpu import open_gpu
+from perseus_planner.profiles.modes import OWN, shared_by
 from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.autopilot.ranks.coordinator import (
     NOTHING,
@@ -28,6 +29,7 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     RankTraining,
     turns,
 )
+from perseus_planner.runtime.autopilot.ranks.programs import runs_of
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.telemetry import GpuSamples
 
@@ -181,6 +183,7 @@ class Observer:
             throttled_s=throttled_s,
             call_s=call_s,
             metered=self._metered,
+            modes=runs_of(program.modes),
         )
 
     def _tell(self, number: int) -> None:
@@ -239,6 +242,8 @@ class AutopilotRank:
                 state=None if options.state_file is None else str(options.state_file),
                 gpus_per_node=len(context.part.ranks),
                 is_shared=exchange is not None,
+                modes=tuple(dict.fromkeys((OWN, *options.modes))),
+                shares_microbatch=shared_by(options.modes) == "microbatch",
             ),
             source.agreement,
             warnings,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.base.wires import decode
 from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.profiles.modes import OWN, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import AutopilotJob
@@ -32,9 +33,9 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
 )
 from perseus_planner.runtime.autopilot.ranks.programs import (
     Programs,
-    clock_runs,
     order_number,
     order_of,
+    program_runs,
 )
 from perseus_planner.runtime.controller.protocol import SETTLE_NS
 from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
@@ -171,6 +172,8 @@ class Planner:
                 gpus_per_stage=job.places.gpus_per_stage,
                 gpu=gpu.name,
                 control=gpu.control,
+                modes=job.modes,
+                shares_microbatch=job.shares_microbatch,
             )
             learned = self._learned()
             path = None if job.state is None else Path(job.state)
@@ -245,12 +248,14 @@ class Planner:
         replies: list[FromProcess] = [Status(status), *self._log(status)]
         news = (
             decision.clocks,
+            decision.modes,
             decision.phase,
             None if ledger is None else ledger.slowdown,
             decision.iteration // RENEWED,  # so that ranks know what they owe
         )
         job = self._autopilot.job
-        rows = len(set(job.iteration.keys)) * len(job.clocks_mhz) - decision.unknown
+        every = len(set(job.iteration.keys)) * len(job.clocks_mhz) * len(job.modes)
+        rows = every - decision.unknown
         told, now_s = self._told_rows, self._now_s()
         is_new = rows >= TOLD_GROWTH * told or (rows > told and now_s - self._told_s >= LOG_S)
         if self._saving is not None and is_new:
@@ -261,12 +266,10 @@ class Planner:
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
             top = self._autopilot.job.clocks_mhz[0]
             busy_s = self._autopilot.busy_s()
-            clocks, pipelines = clock_runs(decision.clocks)
             programs = Programs(
                 decision=decision.version,
                 orders=self._orders,
-                clocks=clocks,
-                pipelines=pipelines,
+                **program_runs(decision),
                 top=top,
                 time_s=time_s,
                 ledger=ledger,
@@ -340,9 +343,10 @@ def _difference(profile: Profile, job: AutopilotJob) -> str | None:
         return f"is for the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
     if profile.gpus_per_stage != job.gpus_per_stage:
         return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
-    if profile.modes is not None:
-        return "has modes, and the autopilot learns one way of running"
-    if set(profile.measurements) != set(job.iteration.keys):
+    if profile.modes is not None and not set(profile.modes.ways) <= set(job.modes):
+        return f"has the modes {', '.join(profile.modes.ways)}, and this job {', '.join(job.modes)}"
+    own = {key for key in profile.measurements if mode_of(key[1]) == OWN}
+    if own != set(job.iteration.keys):
         return "has other stages or kinds of computations than this job"
     if profile.control != job.control:
         return f"has the control {profile.control!r}, and this job {job.control!r}"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from itertools import groupby, zip_longest
+from typing import Any, TypeVar
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.base.wires import Message, decode
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot.job import Ledger
+from perseus_planner.runtime.autopilot.job import Decision, Ledger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import Computation
 
-Clocks = tuple[tuple[int, ...], ...]
-"""The clock of each computation, for each rank of a pipeline."""
+T = TypeVar("T")
+Runs = tuple[tuple[T, int], ...]
+"""Values, and how often each comes in a row."""
 
 
 def order_number(order: Iterable[tuple[int, str, int]]) -> int:
@@ -31,7 +32,7 @@ class Programs(Message, frozen=True):
     decision: int  #: `Decision.version`: 0 for full clocks
     orders: tuple[int, ...]  #: For each rank of a pipeline, the number of its order of computations
     #: For each kind of pipeline and each of its ranks, clocks, and how often each comes in a row.
-    clocks: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+    clocks: tuple[tuple[Runs[int], ...], ...]
     pipelines: tuple[int, ...]  #: The kind of each pipeline
     top: int  #: The value that counts as full clocks
     time_s: float  #: Expected time of an iteration, seconds
@@ -41,6 +42,8 @@ class Programs(Message, frozen=True):
     #: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty if not
     #: known.
     busy_s: tuple[tuple[float, ...], ...] = ()
+    #: Modes, likewise as `clocks`; empty if the job has one.
+    modes: tuple[tuple[Runs[str], ...], ...] = ()
 
     def rank_clocks(self, pipeline: int) -> Sequence[float]:
         """Return the mean clock of each rank of a pipeline, over its computations."""
@@ -74,12 +77,13 @@ class Programs(Message, frozen=True):
             number = sent.orders[rank]
             runs = sent.clocks[sent.pipelines[pipeline]][rank]
             busy_s = sent.busy_s[pipeline][rank] if sent.busy_s else None
+            modes = sent.modes[sent.pipelines[pipeline]][rank] if sent.modes else ()
         except (ValueError, IndexError) as error:
             raise PlanError(
                 f"the autopilot's program cannot be read: {error}; use the same version of the "
                 "planner on all ranks"
             ) from error
-        clocks = tuple(clock for clock, count in runs for _ in range(count))
+        clocks = values_of(runs)
         order = orders.get(number)
         if order is None or len(order) != len(clocks):
             raise PlanError("the autopilot's program is for another order of computations")
@@ -95,19 +99,29 @@ class Programs(Message, frozen=True):
             status=sent.status,
             busy_s=busy_s,
             sent=sent,
+            modes=values_of(modes),
         )
 
 
-def clock_runs(clocks: Sequence[Clocks]) -> tuple[Any, tuple[int, ...]]:
-    """Return `Programs.clocks` and `Programs.pipelines` of the clocks of each pipeline."""
-    kinds = list(dict.fromkeys(clocks))
-    runs = tuple(
-        tuple(
-            tuple((clock, len(list(group))) for clock, group in groupby(rank)) for rank in pipeline
-        )
-        for pipeline in kinds
+def program_runs(decision: Decision) -> dict[str, Any]:
+    """Return `Programs.clocks`, `Programs.modes` and `Programs.pipelines` of a decision."""
+    pipelines = list(zip_longest(decision.clocks, decision.modes))
+    kinds = list(dict.fromkeys(pipelines))
+    clocks, modes = (
+        tuple(tuple(map(runs_of, ranks)) for ranks in each if ranks)
+        for each in zip(*kinds, strict=True)
     )
-    return runs, tuple(map(kinds.index, clocks))
+    return {"clocks": clocks, "modes": modes, "pipelines": tuple(map(kinds.index, pipelines))}
+
+
+def runs_of(values: Iterable[T]) -> Runs[T]:
+    """Return values with how often each comes in a row."""
+    return tuple((value, len(list(group))) for value, group in groupby(values))
+
+
+def values_of(runs: Runs[T]) -> tuple[T, ...]:
+    """Return the values of `runs_of`."""
+    return tuple(value for value, count in runs for _ in range(count))
 
 
 def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:
