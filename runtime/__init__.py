@@ -20,7 +20,7 @@ if __name__ != "perseus_planner.runtime":
     )
 
 if TYPE_CHECKING:
-    from perseus_planner.engines.recompute import Recompute
+    from perseus_planner.engines.modes import Recompute
     from perseus_planner.profiles.modes import ModeFunction
     from perseus_planner.runtime.batches.work import sequence_work
     from perseus_planner.runtime.runtime import Runtime
@@ -40,9 +40,9 @@ def __getattr__(name: str) -> Any:
 
         return modes.ModeFunction
     if name == "Recompute":
-        from perseus_planner.engines import recompute
+        from perseus_planner.engines import modes
 
-        return recompute.Recompute
+        return modes.Recompute
     if name in __all__:
         from perseus_planner.runtime import session
 

@@ -20,7 +20,7 @@ from perseus_planner.base.errors import (
     GpuNotSupported,
 )
 from perseus_planner.base.loops import Backoff
-from perseus_planner.runs.straggler import StragglerDetection, StragglerDetector
+from perseus_planner.runs.verdict import StragglerDetection, StragglerDetector
 from perseus_planner.runtime.controller.client import DETACH_S, HUNG_S, Connection
 from perseus_planner.runtime.controller.protocol import (
     ClockOverridden,

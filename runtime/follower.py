@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.loops import Backoff
-from perseus_planner.runtime.autopilot.ranks.programs import order_number, order_of
+from perseus_planner.runtime.autopilot.ranks.messages import order_number, order_of
 from perseus_planner.runtime.switching import Agreement
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.modes import ModeFunctions
-    from perseus_planner.runs.straggler import StragglerDetection
+    from perseus_planner.runs.verdict import StragglerDetection
     from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.batches.batches import Batches

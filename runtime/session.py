@@ -17,9 +17,8 @@ from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
-from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange
+from perseus_planner.runtime.autopilot.ranks.messages import Programs, ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
-from perseus_planner.runtime.autopilot.ranks.programs import Programs
 from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.batches.work import load_work
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
@@ -41,7 +40,7 @@ from perseus_planner.runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
-    from perseus_planner.runs.straggler import StragglerDetection
+    from perseus_planner.runs.verdict import StragglerDetection
     from perseus_planner.runtime.agent.agent import ServiceLink
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program

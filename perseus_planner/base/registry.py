@@ -26,7 +26,7 @@ MEASURE_KERNELS = "perseus_planner.estimate.command:measure_kernels_of"
 SHOWN: Mapping[str, str] = MappingProxyType(
     {
         "inference": "perseus_planner.inference.views:show_plan",
-        "lengths": "perseus_planner.cluster.views:show_lengths",
+        "lengths": "perseus_planner.cluster.command:show_lengths",
     }
 )
 """Kind of file -> a function of its path that returns its summary and its text."""

@@ -136,7 +136,7 @@ def doctor(
             "--rehearse"
         )
     if gpus == ("cuda",):
-        from perseus_planner.gpu.nvml.cuda import count_devices
+        from perseus_planner.gpu.nvml.gpu import count_devices
 
         gpus = tuple(f"cuda:{number}" for number in range(count_devices()))
     texts, count, remarks = _visible() if gpus in ((), ("nvml",)) else (list(gpus), len(gpus), [])

@@ -97,7 +97,7 @@ class RowOptions:
         str | None,
         "Measure every mode of the stages. The function takes a built module and returns its "
         "modes, as name -> function that enters the mode, with own for how training runs "
-        "without a plan; e.g. perseus_planner.engines.recompute:recompute_modes.",
+        "without a plan; e.g. perseus_planner.engines.modes:recompute_modes.",
         Option(metavar="MODULE:FUNCTION"),
     ]
     blocking_power_w: Annotated[

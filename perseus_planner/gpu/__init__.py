@@ -34,7 +34,7 @@ __all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "open_gpu"]
 
 _OPENERS = {
     "nvml": ("nvml.gpu", "open_nvml"),
-    "cuda": ("nvml.cuda", "open_cuda"),
+    "cuda": ("nvml.gpu", "open_cuda"),
     "zeusd": ("zeusd", "open_zeusd"),
     "command": ("command", "open_command"),
     "amd": ("amd", "open_amd"),

@@ -20,7 +20,6 @@ from perseus_planner.schedules.generators import (
     zb_h1,
     zbv,
 )
-from perseus_planner.schedules.grid import grid_text, load_grid, parse_grid, save_grid
 from perseus_planner.schedules.schedule import (
     KINDS,
     WHOLE,
@@ -28,6 +27,10 @@ from perseus_planner.schedules.schedule import (
     Schedule,
     check_pipeline,
     dependency_of,
+    grid_text,
+    load_grid,
+    parse_grid,
+    save_grid,
 )
 
 __all__ = [

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from perseus_planner.runs.autopilot import AutopilotStatus
-    from perseus_planner.runs.straggler import StragglerDetection
+    from perseus_planner.runs.verdict import StragglerDetection
     from perseus_planner.runtime.agent.outbox import ServiceSettings
     from perseus_planner.runtime.autopilot.ranks.messages import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob

@@ -21,10 +21,9 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.base.wires import Board, Record
 from perseus_planner.runs.account import Account
-from perseus_planner.runs.straggler import StragglerDetection
-from perseus_planner.runs.verdict import of_another_machine, verdict_of
+from perseus_planner.runs.verdict import StragglerDetection, of_another_machine, verdict_of
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
-from perseus_planner.schedules.grid import parse_grid
+from perseus_planner.schedules.schedule import parse_grid
 from perseus_planner.service.client import Client
 from perseus_planner.service.models import (
     MOST_RANKS,

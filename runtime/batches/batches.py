@@ -24,7 +24,7 @@ from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runtime.autopilot.ranks.programs import order_number, order_of
+from perseus_planner.runtime.autopilot.ranks.messages import order_number, order_of
 from perseus_planner.runtime.batches.exchange import (
     Batch,
     Exchange,

@@ -27,7 +27,7 @@ from perseus_planner.runtime.batches.exchange import (
 )
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.schedules.grid import grid_text
+from perseus_planner.schedules.schedule import grid_text
 from perseus_planner.solver.batch import BatchPlanner, margin_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
 from perseus_planner.base.documents import kind_of
-from perseus_planner.cluster import views
+from perseus_planner.cluster import command as views
 from perseus_planner.cluster.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.schedules import one_f_one_b

@@ -55,7 +55,7 @@ def told(module):
 def test_a_stage_is_measured_in_every_mode_and_its_profile_is_planned_on(folder: Path) -> None:
     """On a simulated GPU: recompute is a backward with one forward."""
     (folder / "stages_of_modes.py").write_text(STAGES)
-    modes = "perseus_planner.engines.recompute:recompute_modes"
+    modes = "perseus_planner.engines.modes:recompute_modes"
     done(
         "profile --gpu simulated:a100-sxm --stages 2 --stage stages_of_modes:build --modes "
         f"{modes} -o p.yaml"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import fixed
 
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runs.straggler import (
+from perseus_planner.runs.verdict import (
     ENOUGH,
     RECOVERED,
     SLOW,

@@ -36,13 +36,14 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     Learnt,
     Observations,
     Places,
+    Programs,
     RankTraining,
     ServiceExchange,
     Status,
     ToProcess,
     Waits,
+    order_number,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 
 ORDER = [(0, "F", 0), (0, "B", 0)]
 OTHER = [(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]

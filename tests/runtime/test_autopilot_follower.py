@@ -39,18 +39,16 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     Observations,
     ObservedGpu,
     Places,
+    Programs,
     RankTraining,
     Status,
     Waits,
-)
-from perseus_planner.runtime.autopilot.ranks.observer import Observer
-from perseus_planner.runtime.autopilot.ranks.planner import Planner
-from perseus_planner.runtime.autopilot.ranks.programs import (
-    Programs,
     order_number,
     program_runs,
     runs_of,
 )
+from perseus_planner.runtime.autopilot.ranks.observer import Observer
+from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program

@@ -13,7 +13,7 @@ from strategies import smooth_profile
 from virtual_training import job_of, train
 
 from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
-from perseus_planner.runtime.autopilot.audits import Audits
+from perseus_planner.runtime.autopilot.autopilot import Audits
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
 from perseus_planner.runtime.autopilot.times import TimeRows

@@ -33,7 +33,7 @@ from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, ProfileError, RankError
 from perseus_planner.engines.deepspeed import ReadAhead
 from perseus_planner.runs import IterationRecord
-from perseus_planner.runs.straggler import StragglerDetector
+from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.agent.agent import LearningAgent
 from perseus_planner.runtime.agent.outbox import RankLocation, ServiceSettings, StoreMessages

@@ -17,7 +17,7 @@ from strategies import smooth_profile
 
 from perseus_planner import solve
 from perseus_planner.base.errors import PlanError, UsageError
-from perseus_planner.engines.ctas import new_nccl_group
+from perseus_planner.engines.modes import new_nccl_group
 from perseus_planner.profiles.modes import ModeFunction
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.hook import Hook, Program

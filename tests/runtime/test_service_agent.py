@@ -37,7 +37,7 @@ from perseus_planner.base.loops import Backoff
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs import Account
-from perseus_planner.runs.straggler import StragglerDetection
+from perseus_planner.runs.verdict import StragglerDetection
 from perseus_planner.runtime.agent import agent as agent_module
 from perseus_planner.runtime.agent.agent import (
     LONGEST_PAUSE_S,

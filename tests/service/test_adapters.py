@@ -13,7 +13,7 @@ from http_stand_in import stand_in
 from resiliency_report import Report
 from service_answers import EFFECT
 
-from perseus_planner.runs.straggler import StragglerDetection
+from perseus_planner.runs.verdict import StragglerDetection
 from perseus_planner.runtime.agent.outbox import TTL_S, Detection, Detections
 from perseus_planner.service.client import Client
 from perseus_planner.service.models import ReportRequest, Scope, from_json

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus_planner import solve
 from perseus_planner.base.errors import PlanError, UsageError
-from perseus_planner.engines.ctas import ctas_modes
+from perseus_planner.engines.modes import ctas_modes
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan

@@ -30,12 +30,13 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     JobDescription,
     Learnt,
     Observations,
+    Programs,
     RankTraining,
     Status,
     ToProcess,
     Waits,
+    order_number,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import Programs, order_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store

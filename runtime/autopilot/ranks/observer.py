@@ -27,9 +27,9 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     ObservedGpu,
     Places,
     RankTraining,
+    runs_of,
     turns,
 )
-from perseus_planner.runtime.autopilot.ranks.programs import runs_of
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.telemetry import GpuSamples
 

@@ -26,13 +26,11 @@ from perseus_planner.runtime.autopilot.ranks.messages import (
     LogLine,
     Observations,
     ObservedGpu,
+    Programs,
     RankTraining,
     Status,
     ToProcess,
     Waits,
-)
-from perseus_planner.runtime.autopilot.ranks.programs import (
-    Programs,
     order_number,
     order_of,
     program_runs,
@@ -40,8 +38,8 @@ from perseus_planner.runtime.autopilot.ranks.programs import (
 from perseus_planner.runtime.controller.protocol import SETTLE_NS
 from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.schedules.grid import grid_text
 from perseus_planner.schedules.pipeline import pipeline_iteration
+from perseus_planner.schedules.schedule import grid_text
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, Decision
