@@ -40,9 +40,9 @@ def __getattr__(name: str) -> Any:
 
         return modes.ModeFunction
     if name == "Recompute":
-        from perseus_planner.engines import modes
+        from perseus_planner.engines import modes as engine_modes
 
-        return modes.Recompute
+        return engine_modes.Recompute
     if name in __all__:
         from perseus_planner.runtime import session
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from perseus_planner.base.errors import PlanError, RankError, UsageError
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
-from perseus_planner.engines.whole import WholeTraining
+from perseus_planner.engines.engine import WholeTraining
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.engines.whole import WholeTraining
+from perseus_planner.engines.engine import WholeTraining
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.resiliency import corrected_report
 from perseus_planner.runtime.switching import GivenPlan, Plans

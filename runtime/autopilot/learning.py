@@ -14,7 +14,7 @@ from perseus_planner.profiles.modes import in_mode
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs
-from perseus_planner.runtime.autopilot.times import PowerRows, TimeRows, TimeTables
+from perseus_planner.runtime.autopilot.rows import PowerRows, TimeRows, TimeTables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
 from perseus_planner.runtime.autopilot.autopilot import Audits
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
-from perseus_planner.runtime.autopilot.times import TimeRows
+from perseus_planner.runtime.autopilot.rows import TimeRows
 
 TRUTH = smooth_profile(2, step_mhz=90)
 

@@ -11,7 +11,7 @@ from perseus_planner import schedules
 from perseus_planner.runtime.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.runtime.autopilot.job import time_at_last_clock
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
-from perseus_planner.runtime.autopilot.times import PowerRows, TimeRows
+from perseus_planner.runtime.autopilot.rows import PowerRows, TimeRows
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CLOCKS = tuple(range(1410, 840, -45))

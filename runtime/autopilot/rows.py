@@ -1,5 +1,5 @@
-"""What clocks cost in time: measured rows, what they say about the others, and what bounds the
-rest.
+"""What clocks cost: measured times, what they say about the others and what bounds the rest; and
+power, by regression, as each GPU's counter tells the energy of all that it ran in an iteration.
 """
 
 from __future__ import annotations
@@ -326,6 +326,11 @@ _UNREAD = 0.35
 class PowerRows:
     """Power of computations by (class, clock), and of waiting.
 
+    Power is linear between a few clocks, at which stages share a curve and deviate from it;
+    everything is linear and Gaussian, so each reading of a counter is one update of a Kalman
+    filter. What the counter had not shown yet at the end of an iteration it shows in the next one;
+    that is a part of the state as well.
+
     Args:
         clocks_mhz: all clocks, highest first.
         kinds: the number of the kind of each class.
@@ -459,11 +464,6 @@ class PowerRows:
 def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Floats:
     """Return the covariance of the powers of all classes at the knots, relative to the highest
     power.
-
-    Power is linear between a few clocks, at which stages share a curve and deviate from it;
-    everything is linear and Gaussian, so each reading of a counter is one update of a Kalman
-    filter. What the counter had not shown yet at the end of an iteration it shows in the next one;
-    that is a part of the state as well.
 
     Args:
         u: (knots,) how far each is below the highest clock, relative.
