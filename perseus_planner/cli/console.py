@@ -169,7 +169,6 @@ def report(
     files: Sequence[Path],
     *,
     counts: Sequence[int] = (),
-    as_json: bool | None = None,
 ) -> None:
     """Print the result of a command: as text, or as one JSON object if its option --json is given.
 
@@ -178,9 +177,8 @@ def report(
         text: the result, for people.
         files: the files that were written.
         counts: for how many pipelines each file is, if the files are for pipelines.
-        as_json: the option, if the command has one of its own.
     """
-    if is_json() if as_json is None else as_json:
+    if is_json():
         import json
         from dataclasses import asdict
 

@@ -71,13 +71,11 @@ def command(
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
         params = [*_parameters(function, hints)]
-        adds_json = has_json and "as_json" not in hints
-        if adds_json:
+        if has_json:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
         def call(**values: Any) -> None:
-            if adds_json:
-                del values["as_json"]
+            values.pop("as_json", None)
             for key, group in groups.items():
                 values[key] = group(
                     **{field.name: values.pop(field.name) for field in fields(group)}
@@ -344,4 +342,3 @@ GpuCount = Annotated[int, Option(metavar="GPUS")]
 Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]
 GpuName = Annotated[str, Option(metavar="GPU")]
 _JSON = "Print one JSON object, in SI units, instead of text."
-AsJson = Annotated[bool, _JSON, Option("--json")]

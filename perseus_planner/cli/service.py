@@ -30,7 +30,6 @@ from perseus_planner.base.tables import CsvFile, CsvRow, Text
 from perseus_planner.base.units import DURATION, POWER_BUDGET, Rule
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    AsJson,
     Lag,
     Natural,
     Option,
@@ -66,7 +65,6 @@ def status(
         "Show what every job ran, used and saved, including jobs that have ended, and exit.",
     ],
     service: Service,
-    as_json: AsJson,
 ) -> None:
     """Show the jobs of the service, or one of them with its reports and what its pipelines do."""
     if totals and (job is not None or watch):
@@ -77,16 +75,16 @@ def status(
 
         if totals:
             of_jobs = client.totals()
-            _print(Totals(of_jobs), totals_text(of_jobs), as_json=as_json)
+            _print(Totals(of_jobs), totals_text(of_jobs))
             return
         before, clear = None, watch and sys.stdout.isatty()
         while True:
             shown: Any = client.jobs() if job is None else client.status(job)
             if shown != before and job is None:
-                _print(Jobs(shown), jobs_text(shown), as_json=as_json, clear=clear)
+                _print(Jobs(shown), jobs_text(shown), clear=clear)
             elif shown != before and job is not None:
-                events = () if as_json else client.history(job).events[-_EVENTS:]
-                _print(shown, status_text(shown, events), as_json=as_json, clear=clear)
+                events = () if console.is_json() else client.history(job).events[-_EVENTS:]
+                _print(shown, status_text(shown, events), clear=clear)
             if not watch:
                 return
             before = shown
@@ -180,7 +178,6 @@ def straggler(
     report: NewReport,
     clear: Annotated[str | None, "Withdraw the report with this key.", Option(metavar="KEY")],
     service: Service,
-    as_json: AsJson,
 ) -> None:
     """Report that a part of a training job is slow.
 
@@ -193,7 +190,7 @@ def straggler(
             answer = client.clear(job, clear)
         else:
             answer = client.report(job, report.request(), wait_s=_WAIT_S)
-        _print(answer, _answers_text([answer]), as_json=as_json)
+        _print(answer, _answers_text([answer]))
 
 
 @dataclass(frozen=True)
@@ -241,7 +238,6 @@ def budget(
     ],
     schedule: BudgetSchedule,
     service: Service,
-    as_json: AsJson,
 ) -> None:
     """Set the power or the iteration time of a job, or the power of all jobs together.
 
@@ -254,7 +250,7 @@ def budget(
         if power is not None or deadline is not None:
             raise UsageError("--schedule: has the power; leave out --power and --deadline")
         with _open_client(service) as client:
-            send = partial(_send, client, path, schedule.target, job, as_json=as_json)
+            send = partial(_send, client, path, schedule.target, job)
             send()
             if schedule.watch:
                 _follow(path, send)
@@ -276,20 +272,18 @@ def budget(
             answers.append(client.set_deadline(str(job), deadline_s))
         if power is not None:
             answers += client.set_power(power_w, job)
-        _print_answers(answers, as_json=as_json)
+        _print_answers(answers)
 
 
-def _send(
-    client: Client, path: Path, target: float | None, job: str | None, *, as_json: bool
-) -> None:
+def _send(client: Client, path: Path, target: float | None, job: str | None) -> None:
     """Read a schedule, send it, and print what it does now and next."""
     from perseus_planner.base.prefixes import si
     from perseus_planner.service.models import split_at
 
     now, later = split_at(read_budgets(path, target), time.time())
     power_w = None if now is None else now.power_w
-    _print_answers(client.set_power(power_w, job, later), as_json=as_json)
-    if as_json:
+    _print_answers(client.set_power(power_w, job, later))
+    if console.is_json():
         return
     for step in later[:1]:
         start = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.start_s))
@@ -443,18 +437,18 @@ def _answers_text(answers: Sequence[Answer]) -> str:
     return "\n".join(map(answer_text, answers))
 
 
-def _print_answers(answers: Sequence[Answer], *, as_json: bool) -> None:
+def _print_answers(answers: Sequence[Answer]) -> None:
     from perseus_planner.service.models import Answers
 
     text = _answers_text(answers) or "No job runs; it applies to those that start."
-    _print(Answers(tuple(answers)), text, as_json=as_json)
+    _print(Answers(tuple(answers)), text)
 
 
-def _print(value: Any, text: str, *, as_json: bool, clear: bool = False) -> None:
+def _print(value: Any, text: str, *, clear: bool = False) -> None:
     """Print a value of `service.answers` as text, on a terminal that is cleared before, or as
     JSON.
     """
-    if as_json:
+    if console.is_json():
         from perseus_planner.service.models import to_json
 
         text, clear = to_json(value, indent=2).decode(), False

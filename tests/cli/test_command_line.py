@@ -19,7 +19,8 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.base.errors import UsageError, did_you_mean, how_to_install
 from perseus_planner.cli import main
-from perseus_planner.cli.options import AsJson, Counts, Lag, Option, command
+from perseus_planner.cli.console import is_json
+from perseus_planner.cli.options import Counts, Lag, Option, command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,10 +198,9 @@ def test_parameters_and_fields_are_options_by_their_types():
         sizes: Sizes,
         kind: Annotated[Literal["x", "y"], "Which."] = "x",
         names: Annotated[tuple[str, ...], "Who.", Option("--name")],
-        as_json: AsJson,
     ) -> None:
         """Try it."""
-        given.append((files, sizes, kind, names, as_json))
+        given.append((files, sizes, kind, names, is_json()))
 
     tried.main(
         ["a", "b", "--most", "3ms", "--name", "n", "--name", "m", "--json"], standalone_mode=False
