@@ -118,8 +118,8 @@ class Follower:
         problem: Why no clocks are set now; None while they are.
         misfit: The newest plan that this rank cannot run, and why.
         deviation: What an engine ran that was not in the plan.
-        orders: With a ledger: by number, the last orders of computations that the rank has run;
-            replaced, never changed.
+        orders: With a ledger: by number, the last orders of computations that the rank has run, or
+            will run first; replaced, never changed.
         is_at_full_clocks: With a ledger: whether this rank stays at full clocks, as a mode failed.
         ended: With a ledger: iterations that have ended, for the `Observer`.
 
@@ -167,6 +167,10 @@ class Follower:
         self._current: Program | None = None
         self._noted: Order = ()  #: the order that ran last without being a program's
         self._number = 0  #: of the order that ran last
+
+    def expect(self, order: tuple[Computation, ...]) -> None:
+        """Take what the rank will run, before it has run it."""
+        self.orders = {order_number(order): order}
 
     @property
     def program(self) -> Program | None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.errors import PlannerError, UsageError, how_to_install
 from perseus_planner.base.loops import Loop
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.runs.recording import RankFiles
@@ -331,6 +331,10 @@ class _Session:
             self._link.close()
 
     def _begin_autopilot(self, options: RuntimeOptions) -> AutopilotRank:
+        with suppress(PlannerError):  # what it runs will show
+            order = self._context.engine.order()
+            if order is not None:
+                self._follower.expect(order)
         autopilot = AutopilotRank.begin(
             self._context,
             self._job,

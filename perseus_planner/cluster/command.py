@@ -350,6 +350,8 @@ def simulate(
                 "envpipe",
                 "planner-fixed",
                 "planner",
+                "on-time",
+                "own-time",
                 "batch",
             ],
             ...,
@@ -368,7 +370,8 @@ def simulate(
     FRONTIER is a file that `planner solve` wrote; all pipelines are alike and end each iteration
     together. The policy max, all clocks at maximum, is always included as the baseline of the
     others. With --lengths, a computation takes the measured time for a microbatch of mean work, and
-    a proportional time for others. The policies are then max, planner-fixed, one-clock and batch.
+    a proportional time for others. The policies are then max, planner-fixed, on-time, own-time,
+    one-clock and batch.
     """
     if lengths is not None:
         given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}

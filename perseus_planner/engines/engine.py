@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +224,9 @@ class WholeTraining:
     tensor_rank = 0
 
     def __init__(self) -> None:
+        from perseus_planner.schedules import WHOLE  # an engine that does not train loads little
+
+        self._whole = WHOLE
         self._hook: IterationHook | None = None
         self._is_inside = False  #: an iteration has begun
 
@@ -259,11 +261,11 @@ class WholeTraining:
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
-        return {"schedule": WHOLE.name, "microbatches": 1}
+        return {"schedule": self._whole.name, "microbatches": 1}
 
     def order(self) -> tuple[Computation, ...]:
         """See `Engine.order`."""
-        return WHOLE.ranks[0]
+        return self._whole.ranks[0]
 
     def check(self) -> None:
         """See `Engine.check`; there is nothing to refuse."""
@@ -282,7 +284,7 @@ class WholeTraining:
         if self._hook is not None:
             self._is_inside = True
             self._hook.begin_iteration(1)
-            self._hook.begin(*WHOLE.ranks[0][0])
+            self._hook.begin(*self._whole.ranks[0][0])
 
     def end(self) -> None:
         """End the iteration, if one has begun."""

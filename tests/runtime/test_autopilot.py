@@ -297,7 +297,7 @@ def test_without_learning_nothing_unmeasured_is_run():
 
 
 def test_an_audit_is_two_iterations_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("perseus_planner.runtime.autopilot.audits._SHARE", 0.2)
+    monkeypatch.setattr("perseus_planner.runtime.autopilot.autopilot._SHARE", 0.2)
     done = train(TRUTH, 16, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
     assert audits

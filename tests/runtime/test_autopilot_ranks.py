@@ -57,6 +57,8 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
     assert "was trained without a plan" in refused.stderr
 
 
+# in real time: with other work on the processors, trials of a mode may take minutes
+@pytest.mark.soak
 def test_the_modes_that_it_decides_are_what_runs_and_losses_stay_the_same(tmp_path: Path):
     for result in results_of("autopilot_programs:learns_modes", 2, tmp_path):
         assert result["equal"]

@@ -261,9 +261,12 @@ class Coordinator:
     def _read(self, process: AutopilotProcess) -> None:
         """Read what the ranks have observed, and pass on the iterations of which all is known."""
         last = self._agreement.begun - 1
+        if last < 0:
+            self._expect_orders(process)
+            return
         turn = last % self._places.every
         ranks = [rank for rank in self._places.observed_in(last) if self._seen.get(rank, -1) < last]
-        if last < 0 or not ranks:
+        if not ranks:
             return
         keys = list(map(observed_key, ranks))
         if not self._are_there[turn]:
@@ -300,8 +303,22 @@ class Coordinator:
                 return  # the rank runs something else by now
             self._trainings[rank] = training
         self._orders |= new
-        if len(self._orders) < len(self._places.of):
+        if len(self._orders) == len(self._places.of):
+            self._tell(process)
+
+    def _expect_orders(self, process: AutopilotProcess) -> None:
+        """Tell the process what the ranks will run, if all know that before they begin."""
+        ranks = list(self._places.of)
+        keys = list(map(rank_key, ranks))
+        if self._orders or not self._board.store.check(keys):
             return
+        told = self._board.get_all(keys, RankTraining)
+        self._trainings = {r: each for r, each in zip(ranks, told, strict=True) if each is not None}
+        self._orders = {rank: order_number(each.order) for rank, each in self._trainings.items()}
+        self._tell(process)
+
+    def _tell(self, process: AutopilotProcess) -> None:
+        """Tell the process the job, of which all ranks are known."""
         if self._differ():
             return
         of_first = {

@@ -86,6 +86,8 @@ class Observer:
         self._told = 0  #: number of the order that was told last
         if is_written:
             self._set(observed_key(rank), NOTHING)
+            for number in source.orders:  # that is known before it ran
+                self._tell(number)
 
     def take(self, times: Iterable[IterationTimes], messages: Iterable[ToRank]) -> None:
         """Take in new times and messages, and write the iterations that are known now."""
