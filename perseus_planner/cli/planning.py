@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from perseus_planner import Plan, Replicas
-    from perseus_planner.plans.settings import Settings
+    from perseus_planner.plans.job import Settings
 
 #: the names in `schedules.NAMES`, which is not loaded for --help
 SCHEDULES = (
@@ -151,7 +151,7 @@ class SettingOptions:
         in their place.
         """
         from perseus_planner.base.documents import kind_of
-        from perseus_planner.plans.settings import Settings, read_settings, schedule_of
+        from perseus_planner.plans.job import Settings, read_settings, schedule_of
         from perseus_planner.schedules.pipeline import Transfer
 
         given = _given(self)
@@ -406,7 +406,7 @@ def run_job(
     The profile is the one that JOB names; if it is there already, it is not measured again.
     Frontier and plan are written beside it, as frontier.npz and plan.yaml.
     """
-    from perseus_planner.plans.settings import read_settings
+    from perseus_planner.plans.job import read_settings
 
     named = read_settings(job).profile
     if not isinstance(named, Path):

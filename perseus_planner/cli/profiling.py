@@ -33,7 +33,7 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from perseus_planner import Profile
     from perseus_planner.plans.calibration import MeasuredPlan
-    from perseus_planner.plans.settings import Settings
+    from perseus_planner.plans.job import Settings
     from perseus_planner.profiler.sweep import SweepSettings
 
 
@@ -140,7 +140,7 @@ def profile(
 
     Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
     """
-    from perseus_planner.plans.settings import read_settings
+    from perseus_planner.plans.job import read_settings
     from perseus_planner.views.curves import profile_text, summarize_profile
 
     settings = None if job is None else read_settings(job)

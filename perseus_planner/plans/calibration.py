@@ -22,9 +22,8 @@ import numpy as np
 from perseus_planner.base.documents import kind_of, with_values
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
-from perseus_planner.plans.job import Job
+from perseus_planner.plans.job import Correction, Job, job_document, read_settings
 from perseus_planner.plans.replay import replay
-from perseus_planner.plans.settings import Correction, job_document, read_settings
 from perseus_planner.profiles.profiles import Profile, profile_document
 
 if TYPE_CHECKING:

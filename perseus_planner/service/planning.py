@@ -35,8 +35,7 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.units import ON_TIME
-from perseus_planner.plans.job import Job
-from perseus_planner.plans.settings import Settings
+from perseus_planner.plans.job import Job, Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import NAMES

@@ -16,9 +16,8 @@ from noisy_rows import unlike_stages
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
-from perseus_planner.plans.job import Job
+from perseus_planner.plans.job import Correction, Job
 from perseus_planner.plans.replay import replay
-from perseus_planner.plans.settings import Correction
 from perseus_planner.solver.frontier import solve_dag
 
 JOB = """# the job that runs tonight

@@ -12,8 +12,7 @@ from launching import Results, results_of
 from schedule_engines import TORCH
 
 from perseus_planner import solve
-from perseus_planner.plans.job import Job
-from perseus_planner.plans.settings import Settings
+from perseus_planner.plans.job import Job, Settings
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiles.profiles import Profile
 
