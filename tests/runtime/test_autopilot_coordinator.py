@@ -261,3 +261,21 @@ def test_while_the_process_rests_observations_wait_and_all_else_ends_its_rest():
     for message in (observed, observed, End()):
         received.put(message)
     assert _taken(received, time.monotonic() + 1000) == [observed, observed, End()]
+
+
+def test_the_job_is_described_before_training_if_all_ranks_know_what_they_will_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    job, told = Job(2, monkeypatch), encode(RankTraining(tuple(ORDER), None))
+    job.store.set(rank_key(0), told)
+    assert job.look() == []
+    job.store.set(rank_key(1), told)
+    (described,) = job.look()
+    assert isinstance(described, JobDescription)
+    assert list(described.trainings) == [0]
+    assert job.look() == []
+    for rank in range(2):
+        job.observe(rank, 0)
+    job.begun = 1
+    (observed,) = job.look()
+    assert isinstance(observed, Observations)
