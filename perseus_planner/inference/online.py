@@ -543,7 +543,8 @@ def check_gpus(gpus: Sequence[Gpu]) -> None:
 
 
 def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
-    """Check that no other program computes on the GPUs of a server, as far as can be told.
+    """Check that no other program computes on the GPUs of a server, as far as can be told: a server
+    in a container is not known by its port.
 
     Args:
         gpus: All GPUs that it runs on.
@@ -553,10 +554,11 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
         UsageError: If one does; names it.
     """
     own = set() if address is None else _pids_of_server(address)
-    if own is None:
-        return
     for gpu in gpus:
-        for pid in set(gpu.computing_pids()) - own:
+        pids = set(gpu.computing_pids())
+        if address is not None and not own & pids:
+            continue
+        for pid in pids - own:
             try:
                 name = psutil.Process(pid).name()
             except psutil.Error:  # it has ended, or is in another container
@@ -567,9 +569,9 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
             )
 
 
-def _pids_of_server(address: str) -> set[int] | None:
+def _pids_of_server(address: str) -> set[int]:
     """Return the processes of a server: those that listen at its port, their groups and their
-    children; None if they are not known, as on another node.
+    children; none if they are not known.
     """
     try:
         connections = psutil.net_connections("tcp")
@@ -584,8 +586,8 @@ def _pids_of_server(address: str) -> set[int] | None:
         family = {each.pid for each in psutil.process_iter() if _group_of(each.pid) in groups}
         children = [psutil.Process(pid).children(recursive=True) for pid in listening]
     except (psutil.Error, OSError):
-        return None
-    return family | {child.pid for each in children for child in each} or None
+        return set()
+    return family | {child.pid for each in children for child in each}
 
 
 def _group_of(pid: int) -> int | None:

@@ -278,6 +278,8 @@ def test_a_server_beside_another_program_on_its_gpu_is_refused(
             status, _, text = refusal(f"inference {command}")
             assert status == 2
             assert "computes on it too, and one clock cannot keep two servers; stop it, or" in text
-        check_alone([gpu], "http://192.0.2.1:9")  # of another node, where nothing is known
+        check_alone([gpu], "http://192.0.2.1:9")  # of which nothing is known
+        nvml.set("computing", other.pid, gpu=1)
+        check_alone([gpu], address)  # what listens may pass on to a server in a container
     other.wait()
     assert nvml.locked_mhz(1) is None
