@@ -59,8 +59,14 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
 
 # in real time: with other work on the processors, trials of a mode may take minutes
 @pytest.mark.soak
-def test_the_modes_that_it_decides_are_what_runs_and_losses_stay_the_same(tmp_path: Path):
-    for result in results_of("autopilot_programs:learns_modes", 2, tmp_path):
+@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
+def test_the_modes_that_it_decides_are_what_runs_and_losses_stay_the_same(
+    engine: str, tmp_path: Path
+):
+    pytest.importorskip(engine)
+    imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
+    program = "autopilot_programs:learns_modes"
+    for result in results_of(program, 2, tmp_path, engine, imports=imports):
         assert result["equal"]
         assert result["ran"] == result["decided"]
         kept = [any(each) for each in result["decided"]]

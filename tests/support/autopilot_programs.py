@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -18,11 +19,12 @@ from typing import Any
 import service_programs
 import torch
 import torch.distributed as dist
+from emulation_programs import MICROBATCHES, deepspeed_pipeline, torch_pipeline
 from emulation_programs import _layer as tiny_layer
-from emulation_programs import deepspeed_pipeline, torch_pipeline
 from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.profiles.modes import ModeFunction
@@ -37,8 +39,23 @@ TRIED = 4  #: iterations by programs with other clocks than the highest
 MADE = {
     "torch": torch_pipeline,
     "deepspeed": deepspeed_pipeline,
-    "modes": lambda: torch_pipeline(layer=lambda: checkpoint_wrapper(tiny_layer())),
+    "torch with modes": lambda: torch_pipeline(layer=lambda: checkpoint_wrapper(tiny_layer())),
+    "deepspeed with modes": lambda: deepspeed_pipeline(
+        activation_checkpoint_interval=1,
+        activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
+    ),
 }
+
+
+def _megatron_pipeline() -> tuple[Any, Any, list[Any]]:
+    from megatron_programs import FULL_RECOMPUTE
+    from tiny_gpt import Training
+
+    training = Training(**FULL_RECOMPUTE)
+    return training.model, partial(training.step, MICROBATCHES), training.chunks
+
+
+MADE["megatron with modes"] = _megatron_pipeline
 
 
 def learns(state: str, name: str) -> None:
@@ -56,22 +73,25 @@ def learns(state: str, name: str) -> None:
         result["state"] = os.path.exists("run/autopilot.yaml")
 
 
-def learns_modes(state: str) -> None:
+def learns_modes(state: str, engine: str) -> None:
     """Train with the autopilot until it has tried to keep activations, and as long without it,
     which computes them again.
     """
     coordinator.END_S = LONG_S
-    with job(state) as result:
-        log, ran = WarningLog(), list[tuple[list[bool], list[bool]]]()
-        losses, phases, iterations = _trained("modes", with_autopilot=True, ran=ran)
-        expected, _, _ = _trained("modes", with_autopilot=False, iterations=iterations)
+    parallel = nullcontext
+    if engine == "megatron":
+        from megatron_programs import recomputing as parallel
+    with job(state) as result, parallel():
+        log, ran, name = WarningLog(), list[tuple[list[bool], list[bool]]](), f"{engine} with modes"
+        losses, phases, iterations = _trained(name, with_autopilot=True, ran=ran)
+        expected, _, _ = _trained(name, with_autopilot=False, iterations=iterations)
         result["equal"] = len(losses) == len(expected) and all(map(torch.equal, losses, expected))
         result["decided"] = [decided for decided, _ in ran]
         result["ran"] = [kept for _, kept in ran]
         result["phases"], result["warnings"] = phases, log.taken()
         other = {"own": lambda: None, f"of-{dist.get_rank()}": lambda: None}
         try:
-            with planner_runtime(torch_pipeline()[0], gpu=GPU, modes=other, state=None):
+            with planner_runtime(MADE[name]()[0], gpu=GPU, modes=other, state=None):
                 pass
         except PlannerError as error:
             result["refused"] = str(error)
@@ -119,7 +139,7 @@ def _trained(
     torch.manual_seed(dist.get_rank())
     engine, step, modules = MADE[name]()
     losses, phases = list[Any](), list[str]()
-    watched = _Watched(engine, modules) if name == "modes" else None
+    watched = _Watched(engine, modules) if name.endswith("modes") else None
     mode = (lambda: None) if watched is None else (lambda: watched.recompute.is_on)
     modes = None if watched is None else watched.modes()
     text = GPU if watched is None else SERVED_GPU
@@ -147,7 +167,7 @@ def _trained(
                 )
                 if every_rank(has_learnt if with_autopilot else number + 1 == iterations):
                     break
-                assert time.monotonic() < deadline_s, phases
+                assert time.monotonic() < deadline_s, (number, runtime and runtime.autopilot, phases)
         assert gpu.locked_mhz is None
     if watched is not None and ran is not None:
         ran += watched.iterations

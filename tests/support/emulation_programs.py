@@ -154,8 +154,9 @@ def torch_pipeline(
     return pipeline.engine, step, list(pipeline.layers)
 
 
-def deepspeed_pipeline() -> tuple[Any, Any, list[Any]]:
-    pipeline = DeepSpeed(MICROBATCHES, layer=_layer, shape=SHAPE, layers=2, num_stages=2)
+def deepspeed_pipeline(**options: Any) -> tuple[Any, Any, list[Any]]:
+    made = {"layer": _layer, "shape": SHAPE, "layers": 2, "num_stages": 2, **options}
+    pipeline = DeepSpeed(MICROBATCHES, **made)
     return pipeline.engine, pipeline.step, [pipeline.engine.module]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -84,22 +82,15 @@ def deepspeed_engine(state: str) -> None:
 
 def megatron_engine(state: str) -> None:
     """Megatron-core's full recompute."""
-    from megatron.core.tensor_parallel import random
-    from megatron_programs import Planned
-    from tiny_gpt import parallel
+    from megatron_programs import FULL_RECOMPUTE, Planned, recomputing
 
     from perseus_planner.schedules import one_f_one_b
 
-    full = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    with job(state) as result, parallel(), ExitStack() as stack:
-        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # there are none on the CPU
-            stack.enter_context(mock.patch.object(random, name, return_value=None))
+    with job(state) as result, recomputing():
         schedule = one_f_one_b(2, MICROBATCHES)
-        result.update(_trained_in_modes(lambda *given: Planned(schedule, given[2], None, **full)))
+        result.update(
+            _trained_in_modes(lambda *given: Planned(schedule, given[2], None, **FULL_RECOMPUTE))
+        )
 
 
 def _trained_in_modes(create: Callable[..., Any]) -> dict[str, Any]:
