@@ -154,16 +154,9 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
     older than what is known.
     """
     time_s, status = program.time_s, AutopilotStatus("learning", 7)
-    source = Follower(
-        TrainingJob(object(), 0, 1),  # type: ignore[arg-type] # nothing is agreed on
-        NodeShare(),
-        lambda *_: program,
-        lambda *_: None,
-        RankLedger(),
-        ended_s=lambda: time_s,
-    )
-    source._programs = {
-        number: replace(
+
+    def make(number: int, _: bytes) -> Program:
+        return replace(
             program,
             version=number,
             plan=None,
@@ -173,8 +166,17 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
             ledger=Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)),
             status=status,
         )
-        for number in range(iterations)
-    }
+
+    source = Follower(
+        TrainingJob(object(), 0, 1),  # type: ignore[arg-type] # nothing is agreed on
+        NodeShare(),
+        make,
+        lambda *_: None,
+        RankLedger(),
+        ended_s=lambda: time_s,
+    )
+    for number in range(iterations):
+        source._prepare(number, b"")
     source.agreement.version_at = lambda iteration: iteration  # type: ignore[method-assign]
     return Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, source._programs[0])
 
