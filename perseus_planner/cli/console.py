@@ -46,11 +46,10 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
-def cannot_run(command: Sequence[str], error: OSError) -> UsageError:
+def cannot_run(command: Sequence[str], error: OSError | ValueError) -> UsageError:
     """Return the refusal of a command that cannot be started."""
-    return UsageError(
-        f"{command[0]}: cannot be run: {error.strerror}; write the command after `--`"
-    )
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UsageError(f"{command[0]}: cannot be run: {reason}; write the command after `--`")
 
 
 def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:

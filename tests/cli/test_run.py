@@ -189,6 +189,11 @@ def test_the_exit_code_is_that_of_the_command():
             "--plan plan.yaml ./plan.yaml",
             "./plan.yaml: cannot be run: Permission denied; write the command after `--`",
         ),
+        (
+            "--plan plan.yaml ''",
+            ": cannot be run: execve: argv first element cannot be empty; write the command after "
+            "`--`",
+        ),
         ("--plan absent.yaml true", "absent.yaml: no such file; check the path"),
         (
             "--plan plan.yaml --service http://localhost:8400 true",
