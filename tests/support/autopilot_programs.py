@@ -167,7 +167,7 @@ def _trained(
                 )
                 if every_rank(has_learnt if with_autopilot else number + 1 == iterations):
                     break
-                assert time.monotonic() < deadline_s, (number, runtime and runtime.autopilot, phases)
+                assert time.monotonic() < deadline_s, (number, phases)
         assert gpu.locked_mhz is None
     if watched is not None and ran is not None:
         ran += watched.iterations
