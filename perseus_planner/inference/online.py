@@ -563,6 +563,8 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
                 name = psutil.Process(pid).name()
             except psutil.Error:  # it has ended, or is in another container
                 continue
+            if name.startswith("nvidia-cuda-mps"):  # its clients are listed themselves
+                continue
             raise UsageError(
                 f"{gpu.text}: process {pid} ({name}) computes on it too, and one clock cannot keep "
                 "two servers; stop it, or name a GPU on which one server runs alone"

@@ -265,14 +265,22 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_set(
 
 
 def test_a_server_beside_another_program_on_its_gpu_is_refused(
-    serve: Callable[..., tuple[str, subprocess.Popen[str]]], nvml: StandIn
+    serve: Callable[..., tuple[str, subprocess.Popen[str]]], nvml: StandIn, tmp_path: Path
 ):
     address, server = serve()
+    (tmp_path / "nvidia-cuda-mps-server").symlink_to("/bin/sleep")
+    mps = [str(tmp_path / "nvidia-cuda-mps-server"), "60"]
+    shared = subprocess.Popen(mps, start_new_session=True)
     limits = "--ttft 1s --tbt 1s --gpu nvml:1"
     other = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    with open_gpu("nvml:1") as gpu, closing(SimpleNamespace(close=other.kill)):
-        nvml.set("computing", server.pid, gpu=1)
-        check_alone([gpu], address)
+    with (
+        open_gpu("nvml:1") as gpu,
+        closing(SimpleNamespace(close=other.kill)),
+        closing(SimpleNamespace(close=shared.kill)),
+    ):
+        for own in (f"{server.pid}", f"{server.pid} {shared.pid}"):
+            nvml.set("computing", own, gpu=1)
+            check_alone([gpu], address)
         nvml.set("computing", f"{server.pid} {other.pid}", gpu=1)
         for command in (f"attach {address} {limits}", f"run {limits} -- sleep 1"):
             status, _, text = refusal(f"inference {command}")
@@ -282,4 +290,5 @@ def test_a_server_beside_another_program_on_its_gpu_is_refused(
         nvml.set("computing", other.pid, gpu=1)
         check_alone([gpu], address)  # what listens may pass on to a server in a container
     other.wait()
+    shared.wait()
     assert nvml.locked_mhz(1) is None
