@@ -94,7 +94,6 @@ class Learner:
             )
         ]
         self._tables: TimeTables | None = None
-        self._doubted: dict[tuple[int, int], Floats] = {}  # times that are asked for again
         # by how much each GPU seems slower than others, in iterations one after the other, and
         # by how much the last computations of each row were longer than it, logarithms
         self._apart: dict[int, tuple[float, ...]] = {}
@@ -303,9 +302,9 @@ class Learner:
             bound = times.mean[row, 0] + math.log(
                 self.job.clocks_mhz[0] / self.job.clocks_mhz[clock]
             )
-            before = self._doubted.pop((row, clock), None)
+            before = times.doubted.pop((row, clock), None)
             if before is None and values.min() > bound + _FAR_OVER:
-                self._doubted[row, clock] = values
+                times.doubted[row, clock] = values
                 return
             if before is not None:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]

@@ -85,6 +85,8 @@ class TimeRows:
         self.count, self.mean = np.zeros(shape), np.zeros(shape)
         self.factor = np.ones(gpus)
         self.noise, self.spread = _NOISE, _NOISE
+        #: (class, clock) -> times far over the physical bound, before they are seen again
+        self.doubted: dict[tuple[int, int], Floats] = {}
         #: by how much the mean of a few times is longer than that of those that are not the longest
         self.excess = 0.0
         self._noted = 0  # iterations whose noise was noted
@@ -167,11 +169,11 @@ class TimeRows:
         if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
             self._fitted_rows = measured
         mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
-        enough = np.zeros(self.mean.shape[0], dtype=bool)
+        enough, apart = np.zeros(self.mean.shape[0], dtype=bool), np.zeros_like(self.known)
         for kind in np.unique(self._kinds):
             rows = np.flatnonzero((self._kinds == kind) & based)
             if len(rows):
-                mean[rows], error[rows] = self._process(int(kind), rows, refit=refit)
+                mean[rows], error[rows], apart[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
         mean[~based], error[~based] = mean[self._own[~based]], _NEW
         bound, beta = self.bound()
@@ -184,6 +186,7 @@ class TimeRows:
         safe = np.maximum(
             np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top
         )
+        known &= ~apart
         usable = known | (between & (error < _USABLE) & enough[:, None])
         planned = np.where(known, plan, np.minimum(plan, safe))
         safe = np.where(usable, np.minimum(planned, mean + error), safe)
@@ -197,7 +200,8 @@ class TimeRows:
 
     def bound(self) -> tuple[Floats, float]:
         """Return the logarithm of the longest physical time of each row, from measured ones, and
-        the worst excess.
+        the worst excess, also of those that are doubted: else rows over the bound would be
+        overlooked while they are the last to be known.
 
         A computation at a clock takes at most its time at a higher one times the ratio of the
         clocks; if a measured row took longer, others may too, by as much. Only what exceeds three
@@ -213,13 +217,20 @@ class TimeRows:
         bounded = known[:, 1:]
         variance = self.variance()
         error = np.sqrt(variance[:, 1:] + variance[:, :1])
-        excess = np.sort(((self.mean - bound)[:, 1:] - 3 * error)[bounded])[::-1]
+        doubted = [
+            min(values) - bound[r, c] - 3 * math.sqrt(self._variance(len(values)) + variance[r, 0])
+            for (r, c), values in self.doubted.items()
+        ]
+        excess = ((self.mean - bound)[:, 1:] - 3 * error)[bounded]
+        excess = np.sort(np.concatenate([excess, doubted]))[::-1]
         many = excess[int(_FEW_OVER * len(excess)) :]
         return bound, float(np.exp(many.max(initial=0.0)))
 
-    def _process(self, kind: int, rows: NDArray[np.int64], *, refit: bool) -> tuple[Floats, Floats]:
-        """Return mean and standard error of the log times of classes of one kind: a Gaussian
-        process over the clock.
+    def _process(
+        self, kind: int, rows: NDArray[np.int64], *, refit: bool
+    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Return mean and standard error of the log times of classes of one kind, a Gaussian
+        process over the clock; and which rows of few times are much longer than it says.
         """
         known, x = self.known[rows], self._x
         top = self.mean[rows, 0]
@@ -237,7 +248,10 @@ class TimeRows:
         scales = self._scales[kind]
         miss, variance = _left_out(of_rows(scales), value)
         few = self.count[rows][known] < _FEW
-        noise += np.where(few & (np.abs(miss) > _OUTLIER * np.sqrt(variance)), miss**2, 0.0)
+        doubted = few & (np.abs(miss) > _OUTLIER * np.sqrt(variance))
+        noise += np.where(doubted, miss**2, 0.0)
+        apart = np.zeros_like(known)
+        apart[known] = doubted & (miss > 0.0)
         root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
@@ -246,7 +260,7 @@ class TimeRows:
         error = np.sqrt(np.maximum(own - (half**2).sum(axis=0), 1e-10))
         shape = len(rows), len(x)
         expected: Floats = top[:, None] + _SLOPE * x + mean.reshape(shape)
-        return expected, error.reshape(shape)
+        return expected, error.reshape(shape), apart
 
 
 def _left_out(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:

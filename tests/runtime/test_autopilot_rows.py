@@ -57,6 +57,23 @@ def test_a_measured_row_over_the_bound_makes_all_others_doubtful():
     assert tables.safe_s[0, at] == pytest.approx(0.10 * 1410 / 1320 * 1.2, rel=0.01)
 
 
+def test_times_over_the_bound_make_all_others_doubtful_before_they_are_seen_again():
+    rows = times_of({1410: 0.10})
+    rows.doubted[0, CLOCKS.index(1230)] = np.log([0.10 * 1410 / 1230 * 1.2])
+    at = CLOCKS.index(1320)
+    assert rows.tables(between=True).safe_s[1, at] > 0.10 * 1410 / 1320 * 1.18
+
+
+def test_a_row_of_one_time_that_is_much_longer_than_its_like_say_is_not_planned_on():
+    slope = {clock: 0.10 * (1410 / clock) ** 0.6 for clock in CLOCKS}
+    at = CLOCKS.index(1095)
+    rows = times_of({clock: time_s for clock, time_s in slope.items() if clock != 1095}, 3)
+    for row, times in ((0, 1.0), (1, 1.2), (2, 0.9)):
+        rows.add(row, at, np.log([times * slope[1095]]))
+    planned = np.isfinite(rows.tables(between=False).plan_s[:, at])
+    assert planned.tolist() == [True, False, True]
+
+
 def test_rows_between_measured_ones_are_planned_on_only_if_that_is_allowed():
     rows = times_of({clock: 0.02 + 110 / clock for clock in CLOCKS[::2]}, stages=3)
     between = CLOCKS.index(CLOCKS[3])
