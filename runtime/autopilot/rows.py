@@ -37,7 +37,9 @@ _OWN = 0.4  #: how much of bends and steps is a stage's own
 #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _NEW_ROWS = 0.05
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
-_OVER = 0.05  #: how far over the physical bound a measured row may be for the process to be trusted
+#: how far over the physical bound a measured row may be for the process to be trusted, and how far
+#: over what the process says one of few times may be to be planned on
+_OVER = 0.05
 _FEW, _OUTLIER = (
     12,
     3.0,
@@ -251,7 +253,7 @@ class TimeRows:
         doubted = few & (np.abs(miss) > _OUTLIER * np.sqrt(variance))
         noise += np.where(doubted, miss**2, 0.0)
         apart = np.zeros_like(known)
-        apart[known] = doubted & (miss > 0.0)
+        apart[known] = doubted & (miss > _OVER)
         root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
