@@ -734,9 +734,11 @@ class LayerTimes:
             layers: {kind: layer * layers for kind, layer in self.layer.items()}
             for layers in set(split)
         }
-        stage_phases = [alike[layers].copy() for layers in split]
-        for stage, more in ((stage_phases[0], self.embedding), (stage_phases[-1], self.head)):
-            stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
+        stage_phases = [alike[layers] for layers in split]
+        for stage, more in ((0, self.embedding), (-1, self.head)):
+            stage_phases[stage] = {
+                kind: phases + more[kind] for kind, phases in stage_phases[stage].items()
+            }
         return stage_phases
 
 

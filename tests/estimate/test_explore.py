@@ -96,6 +96,19 @@ def test_the_rows_that_are_shown_have_all_clocks(eight: Exploration):
         )
 
 
+def test_no_exact_curve_is_computed_that_a_bound_excludes():
+    model, gpus = PRESETS["gpt3-6.7b"], Choices(16, 96)
+    found = explore(model, H100, gpus)
+    assert found.solved <= 10  # bounds that let uneven stages wait for nothing needed 53
+    exact = {row.candidate.job: row.time_s for row in found.first}
+    ranked = sorted(
+        (iteration_s(each.job, H100, each.times), each.job.shape.tensor_degree)
+        for each in candidates(model, H100, gpus)
+    )
+    worth = worth_measuring([degree for _, degree in ranked], 8)
+    assert sorted(exact.values()) == pytest.approx([ranked[k][0] for k in worth], rel=1e-3)
+
+
 def test_many_microbatches_follow_from_few():
     job = next(
         each
