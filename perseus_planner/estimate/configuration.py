@@ -138,14 +138,14 @@ class Configuration:
     ) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
         times = times or layer_times(self.shape, system)
-        if self.sharding == 3:
-            times = replace(times, layer=self._gathered(times.layer, system))
+        if self.sharding >= 2:
+            times = replace(times, layer=self._with_shares(times.layer, system))
         return times.stages(self.split)
 
-    def _gathered(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
-        """Return the phases of a layer whose weights are gathered while the one before computes,
-        and whose gradients are scattered while the next one does (Zhao et al., "PyTorch FSDP",
-        2023).
+    def _with_shares(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
+        """Return the phases of a layer whose gradients are scattered while the next one computes,
+        and, if weights are shared too, whose weights are gathered while the one before does (Zhao
+        et al., "PyTorch FSDP", 2023).
         """
         shape = self.shape
         experts = shape.expert_parameters / shape.expert_degree
@@ -156,6 +156,7 @@ class Configuration:
             float(self._sum_s(held, size / 2, system))
             for size in (shape.narrow_bytes or _WEIGHT, shape.gradient_bytes)
         )
+        gather_s = gather_s if self.sharding == 3 else 0.0
         traffic_s = {"F": gather_s, "B": gather_s + scatter_s, "I": gather_s, "W": scatter_s}
         return {
             kind: phases
@@ -198,12 +199,12 @@ class Configuration:
         """Return the seconds in which each rank sums its gradients over the pipelines.
 
         Where the optimizer's state is shared, gradients are scattered, and weights gathered in
-        bf16. FSDP does both in each microbatch.
+        bf16. Where gradients are shared too, they are scattered in each microbatch; so are weights
+        gathered in FSDP.
         """
         size = float(self.shape.gradient_bytes)
-        if self.sharding:
-            size = 0.0 if self.sharding == 3 else (size + _WEIGHT) / 2
-        return self._sum_s(self.rank_parameters, size, system)
+        sizes = size, (size + _WEIGHT) / 2, _WEIGHT / 2, 0.0
+        return self._sum_s(self.rank_parameters, sizes[self.sharding], system)
 
     def optimizer_s(self, system: System) -> Floats:
         """Return the seconds of the optimizer's step on each rank."""
@@ -336,7 +337,9 @@ def memory(job: Configuration, system: System) -> Memory:
     activations = again + kept * np.bincount(job.stage_ranks, in_flight)
     # Logits are in bf16 and float32.
     activations[job.stage_ranks[-1]] += 6 * shape.tokens * shape.vocabulary_per_gpu
-    if job.sharding == 3:  # the weights of two layers are gathered
+    if (
+        job.sharding >= 2
+    ):  # weights of two layers are gathered, or their gradients not yet scattered
         layer = shape.layer_parameters - shape.expert_parameters * (1 - 1 / shape.expert_degree)
         activations += 2 * _WEIGHT * layer / shape.tensor_degree
     parts = np.stack(
@@ -358,7 +361,7 @@ def memory(job: Configuration, system: System) -> Memory:
 def kept_layer_bytes(shape: Transformer) -> float:
     """Return the bytes that one layer keeps of a microbatch until its backward."""
     if shape.recomputation == "full":
-        return 2 * shape.tokens * shape.hidden / _divided(shape)
+        return 2 * shape.tokens * shape.hidden / shape.stream_degree
     return _all_layer_bytes(
         shape, scores=shape.attention == "plain" and shape.recomputation == "none"
     )
@@ -379,12 +382,8 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
     # Experts keep the copies of tokens that they read and wrote.
     routed = shape.expert_ffn * (wide + low) + (low + 2) * shape.hidden
     shared += shape.expert_share * shape.experts_used * routed
-    residual = (4 + 2 * low) * shape.hidden / _divided(shape)
+    residual = (4 + 2 * low) * shape.hidden / shape.stream_degree
     return shape.tokens * (residual + shared / shape.tensor_degree)
-
-
-def _divided(shape: Transformer) -> int:
-    return shape.tensor_degree if shape.sequence_parallel else 1
 
 
 @cache
@@ -392,14 +391,15 @@ def _in_flight(
     schedule: str, stages: int, microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
-    kept = [0] * stages
+    kept, last = [0] * stages, "W" if schedule in SPLIT_BACKWARD else "B"
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
-        counts, most = dict.fromkeys({computation.stage for computation in program}, 0), 0
-        last = "W" if any(computation.kind == "W" for computation in program) else "B"
+        counts, total, most = dict.fromkeys({computation.stage for computation in program}, 0), 0, 0
         for computation in program:
-            counts[computation.stage] += (computation.kind == "F") - (computation.kind == last)
-            if sum(counts.values()) > most:
-                most = sum(counts.values())
+            more = (computation.kind == "F") - (computation.kind == last)
+            counts[computation.stage] += more
+            total += more
+            if total > most:
+                most = total
                 for stage, count in counts.items():
                     kept[stage] = count
     return tuple(kept)

@@ -95,48 +95,14 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
 
 
 @dataclass(frozen=True, eq=False)
-class Hull:
-    """Least effective energy over time of one or more computations: the vertices of its lower
-    convex hull.
-    """
-
-    times_s: NDArray[np.float64]  #: Seconds, rising
-    #: Energy less what waiting for that long would take, joules, falling.
-    effective_j: NDArray[np.float64]
-
-    def joined(self, *others: Hull) -> Hull:
-        """Return that of all, one after the other: their segments, the steepest first."""
-        every = (self, *others)
-        steps_s = np.concatenate([np.diff(hull.times_s) for hull in every])
-        steps_j = np.concatenate([np.diff(hull.effective_j) for hull in every])
-        order = np.argsort(steps_j / steps_s, kind="stable")
-        return Hull(
-            np.cumsum([sum(hull.times_s[0] for hull in every), *steps_s[order]]),
-            np.cumsum([sum(hull.effective_j[0] for hull in every), *steps_j[order]]),
-        )
-
-
-def hull_of(points: Floats, blocking_power_w: float) -> Hull:
-    """Return the hull of one computation with these clocks, seconds and joules."""
-    _, times_s, energies_j = points
-    effective_j = energies_j - blocking_power_w * times_s
-    order = np.lexsort((effective_j, times_s))
-    front: list[tuple[float, float]] = []
-    for time_s, joules in zip(times_s[order].tolist(), effective_j[order].tolist(), strict=True):
-        if not front or joules < front[-1][1]:
-            front.append((time_s, joules))
-    return Hull(*np.array(lower_hull(front)).T)
-
-
-@dataclass(frozen=True, eq=False)
 class Bound:
     """A lower bound on time and energy of iterations of a whole job."""
 
     least_s: float  #: Seconds
     gpus_per_rank: float  #: GPUs of all pipelines that a rank stands for
     blocking_w: float  #: Power of all of them while they wait
-    #: The hull of computations that run one after the other.
-    hull_of: Callable[[tuple[Phases, ...]], Hull]
+    #: The hull of computations that run one after the other; see `CurveMaker`.
+    hull_of: Callable[[tuple[Phases, ...]], Floats]
     #: By the computations of a microbatch, of the ranks that have them, without and with waits:
     #: seconds in which each runs nothing, microbatches that share the rest of the time, others.
     parts: Mapping[tuple[Phases, ...], NDArray[np.float64]]
@@ -148,10 +114,10 @@ class Bound:
             return np.full(len(times_s), np.inf)
         total_j = np.zeros(len(times_s))
         for computations, (fixed_s, counts, others) in self.parts.items():
-            hull = self.hull_of(computations)
+            spare_s, effective_j = self.hull_of(computations)
             each_s = (times_s - fixed_s[..., np.newaxis]) / counts[..., np.newaxis]
-            each_j = np.interp(each_s, hull.times_s, hull.effective_j) * counts[..., np.newaxis]
-            total_j += (each_j + others[..., np.newaxis] * hull.effective_j[-1]).max(0).sum(0)
+            each_j = np.interp(each_s, spare_s, effective_j) * counts[..., np.newaxis]
+            total_j += (each_j + others[..., np.newaxis] * effective_j[-1]).max(0).sum(0)
         energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
         return np.where(enough, energy_j, np.inf)
 
@@ -183,42 +149,39 @@ class CurveMaker:
         """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        of_rank: list[list[dict[str, Phases]]] = [[] for _ in range(job.ranks)]
-        for phases, rank in zip(stages, job.stage_ranks, strict=True):
-            of_rank[rank].append(phases)
-        # Ranks with the same stages are alike.
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for rank, own in enumerate(of_rank):
-            alike.setdefault(tuple(map(id, own)), []).append(rank)
-        all_s, forward_s, backward_s, trip_s = np.empty((4, job.ranks))
-        for ranks in alike.values():
-            own = of_rank[ranks[0]]
-            all_s[ranks] = sum(self._top_s(phases, job.kinds) for phases in own)
-            forward_s[ranks], backward_s[ranks] = (self._top_s(own[0], kind) for kind in "FB")
-            trip_s[ranks] = self._top_s(own[-1], job.kinds[:2])
+        kinds, ranks = job.kinds, job.ranks  # of which each has every so many-th stage
+        all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
+        forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
+        trip_s = self._top_s(stages[-ranks:], kinds[:2])
         hop_s, count = job.transfer_s(self.system), job.microbatches
         end_s = self.ends_s(job, stages)
-        if job.kinds == "FB":  # else gradients of weights may wait while those of inputs pass on
+        if kinds == "FB":  # else gradients of weights may wait while those of inputs pass on
             back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
             end_s = back_s + np.maximum.accumulate(end_s - back_s)
         fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
-        after = np.arange(job.ranks)[::-1]
+        after = np.arange(ranks)[::-1]
         waits = np.where(job.schedule in ("1f1b", "zb-h1") and count > after + 1, after, 0)
         wait_s = (trip_s.sum() - np.cumsum(trip_s) + 2 * hop_s * after) * (waits > 0)
         waited_s = wait_s + np.maximum(wait_s, waits * (all_s - forward_s))
         least_s = fixed_s + np.maximum(count * all_s, waited_s + (count - waits) * all_s)
-        free = np.stack([fixed_s, np.full(job.ranks, count), np.zeros(job.ranks)])
-        parts = np.stack([free, [fixed_s + waited_s, count - waits, waits]], axis=1)
-        computations = {
-            tuple(phases[kind] for phases in of_rank[ranks[0]] for kind in job.kinds): ranks
-            for ranks in alike.values()
-        }
+        none = np.zeros(ranks)
+        parts = np.array(
+            [[fixed_s, fixed_s + waited_s], [none + count, count - waits], [none, waits]]
+        )
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(ranks):
+            alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
         return Bound(
             float(least_s.max()),
-            job.gpus / job.ranks,
+            job.gpus / ranks,
             job.gpus * self._gpu.blocking_power_w,
             self._hull,
-            {each: parts[..., ranks] for each, ranks in computations.items()},
+            {
+                tuple(each[kind] for each in stages[some[0] :: ranks] for kind in kinds): parts[
+                    ..., some
+                ]
+                for some in alike.values()
+            },
         )
 
     def size(self, job: Configuration) -> int:
@@ -351,14 +314,17 @@ class CurveMaker:
 
     def ends_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> Floats:
         """Return the seconds of each rank after its last computation."""
-        each_s = {id(phases): phases for phases in stages}
-        top_s = {key: self._top_s(phases, "FB") for key, phases in each_s.items()}
-        weights = np.array([top_s[id(phases)] for phases in stages])
-        return job.end_s(self.system, np.bincount(job.stage_ranks, weights).astype(float))
+        both_s = np.bincount(job.stage_ranks, self._top_s(stages, "FB"))
+        return job.end_s(self.system, both_s.astype(float))
 
-    def _top_s(self, phases: Mapping[str, Phases], kinds: str) -> float:
-        """Return the seconds of computations at the top clock, one after the other."""
-        return float(sum(self._points(phases[kind])[1, 0] for kind in kinds))
+    def _top_s(self, stages: Sequence[Mapping[str, Phases]], kinds: str) -> Floats:
+        """Return the seconds of computations of each stage at the top clock."""
+        alike = {id(stage): stage for stage in stages}
+        times_s = {
+            key: sum(self._points(stage[kind])[1, 0] for kind in kinds)
+            for key, stage in alike.items()
+        }
+        return np.array([times_s[id(stage)] for stage in stages])
 
     def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
         frontier = solve_dag(self.dag(candidate, microbatches))
@@ -367,11 +333,26 @@ class CurveMaker:
             frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
         )
 
-    def _hull_of(self, parts: tuple[Phases, ...]) -> Hull:
-        """Return the hull of computations that run one after the other."""
-        if len(parts) > 1:
-            return Hull.joined(*(self._hull((part,)) for part in parts))
-        return hull_of(self._points(*parts), self._gpu.blocking_power_w)
+    def _hull_of(self, parts: tuple[Phases, ...]) -> Floats:
+        """Return the lower convex hull of seconds, rising, and of energy less what waiting for that
+        long would take, falling, of computations that run one after the other.
+        """
+        if len(parts) > 1:  # their segments, the steepest first
+            every = [self._hull((part,)) for part in parts]
+            steps = np.concatenate([np.diff(hull) for hull in every], axis=1)
+            order = np.argsort(steps[1] / steps[0], kind="stable")
+            first = sum(hull[:, :1] for hull in every)
+            return np.cumsum(np.hstack([first, steps[:, order]]), axis=1)
+        _, times_s, energies_j = self._points(*parts)
+        effective_j = energies_j - self._gpu.blocking_power_w * times_s
+        order = np.lexsort((effective_j, times_s))
+        front: list[tuple[float, float]] = []
+        for time_s, joules in zip(
+            times_s[order].tolist(), effective_j[order].tolist(), strict=True
+        ):
+            if not front or joules < front[-1][1]:
+                front.append((time_s, joules))
+        return np.array(lower_hull(front)).T
 
     @property
     def _gpu(self) -> GpuModel:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 RECOMPUTATIONS = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 _MAX_MICROBATCH = 64
-_VIRTUAL_STAGES = (2, 3, 4, 6)
+_VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 _RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
 _MAX_TENSOR = 16
-_CONTEXT = 8192  # tokens of a sequence on a GPU from which on it is divided
+_CONTEXT = 4096  # tokens of a sequence on a GPU from which on it is divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
@@ -81,9 +81,10 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     for job, times in _configurations(model, system, choices):
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
         needed = memory(job, system)
-        if job.ranks == 1 and job.replicas > 1 and not needed.fits:
-            job = replace(job, sharding=3)  # sends more than what shares the optimizer's state
-            needed = memory(job, system)
+        for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
+            if not needed.fits:  # each sends more than the one before
+                job = replace(job, sharding=sharding)
+                needed = memory(job, system)
         if needed.fits:
             fitting.append(Candidate(job, times, needed))
         elif least is None or needed.total < least[1].total:
@@ -462,9 +463,8 @@ class _Search:
 
     def first(self) -> list[int]:
         """Return the configurations to measure."""
-        picked = self._picked()
-        chosen = picked + [place for place in self._ranked() if place not in picked]
-        return sorted(chosen[:FIRST], key=self.exact_values.__getitem__)
+        chosen = list(dict.fromkeys([*self._picked(), *self._ranked()]))
+        return sorted(chosen[:FIRST], key=self._value)
 
     def _picked(self, *others: int) -> list[int]:
         """Return which of those near the best are worth measuring, if others meet their bounds."""
@@ -490,11 +490,11 @@ class _Search:
 
     def rows(self) -> tuple[Row, ...]:
         """Return `first` at the best points of their curves."""
-        points = [(place, self.objective.point(self.curves[place])) for place in self.first()]
+        curves = [(self.found[place], self.curves[place]) for place in self.first()]
         return tuple(
-            Row(self.found[place], self.curves[place], *point)
-            for place, point in points
-            if point is not None
+            Row(candidate, curve, *point)
+            for candidate, curve in curves
+            if (point := self.objective.point(curve)) is not None
         )
 
     def _degree(self, place: int) -> int:

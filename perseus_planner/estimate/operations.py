@@ -629,7 +629,7 @@ def _passes(
         if shape.positions == "rotary"
         else 0
     )
-    stream = residual * shape.hidden / (shape.tensor_degree if shape.sequence_parallel else 1)
+    stream = residual * shape.hidden / shape.stream_degree
     widths = stream + inside * (gated if shape.gated else plain) + rotary * rotated
     return Pass(shape.tokens * shape.element_bytes * (widths + share * moved * used * shape.hidden))
 

@@ -130,6 +130,11 @@ class Transformer(Checked):
         return self.sequence * self.microbatch // self.context_degree
 
     @property
+    def stream_degree(self) -> int:
+        """GPUs that divide norms and residuals."""
+        return self.tensor_degree if self.sequence_parallel else 1
+
+    @property
     def narrow_bytes(self) -> float | None:
         """Bytes of a factor of the products that `precision` makes narrow; None for none. Scales
         of blocks of 32 and 16 are counted (OCP Microscaling Formats, v1.0; NVFP4).
