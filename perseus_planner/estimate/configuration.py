@@ -353,9 +353,7 @@ def memory(job: Configuration, system: System) -> Memory:
     most = int(parts.sum(axis=0).argmax())
     reserve = _RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes
     weights, gradients, states, kept_bytes = parts[:, most].tolist()
-    return Memory(
-        most, weights, gradients, states, kept_bytes, reserve, available=system.memory_bytes
-    )
+    return Memory(most, weights, gradients, states, kept_bytes, reserve, system.memory_bytes)
 
 
 def kept_layer_bytes(shape: Transformer) -> float:
