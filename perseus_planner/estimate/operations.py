@@ -688,21 +688,11 @@ class Phases:
 
     def __add__(self, other: Phases) -> Phases:
         """Return both, one after the other."""
-        return Phases(*map(operator.add, self._values, other._values))
+        return Phases(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Phases:
         """Return `times` such computations."""
-        return Phases(*(value * times for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return (
-            self.megacycles,
-            self.memory_s,
-            self.exchange_s,
-            self.idle_s,
-            self.fused_megacycles,
-        )
+        return Phases(*(value * times for value in vars(self).values()))
 
     def time_s(self, clock_mhz: float) -> float:
         """Return the seconds at a clock that no power limit lowers."""
