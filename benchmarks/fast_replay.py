@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from perseus_planner.estimate.configuration import Configuration, schedule_of
 from perseus_planner.estimate.operations import LayerTimes, System
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -34,7 +36,7 @@ def replay_s(job: Configuration, system: System, stages: Sequence[dict[str, floa
     and kind.
     """
     ranks = job.stage_ranks
-    both_s = [0.0] * job.ranks
+    both_s = np.zeros(job.ranks)
     for stage, rank in enumerate(ranks):
         both_s[rank] += stages[stage]["F"] + stages[stage]["B"]
     hop_s, ends_s = job.transfer_s(system), job.end_s(system, both_s)

@@ -230,7 +230,7 @@ def calibrated(rows: Iterable[Measured]) -> tuple[System, set[int]]:
             if row.job.microbatches == count and row.job.shape.layers in (layers[0], layers[-1])
         ]
         used.update(map(id, chosen))
-        beside_s = [max(row.job.end_s(A100, [0.0])) for row in chosen]
+        beside_s = [max(row.job.end_s(A100, np.zeros(1))) for row in chosen]
         times_s = [(row.time_s - more) / count for row, more in zip(chosen, beside_s, strict=True)]
         layer_s, head_s = np.polyfit([row.job.shape.layers for row in chosen], times_s, 1)
         layer = layer_times(chosen[0].job.shape, A100).layer

@@ -269,6 +269,11 @@ class KernelOptions:
         "Measure kernels of this model instead, for `planner explore`.",
         Option(metavar="MODEL"),
     ]
+    layer: Annotated[
+        str | None,
+        "With --kernels: function that returns your own layer, given shape and process group.",
+        Option(metavar="MODULE:FUNCTION"),
+    ]
     gpu: Annotated[
         GpuName | None, "With --kernels: kind of GPU, e.g. a100-sxm, for its clocks and power."
     ]

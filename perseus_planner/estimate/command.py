@@ -363,11 +363,11 @@ def explore(
 def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
     from perseus_planner.base.units import TIME
-    from perseus_planner.profiler.build import require_torch
+    from perseus_planner.profiler.build import StageBuilder, require_torch
 
     require_torch()
-    from perseus_planner.estimate.kernels import measure_kernels, measured_names
-    from perseus_planner.estimate.operations import save_system, system_of, system_view
+    from perseus_planner.estimate.kernels import measure_kernels
+    from perseus_planner.estimate.operations import NUMBERS, save_system, system_of, system_view
     from perseus_planner.estimate.transformer import named_transformer, shared_by
     from perseus_planner.estimate.views import system_text
     from perseus_planner.profiler.ranks.group import process_group
@@ -379,11 +379,12 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     if options.recompute not in ("none", "full"):
         raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
     system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    layer = None if options.layer is None else StageBuilder.load(options.layer).function
     for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
-        if getattr(shape, name) != measured:
+        if layer is None and getattr(shape, name) != measured:
             raise UsageError(
                 f"--kernels: {name} of {getattr(shape, name)} is not measured; give a model with "
-                f"{name} of {measured}"
+                f"{name} of {measured}, or your own layer with --layer"
             )
     if options.node_bandwidth is not None:
         system = replace(
@@ -412,13 +413,11 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
             for degree in sorted(degrees)
             for size in sorted(set(options.microbatch))
         ]
-        system = measure_kernels(shapes, system)
+        system = measure_kernels(shapes, system, layer)
         if rank:
             return
-    names = (
-        *measured_names(ranks),
-        *(() if options.node_bandwidth is None else ("node_bytes_per_s",)),
-    )
+    usual = system_of(options.gpu)
+    names = tuple(name for name in NUMBERS if getattr(system, name) != getattr(usual, name))
     save_system(system, output, names)
     view = system_view(system, names)
     console.report(view, system_text(view), [output])

@@ -15,9 +15,11 @@ microbatches as its own schedule has in flight.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from perseus_planner.estimate.operations import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.estimate.transformer import Transformer, check_split
@@ -25,11 +27,15 @@ from perseus_planner.schedules import generate_for_stages
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipeline_iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
 
     from perseus_planner.estimate.operations import System
     from perseus_planner.schedules import Schedule
     from perseus_planner.schedules.iteration import Iteration
+
+Floats: TypeAlias = "NDArray[np.float64]"
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "interleaved-zb", "dualpipe-v")
 """Schedules whose computations are F, I and W instead of F and B."""
@@ -66,8 +72,7 @@ class Configuration:
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """The rank that holds each stage."""
-        count = len(self.split)
-        return schedule_of(self.schedule, count, self.ranks, self.virtual_stages).stage_ranks
+        return _stage_ranks(self.schedule, len(self.split), self.virtual_stages)
 
     @property
     def gpus(self) -> int:
@@ -100,21 +105,19 @@ class Configuration:
         return "FIW" if self.schedule in SPLIT_BACKWARD else "FB"
 
     @cached_property
-    def rank_parameters(self) -> tuple[tuple[float, float], ...]:
-        """Parameters on each GPU of each rank: those of experts, and all others."""
-        shape, stages = self.shape, len(self.split)
+    def rank_parameters(self) -> Floats:
+        """Parameters on each GPU of each rank: a row of those of experts, one of all others."""
+        shape = self.shape
+        layers = np.bincount(self.stage_ranks, self.split)
         words = shape.vocabulary * shape.hidden
-        positions = shape.sequence * shape.hidden if shape.positions == "learned" else 0
-        norm = shape.hidden * (2 if shape.biases else 1)
-        dense = shape.layer_parameters - shape.expert_parameters
-        others, experts = [0.0] * self.ranks, [0.0] * self.ranks
-        for stage, rank in enumerate(self.stage_ranks):
-            held = self.split[stage] * dense + (words + positions if stage == 0 else 0)
-            if stage == stages - 1:
-                held += norm + (words if stages > 1 or not shape.tied else 0)
-            others[rank] += held / shape.tensor_degree
-            experts[rank] += self.split[stage] * shape.expert_parameters / shape.expert_degree
-        return tuple(zip(experts, others, strict=True))
+        experts = layers * (shape.expert_parameters / shape.expert_degree)
+        others = layers * (shape.layer_parameters - shape.expert_parameters)
+        first, last = self.stage_ranks[0], self.stage_ranks[-1]
+        others[first] += words
+        others[first] += shape.sequence * shape.hidden if shape.positions == "learned" else 0
+        others[last] += shape.hidden * (2 if shape.biases else 1)
+        others[last] += words if len(self.split) > 1 or not shape.tied else 0
+        return np.stack([experts, others / shape.tensor_degree])
 
     @property
     def name(self) -> str:
@@ -135,20 +138,25 @@ class Configuration:
     ) -> list[dict[str, Phases]]:
         """Return the phases of each kind of each stage, on one GPU."""
         times = times or layer_times(self.shape, system)
-        if self.sharding == 3:
-            times = replace(times, layer=self._gathered(times.layer, system))
+        if self.sharding >= 2:
+            times = replace(times, layer=self._with_shares(times.layer, system))
         return times.stages(self.split)
 
-    def _gathered(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
-        """Return the phases of a layer whose weights are gathered while the one before computes,
-        and whose gradients are scattered while the next one does (Zhao et al., "PyTorch FSDP",
-        2023).
+    def _with_shares(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
+        """Return the phases of a layer whose gradients are scattered while the next one computes,
+        and, if weights are shared too, whose weights are gathered while the one before does (Zhao
+        et al., "PyTorch FSDP", 2023).
         """
         shape = self.shape
         experts = shape.expert_parameters / shape.expert_degree
-        held = experts, (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
-        gather_s = self._sum_s(held, (shape.narrow_bytes or _WEIGHT) / 2, system)
-        scatter_s = self._sum_s(held, shape.gradient_bytes / 2, system)
+        held = np.array(
+            [experts, (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree]
+        )
+        gather_s, scatter_s = (
+            float(self._sum_s(held, size / 2, system))
+            for size in (shape.narrow_bytes or _WEIGHT, shape.gradient_bytes)
+        )
+        gather_s = gather_s if self.sharding == 3 else 0.0
         traffic_s = {"F": gather_s, "B": gather_s + scatter_s, "I": gather_s, "W": scatter_s}
         return {
             kind: phases
@@ -156,9 +164,11 @@ class Configuration:
             for kind, phases in layer.items()
         }
 
-    def _sum_s(self, held: tuple[float, float], size: float, system: System) -> float:
-        """Return the seconds in which replicas sum `size` bytes of each parameter on a GPU."""
-        seconds, shape = 0.0, self.shape
+    def _sum_s(self, held: Floats, size: float, system: System) -> Floats:
+        """Return the seconds in which replicas sum `size` bytes of each parameter on a GPU, of
+        which there are so many, those of experts first.
+        """
+        seconds, shape = np.zeros(held.shape[1:]), self.shape
         for parameters, replicas, groups in zip(
             held,
             (self.expert_replicas, self.replicas),
@@ -167,7 +177,7 @@ class Configuration:
         ):
             if groups * replicas <= system.gpus_per_node:
                 few = min(replicas, 2)  # in a node eight were measured to take as long as two
-                seconds += sum_s(size * parameters, few, system) if parameters else 0.0
+                seconds += (parameters > 0) * sum_s(size * parameters, few, system)
             else:  # as many rings as a node has groups
                 per_byte_s = min(groups, system.gpus_per_node) / system.node_bytes_per_s
                 seconds += 2 * (1 - 1 / replicas) * size * parameters * per_byte_s
@@ -185,29 +195,33 @@ class Configuration:
             return system.gpus_per_node * share / system.node_bytes_per_s + system.network_s
         return size / system.transfer_bytes_per_s
 
-    def reduction_s(self, system: System) -> list[float]:
+    def reduction_s(self, system: System) -> Floats:
         """Return the seconds in which each rank sums its gradients over the pipelines.
 
         Where the optimizer's state is shared, gradients are scattered, and weights gathered in
-        bf16. FSDP does both in each microbatch.
+        bf16. Where gradients are shared too, they are scattered in each microbatch; so are weights
+        gathered in FSDP.
         """
         size = float(self.shape.gradient_bytes)
-        if self.sharding:
-            size = 0.0 if self.sharding == 3 else (size + _WEIGHT) / 2
-        return [self._sum_s(held, size, system) for held in self.rank_parameters]
+        sizes = size, (size + _WEIGHT) / 2, _WEIGHT / 2, 0.0
+        return self._sum_s(self.rank_parameters, sizes[self.sharding], system)
 
-    def optimizer_s(self, system: System) -> list[float]:
+    def optimizer_s(self, system: System) -> Floats:
         """Return the seconds of the optimizer's step on each rank."""
         per_byte_s = system.optimizer_bytes / (system.memory_share * system.gpu.bytes_per_s)
-        return [per_byte_s * self.shared(held, 1) for held in self.rank_parameters]
+        return per_byte_s * self.kept_parameters(1)
 
-    def shared(self, held: tuple[float, float], stage: int) -> float:
-        """Return the parameters of which a GPU keeps what stage `stage` of ZeRO shares."""
-        if self.sharding < stage:
-            return sum(held)
-        return held[0] / self.expert_replicas + held[1] / self.replicas
+    def kept_parameters(self, stage: int) -> Floats:
+        """Return the parameters of which a GPU of each rank keeps what stage `stage` of ZeRO
+        shares.
+        """
+        sharers = (
+            [[self.expert_replicas], [self.replicas]] if self.sharding >= stage else [[1], [1]]
+        )
+        kept: Floats = (self.rank_parameters / sharers).sum(axis=0)
+        return kept
 
-    def end_s(self, system: System, microbatch_s: Sequence[float]) -> list[float]:
+    def end_s(self, system: System, microbatch_s: Floats) -> Floats:
         """Return the seconds of each rank after its last computation.
 
         Args:
@@ -218,32 +232,28 @@ class Configuration:
                 for one stage. What is first in the model, the embedding too, has nothing to hide
                 behind.
         """
-        steps_s = self.optimizer_s(system)
         sums_s = self.reduction_s(system)
         if self.overlap_reduction:
             shape, virtual = self.shape, self.virtual_stages
-            layer = (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
-            layer += shape.expert_parameters / shape.expert_degree
-            words = shape.vocabulary * shape.hidden / shape.tensor_degree
+            bare = np.full(
+                self.ranks,
+                (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
+                + shape.expert_parameters / shape.expert_degree,
+            )
+            bare[0] += shape.vocabulary * shape.hidden / shape.tensor_degree
             window = (self.ranks * (virtual - 1) + 1) / virtual
-            bare = [
-                min(1.0, (layer + (words if rank == 0 else 0)) / sum(held))
-                for rank, held in enumerate(self.rank_parameters)
-            ]
-            sums_s = [
-                max(reduction_s * share, reduction_s - window * hidden_s)
-                for reduction_s, share, hidden_s in zip(sums_s, bare, microbatch_s, strict=True)
-            ]
-        return [reduction_s + step for reduction_s, step in zip(sums_s, steps_s, strict=True)]
+            share = np.minimum(1.0, bare / self.rank_parameters.sum(axis=0))
+            sums_s = np.maximum(sums_s * share, sums_s - window * microbatch_s)
+        return sums_s + self.optimizer_s(system)
 
     def iteration(
-        self, system: System, microbatch_s: Sequence[float], microbatches: int | None = None
+        self, system: System, ends_s: Floats, microbatches: int | None = None
     ) -> Iteration:
         """Return the graph of an iteration."""
         hop_s = self.transfer_s(system)
         ends = [
             FixedOperation("step", "end", end_s, where=(rank,))
-            for rank, end_s in enumerate(self.end_s(system, microbatch_s))
+            for rank, end_s in enumerate(ends_s.tolist())
         ]
         schedule = schedule_of(
             self.schedule, len(self.split), microbatches or self.microbatches, self.virtual_stages
@@ -251,7 +261,7 @@ class Configuration:
         return pipeline_iteration(schedule, transfer=Transfer(hop_s, hop_s), operations=ends)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=32)
 def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Return the schedule of a pipeline."""
     virtual = virtual_stages if virtual_stages > 1 else None
@@ -262,6 +272,11 @@ def schedule_of(name: str, stages: int, microbatches: int, virtual_stages: int) 
         ranks=stages // virtual_stages,
         virtual_stages=virtual,
     )
+
+
+@cache
+def _stage_ranks(name: str, stages: int, virtual_stages: int) -> tuple[int, ...]:
+    return schedule_of(name, stages, stages // virtual_stages, virtual_stages).stage_ranks
 
 
 _WEIGHT, _STATE = 2, 12  # bytes: bf16, and the float32 weight and two moments of Adam
@@ -304,7 +319,7 @@ class Candidate:
 
 def memory(job: Configuration, system: System) -> Memory:
     """Return the memory of the rank that needs most."""
-    shape, held = job.shape, job.rank_parameters
+    shape = job.shape
     # Where forwards and backwards alternate, further microbatches keep no more.
     count = (
         job.microbatches
@@ -318,37 +333,33 @@ def memory(job: Configuration, system: System) -> Memory:
         if shape.recomputation == "full"
         else 0.0
     )
-    activations = [again] * job.ranks
-    logits = 6 * shape.tokens * shape.vocabulary_per_gpu  # in bf16 and float32
-    ranks = job.stage_ranks
-    for stage, rank in enumerate(ranks):
-        activations[rank] += counts[stage] * job.split[stage] * kept
-    activations[ranks[-1]] += logits
-    states = [
-        (
-            _WEIGHT * job.shared(each, 3),
-            shape.gradient_bytes * job.shared(each, 2),
-            _STATE * job.shared(each, 1),
-        )
-        for each in held
-    ]
-    if job.sharding == 3:  # the weights of two layers are gathered
+    in_flight = np.multiply(counts, job.split)
+    activations = again + kept * np.bincount(job.stage_ranks, in_flight)
+    # Logits are in bf16 and float32.
+    activations[job.stage_ranks[-1]] += 6 * shape.tokens * shape.vocabulary_per_gpu
+    if (
+        job.sharding >= 2
+    ):  # weights of two layers are gathered, or their gradients not yet scattered
         layer = shape.layer_parameters - shape.expert_parameters * (1 - 1 / shape.expert_degree)
-        activations = [each + 2 * _WEIGHT * layer / shape.tensor_degree for each in activations]
-    most = max(range(job.ranks), key=lambda rank: sum(states[rank]) + activations[rank])
-    return Memory(
-        most,
-        *states[most],
-        activations=activations[most],
-        reserve=_RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes,
-        available=system.memory_bytes,
+        activations += 2 * _WEIGHT * layer / shape.tensor_degree
+    parts = np.stack(
+        [
+            _WEIGHT * job.kept_parameters(3),
+            shape.gradient_bytes * job.kept_parameters(2),
+            _STATE * job.kept_parameters(1),
+            activations,
+        ]
     )
+    most = int(parts.sum(axis=0).argmax())
+    reserve = _RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes
+    weights, gradients, states, kept_bytes = parts[:, most].tolist()
+    return Memory(most, weights, gradients, states, kept_bytes, reserve, system.memory_bytes)
 
 
 def kept_layer_bytes(shape: Transformer) -> float:
     """Return the bytes that one layer keeps of a microbatch until its backward."""
     if shape.recomputation == "full":
-        return 2 * shape.tokens * shape.hidden / _divided(shape)
+        return 2 * shape.tokens * shape.hidden / shape.stream_degree
     return _all_layer_bytes(
         shape, scores=shape.attention == "plain" and shape.recomputation == "none"
     )
@@ -369,27 +380,24 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
     # Experts keep the copies of tokens that they read and wrote.
     routed = shape.expert_ffn * (wide + low) + (low + 2) * shape.hidden
     shared += shape.expert_share * shape.experts_used * routed
-    residual = (4 + 2 * low) * shape.hidden / _divided(shape)
+    residual = (4 + 2 * low) * shape.hidden / shape.stream_degree
     return shape.tokens * (residual + shared / shape.tensor_degree)
 
 
-def _divided(shape: Transformer) -> int:
-    return shape.tensor_degree if shape.sequence_parallel else 1
-
-
-@lru_cache(maxsize=512)
+@cache
 def _in_flight(
     schedule: str, stages: int, microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
-    kept = [0] * stages
+    kept, last = [0] * stages, "W" if schedule in SPLIT_BACKWARD else "B"
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
-        counts, most = dict.fromkeys({computation.stage for computation in program}, 0), 0
-        last = "W" if any(computation.kind == "W" for computation in program) else "B"
+        counts, total, most = dict.fromkeys({computation.stage for computation in program}, 0), 0, 0
         for computation in program:
-            counts[computation.stage] += (computation.kind == "F") - (computation.kind == last)
-            if sum(counts.values()) > most:
-                most = sum(counts.values())
+            more = (computation.kind == "F") - (computation.kind == last)
+            counts[computation.stage] += more
+            total += more
+            if total > most:
+                most = total
                 for stage, count in counts.items():
                     kept[stage] = count
     return tuple(kept)

@@ -3,9 +3,10 @@ profile of a pipeline, corrected by one measured stage.
 
 The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its
 first forward the ranks before it run one each, and after its last backward those run one backward
-each. Under 1F1B a rank with w ranks after it also waits, after its first and after its last
-forward, for a forward and a backward of each of them, while it runs w computations itself. What
-remains for the other M - w forwards and backwards bounds their energy from below.
+each. Under 1F1B and ZB-H1 a rank with w ranks after it also waits, after its first and after its
+last forward, for a forward and a backward of each of them. While it waits, it runs w forwards, then
+w backwards: for one of the two waits they may count as what it runs beside. What remains for the
+other M - w forwards and backwards bounds their energy from below.
 
 The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one
 adds the same, at every price of time, so the curves of few microbatches give those of many.
@@ -18,10 +19,9 @@ those that the model's power limit does not allow, as measured stages may run at
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,17 +31,16 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.estimate.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
-from perseus_planner.profiles.measurement import Measurement, lower_hull, pareto_front
+from perseus_planner.profiles.measurement import Measurement, lower_hull
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner import Frontier
-    from perseus_planner.estimate.configuration import Candidate, Configuration
+    from perseus_planner.estimate.configuration import Candidate, Configuration, Floats
     from perseus_planner.estimate.operations import Phases, System
     from perseus_planner.gpu.simulated.model import GpuModel
 
-Floats = "NDArray[np.float64]"
 _SLOPES = 200
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
 _FEWER = (2, 3)  # the same for long pipelines
@@ -63,8 +62,8 @@ class Curve:
         return np.interp(times_s, self.times_s, self.energies_j, left=np.inf)
 
 
-def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
-    """Return the operating points of a computation on one GPU, highest clock first.
+def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
+    """Return clocks (MHz), seconds and joules of a computation on one GPU, highest clock first.
 
     A clock that the power limit does not allow is none: the lowest clock above what the limit
     allows stands for all of them, with the time and energy of what is achieved.
@@ -86,37 +85,13 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
     if count:
         least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
         places = np.unique(np.linspace(0, least, count).round().astype(int))
-    return tuple(
-        Measurement(int(set_mhz[place]), float(times_s[place]), float(energies_j[place]))
-        for place in places
-    )
+    return np.stack([set_mhz, times_s, energies_j])[:, places]
 
 
-@dataclass(frozen=True, eq=False)
-class Hull:
-    """Least effective energy over time of one or more computations: the vertices of its lower
-    convex hull.
-    """
-
-    times_s: NDArray[np.float64]  #: Seconds, rising
-    #: Energy less what waiting for that long would take, joules, falling.
-    effective_j: NDArray[np.float64]
-
-    def __add__(self, other: Hull) -> Hull:
-        """Return that of both, one after the other: their segments, the steepest first."""
-        steps_s = np.concatenate([np.diff(self.times_s), np.diff(other.times_s)])
-        steps_j = np.concatenate([np.diff(self.effective_j), np.diff(other.effective_j)])
-        order = np.argsort(steps_j / steps_s, kind="stable")
-        return Hull(
-            np.cumsum([self.times_s[0] + other.times_s[0], *steps_s[order]]),
-            np.cumsum([self.effective_j[0] + other.effective_j[0], *steps_j[order]]),
-        )
-
-
-def hull_of(rows: tuple[Measurement, ...], blocking_power_w: float) -> Hull:
-    """Return the hull of one computation."""
-    front = pareto_front(rows, blocking_power_w)
-    return Hull(*np.array(lower_hull((point.time_s, point.effective_j) for point in front)).T)
+def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
+    """Return the operating points of a computation as rows of a profile, highest clock first."""
+    rows = points_of(phases, system, count).T.tolist()
+    return tuple(Measurement(int(clock), time_s, energy_j) for clock, time_s, energy_j in rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,19 +101,25 @@ class Bound:
     least_s: float  #: Seconds
     gpus_per_rank: float  #: GPUs of all pipelines that a rank stands for
     blocking_w: float  #: Power of all of them while they wait
-    #: Of each rank: seconds in which it runs nothing, microbatches that share the rest of the time,
-    #: others, and the hull of a microbatch.
-    parts: list[tuple[float, int, int, Hull]]
+    #: The hull of computations that run one after the other; see `CurveMaker`.
+    hull_of: Callable[[tuple[Phases, ...]], Floats]
+    #: By the computations of a microbatch, of the ranks that have them, without and with waits:
+    #: seconds in which each runs nothing, microbatches that share the rest of the time, others.
+    parts: Mapping[tuple[Phases, ...], NDArray[np.float64]]
 
     def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the least joules at each of `times_s`; infinite where that is too short."""
+        enough = times_s >= self.least_s * (1 - 1e-9)
+        if not enough.any():
+            return np.full(len(times_s), np.inf)
         total_j = np.zeros(len(times_s))
-        for fixed_s, count, others, hull in self.parts:
-            spare_s = (times_s - fixed_s) / count
-            total_j += count * np.interp(spare_s, hull.times_s, hull.effective_j)
-            total_j += others * hull.effective_j[-1]
+        for computations, (fixed_s, counts, others) in self.parts.items():
+            spare_s, effective_j = self.hull_of(computations)
+            each_s = (times_s - fixed_s[..., np.newaxis]) / counts[..., np.newaxis]
+            each_j = np.interp(each_s, spare_s, effective_j) * counts[..., np.newaxis]
+            total_j += (each_j + others[..., np.newaxis] * effective_j[-1]).max(0).sum(0)
         energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
-        return np.where(times_s >= self.least_s * (1 - 1e-9), energy_j, np.inf)
+        return np.where(enough, energy_j, np.inf)
 
 
 def _slopes(curve: Curve) -> NDArray[np.float64]:
@@ -159,7 +140,8 @@ class CurveMaker:
         16 in large jobs.
         """
         self.system, self.points = system, points
-        self._points = cache(lambda phases, count: measurements_of(phases, system, count))
+        self._points = cache(lambda phases: points_of(phases, system, points))
+        self._rows = cache(lambda phases, count: measurements_of(phases, system, count))
         self._hull = cache(self._hull_of)
         self._frontiers: dict[Configuration, Frontier] = {}
 
@@ -167,36 +149,40 @@ class CurveMaker:
         """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        of_rank: list[list[int]] = [[] for _ in range(job.ranks)]
-        for stage, rank in enumerate(job.stage_ranks):
-            of_rank[rank].append(stage)
-        hulls = [
-            self._hull(tuple(stages[s][kind] for s in own for kind in job.kinds)) for own in of_rank
-        ]
-        # Where the backward is split, gradients of weights may wait while those of inputs pass on.
-        passed = job.kinds if job.kinds == "FB" else "F"
-        both = [
-            self._hull(tuple(stages[own[0]][kind] for kind in passed)).times_s[0] for own in of_rank
-        ]
-        ends_s = job.end_s(self.system, self._microbatch_s(job, stages))
-        hop_s, before_s = job.transfer_s(self.system), 0.0
-        trips = [
-            self._hull(tuple(stages[own[-1]][kind] for kind in job.kinds[:2])).times_s[0]
-            for own in of_rank
-        ]
-        least_s, parts, after_s = 0.0, [], sum(trips) + 2 * hop_s * job.ranks
-        for rank, hull in enumerate(hulls):
-            after_s -= trips[rank] + 2 * hop_s
-            fixed_s, count = before_s + ends_s[rank], job.microbatches
-            least_s = max(least_s, fixed_s + count * hull.times_s[0])
-            # Under ZB-H1 gradients of weights fill the second wait.
-            waited_s = {"1f1b": 2.0, "zb-h1": 1.0}.get(job.schedule, 0.0) * after_s
-            waits = job.ranks - 1 - rank if waited_s > 0 and count > job.ranks - rank else 0
-            fixed_s += waited_s if waits else 0.0
-            least_s = max(least_s, fixed_s + (count - waits) * hull.times_s[0])
-            parts.append((fixed_s, count - waits, waits, hull))
-            before_s += both[rank] + len(passed) * hop_s
-        return Bound(least_s, job.gpus / job.ranks, job.gpus * self._gpu.blocking_power_w, parts)
+        kinds, ranks = job.kinds, job.ranks  # of which each has every so many-th stage
+        all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
+        forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
+        trip_s = self._top_s(stages[-ranks:], kinds[:2])
+        hop_s, count = job.transfer_s(self.system), job.microbatches
+        end_s = self.ends_s(job, stages)
+        if kinds == "FB":  # else gradients of weights may wait while those of inputs pass on
+            back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
+            end_s = back_s + np.maximum.accumulate(end_s - back_s)
+        fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
+        after = np.arange(ranks)[::-1]
+        waits = np.where(job.schedule in ("1f1b", "zb-h1") and count > after + 1, after, 0)
+        wait_s = (trip_s.sum() - np.cumsum(trip_s) + 2 * hop_s * after) * (waits > 0)
+        waited_s = wait_s + np.maximum(wait_s, waits * (all_s - forward_s))
+        least_s = fixed_s + np.maximum(count * all_s, waited_s + (count - waits) * all_s)
+        none = np.zeros(ranks)
+        parts = np.array(
+            [[fixed_s, fixed_s + waited_s], [none + count, count - waits], [none, waits]]
+        )
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(ranks):
+            alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
+        return Bound(
+            float(least_s.max()),
+            job.gpus / ranks,
+            job.gpus * self._gpu.blocking_power_w,
+            self._hull,
+            {
+                tuple(each[kind] for each in stages[some[0] :: ranks] for kind in kinds): parts[
+                    ..., some
+                ]
+                for some in alike.values()
+            },
+        )
 
     def size(self, job: Configuration) -> int:
         """Return the number of computations that the exact curve takes."""
@@ -297,7 +283,7 @@ class CurveMaker:
         energies are of a stage's GPUs.
         """
         rows = {
-            (stage, kind): self._points(phases[kind], points)
+            (stage, kind): self._rows(phases[kind], points)
             for stage, phases in enumerate(stages)
             for kind in kinds or job.kinds
         }
@@ -320,26 +306,25 @@ class CurveMaker:
         """Return the graph of an iteration of one pipeline."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        both_s = self._microbatch_s(job, stages)
         points = self.points or (_MANY if self.size(job) > _LARGE else 0)
         return PipelineDag(
-            self.profile(job, stages, points), job.iteration(self.system, both_s, microbatches)
+            self.profile(job, stages, points),
+            job.iteration(self.system, self.ends_s(job, stages), microbatches),
         )
 
-    def ends_s(self, candidate: Candidate) -> list[float]:
+    def ends_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> Floats:
         """Return the seconds of each rank after its last computation."""
-        job = candidate.job
-        return job.end_s(
-            self.system, self._microbatch_s(job, job.stage_phases(self.system, candidate.times))
-        )
+        both_s = np.bincount(job.stage_ranks, self._top_s(stages, "FB"))
+        return job.end_s(self.system, both_s.astype(float))
 
-    def _microbatch_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> list[float]:
-        """Return the seconds of a microbatch on each rank, at the top clock."""
-        both_s = [0.0] * job.ranks
-        for stage, rank in enumerate(job.stage_ranks):
-            for kind in "FB":
-                both_s[rank] += self._points(stages[stage][kind], self.points)[0].time_s
-        return both_s
+    def _top_s(self, stages: Sequence[Mapping[str, Phases]], kinds: str) -> Floats:
+        """Return the seconds of computations of each stage at the top clock."""
+        alike = {id(stage): stage for stage in stages}
+        times_s = {
+            key: sum(self._points(stage[kind])[1, 0] for kind in kinds)
+            for key, stage in alike.items()
+        }
+        return np.array([times_s[id(stage)] for stage in stages])
 
     def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
         frontier = solve_dag(self.dag(candidate, microbatches))
@@ -348,12 +333,26 @@ class CurveMaker:
             frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
         )
 
-    def _hull_of(self, parts: tuple[Phases, ...]) -> Hull:
-        """Return the hull of computations that run one after the other."""
-        first, *others = parts
-        if not others:
-            return hull_of(self._points(first, self.points), self._gpu.blocking_power_w)
-        return reduce(operator.add, (self._hull((part,)) for part in parts))
+    def _hull_of(self, parts: tuple[Phases, ...]) -> Floats:
+        """Return the lower convex hull of seconds, rising, and of energy less what waiting for that
+        long would take, falling, of computations that run one after the other.
+        """
+        if len(parts) > 1:  # their segments, the steepest first
+            every = [self._hull((part,)) for part in parts]
+            steps = np.concatenate([np.diff(hull) for hull in every], axis=1)
+            order = np.argsort(steps[1] / steps[0], kind="stable")
+            first = sum(hull[:, :1] for hull in every)
+            return np.cumsum(np.hstack([first, steps[:, order]]), axis=1)
+        _, times_s, energies_j = self._points(*parts)
+        effective_j = energies_j - self._gpu.blocking_power_w * times_s
+        order = np.lexsort((effective_j, times_s))
+        front: list[tuple[float, float]] = []
+        for time_s, joules in zip(
+            times_s[order].tolist(), effective_j[order].tolist(), strict=True
+        ):
+            if not front or joules < front[-1][1]:
+                front.append((time_s, joules))
+        return np.array(lower_hull(front)).T
 
     @property
     def _gpu(self) -> GpuModel:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 RECOMPUTATIONS = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 _MAX_MICROBATCH = 64
-_VIRTUAL_STAGES = (2, 3, 4, 6)
+_VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 _RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
 _MAX_TENSOR = 16
-_CONTEXT = 8192  # tokens of a sequence on a GPU from which on it is divided
+_CONTEXT = 4096  # tokens of a sequence on a GPU from which on it is divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
@@ -81,9 +81,10 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     for job, times in _configurations(model, system, choices):
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
         needed = memory(job, system)
-        if job.ranks == 1 and job.replicas > 1 and not needed.fits:
-            job = replace(job, sharding=3)  # sends more than what shares the optimizer's state
-            needed = memory(job, system)
+        for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
+            if not needed.fits:  # each sends more than the one before
+                job = replace(job, sharding=sharding)
+                needed = memory(job, system)
         if needed.fits:
             fitting.append(Candidate(job, times, needed))
         elif least is None or needed.total < least[1].total:
@@ -247,8 +248,8 @@ _POINTS = 10  # operating points of a computation while configurations are compa
 _GRID = 64  # times at which bounds are compared
 _SLOWEST = 6.0  # of the least time, up to which the frontier is explored
 _WORTH = 1.3  # of the best value, up to which the best of another tensor degree is worth measuring
-_GAIN = 1e-3  # by which a configuration must be able to lower the frontier
-_MOST_COMPUTATIONS = 80_000  # of all iterations whose exact curves are computed
+_GAIN = 3e-3  # by which a configuration must be able to lower the frontier
+_MOST_COMPUTATIONS = 50_000  # of all iterations whose exact curves are computed
 
 
 @dataclass(frozen=True)
@@ -394,14 +395,16 @@ class _Search:
         fastest_s = min(bound.least_s for bound in bounds)
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
         self.grid_s = np.geomspace(fastest_s, slowest_s, _GRID)
-        self.bounds_j = np.array([bound.at(self.grid_s) for bound in bounds])
+        bounds_j = np.array([bound.at(self.grid_s) for bound in bounds])
+        self.least_j = np.minimum.accumulate(bounds_j, axis=1)
         self.curves: dict[int, Curve] = {}
         self.exact_values: dict[int, tuple[float, float]] = {}
         self.envelope_j = np.full(_GRID, np.inf)
         self.values = [
             objective.value(_bound_curve(bound.least_s, self.grid_s, row))
-            for bound, row in zip(bounds, self.bounds_j, strict=True)
+            for bound, row in zip(bounds, bounds_j, strict=True)
         ]
+        self.order = sorted(range(len(found)), key=self.values.__getitem__)
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         """Compute exact curves until no bound is below what was found."""
@@ -436,58 +439,62 @@ class _Search:
         """Return the configuration whose bound is best, if it can still be among the first, or
         on the frontier.
         """
-        open_places = [place for place in range(len(self.found)) if place not in self.curves]
+        open_places = [place for place in self.order if place not in self.curves]
         if not open_places:
             return None
-        nearest = min(open_places, key=self.values.__getitem__)
-        exact = sorted((value, place) for place, value in self.exact_values.items())
-        if not exact or self.values[nearest] < exact[0][0]:
+        nearest = open_places[0]
+        exact = self.exact_values.values()
+        if not exact or self.values[nearest] < min(exact):
             return nearest
-        values: dict[int, list[tuple[float, float]]] = {}
-        for value, place in exact:
-            values.setdefault(self._degree(place), []).append(value)
-        wanted = {degree: 1 + (degree == self.maker.system.gpus_per_node) for degree in values}
-        best = {
-            degree: some[wanted[degree] - 1]
-            for degree, some in values.items()
-            if len(some) >= wanted[degree]
-        }
-        ranked = sorted(((self.values[place], place) for place in open_places), reverse=True)
-        near = {self._degree(place): place for _, place in ranked}
-        for degree, place in sorted(near.items()):
-            value = self.values[place]
-            if value < best.get(degree, (math.inf, math.inf)) and (
-                value[0] <= _WORTH * exact[0][0][0]
-            ):
+        near = {self._degree(place): place for place in reversed(open_places)}
+        for place in sorted(near.values(), key=self.values.__getitem__):
+            if place in self._picked(place):
                 return place
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
         with np.errstate(invalid="ignore"):
-            bounds_j = np.minimum.accumulate(self.bounds_j[open_places], axis=1)
+            bounds_j = self.least_j
             gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(
                 axis=1
             )
+        gains[list(self.curves)] = -np.inf
         most = int(np.argmax(gains))
-        return open_places[most] if gains[most] > _GAIN else None
+        return most if gains[most] > _GAIN else None
 
     def first(self) -> list[int]:
         """Return the configurations to measure."""
-        allowed = [place for place, value in self.exact_values.items() if math.isfinite(value[0])]
-        ranked = sorted(allowed, key=self.exact_values.__getitem__)
-        most = _WORTH * self.exact_values[ranked[0]][0] if ranked else 0.0
-        near = [place for place in ranked if self.exact_values[place][0] <= most]
-        degrees = [self._degree(place) for place in near]
-        chosen = [near[k] for k in worth_measuring(degrees, self.maker.system.gpus_per_node)]
-        chosen += [place for place in ranked if place not in chosen]
-        return sorted(chosen[:FIRST], key=self.exact_values.__getitem__)
+        chosen = list(dict.fromkeys([*self._picked(), *self._ranked()]))
+        return sorted(chosen[:FIRST], key=self._value)
+
+    def _picked(self, *others: int) -> list[int]:
+        """Return which of those near the best are worth measuring, if others meet their bounds."""
+        ranked = self._ranked(*others)
+        values = [self._value(place)[0] for place in ranked]
+        near = [
+            place
+            for place, value in zip(ranked, values, strict=True)
+            if value <= _WORTH * values[0]
+        ]
+        wide = self.maker.system.gpus_per_node
+        return [near[k] for k in worth_measuring([self._degree(place) for place in near], wide)]
+
+    def _ranked(self, *others: int) -> list[int]:
+        """Return what the objective allows of exact curves and of others, the best first."""
+        allowed = [
+            place for place in (*self.curves, *others) if math.isfinite(self._value(place)[0])
+        ]
+        return sorted(allowed, key=self._value)
+
+    def _value(self, place: int) -> tuple[float, float]:
+        return self.exact_values.get(place, self.values[place])
 
     def rows(self) -> tuple[Row, ...]:
         """Return `first` at the best points of their curves."""
-        points = [(place, self.objective.point(self.curves[place])) for place in self.first()]
+        curves = [(self.found[place], self.curves[place]) for place in self.first()]
         return tuple(
-            Row(self.found[place], self.curves[place], *point)
-            for place, point in points
-            if point is not None
+            Row(candidate, curve, *point)
+            for candidate, curve in curves
+            if (point := self.objective.point(curve)) is not None
         )
 
     def _degree(self, place: int) -> int:

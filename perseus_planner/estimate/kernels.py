@@ -32,7 +32,9 @@ _EXCHANGES = (1 << 16, 1 << 26)  # bytes of the two all-reduces
 _COPIED = 1 << 28  # bytes of the copy
 
 
-def measure_kernels(shapes: Sequence[Transformer], system: System) -> System:
+def measure_kernels(
+    shapes: Sequence[Transformer], system: System, layer: Callable[..., Any] | None = None
+) -> System:
     """Return `system` with measured kernels, links and memory; every rank of a process group
     calls it.
 
@@ -40,26 +42,21 @@ def measure_kernels(shapes: Sequence[Transformer], system: System) -> System:
         shapes: The model with each tensor degree, which divides the ranks, microbatch and
             recomputation.
         system: The GPUs.
+        layer: Returns a module that maps the hidden states of a microbatch to those after a layer,
+            given the shape and the process group that shares it, None for one GPU; the planner's
+            own layer if None.
     """
     ranks = _ranks()
-    kernels = {kernel_key(shape): _measure_shape(shape) for shape in shapes}
+    kernels = {kernel_key(shape): _measure_shape(shape, layer or _Layer) for shape in shapes}
     copied = _copy_bytes_per_s() / system.gpu.bytes_per_s
     measured = replace(system, kernels=kernels, memory_share=min(1.0, copied))
     return measured if ranks == 1 else _with_links(measured, ranks)
 
 
-def measured_names(ranks: int) -> tuple[str, ...]:
-    """Return the numbers of a system that `measure_kernels` measures on so many ranks."""
-    return (
-        "memory_share",
-        *(("exchange_s", "exchange_gpu_s", "link_bytes_per_s") if ranks > 1 else ()),
-    )
-
-
-def _measure_shape(shape: Transformer) -> KernelTimes:
+def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
     device, dtype = _device()
     group = _group(shape.tensor_degree)
-    layer, head = _Layer(shape, group), _Head(shape, group)
+    layer, head = kind(shape, group), _Head(shape, group)
     hidden = torch.randn(
         shape.microbatch,
         shape.sequence // (shape.tensor_degree if shape.sequence_parallel else 1),
@@ -75,7 +72,10 @@ def _measure_shape(shape: Transformer) -> KernelTimes:
     def layers() -> torch.Tensor:
         value = hidden
         for _ in range(_LAYERS):
-            value = layer.run(value)
+            if shape.recomputation == "full":
+                value = checkpoint(layer, value, use_reentrant=False)
+            else:
+                value = layer(value)
         return value
 
     forward_s, backward_s = _timed(layers)
@@ -115,13 +115,7 @@ class _Layer:
         self._up, self._down = _weight(wide, shape.hidden), _weight(shape.hidden, shape.ffn_per_gpu)
         self._sizes = [inner, keys, keys]
 
-    def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the forward, with recomputation where the shape has it."""
-        if self._shape.recomputation == "full":
-            return checkpoint(self._forward, hidden, use_reentrant=False)
-        return self._forward(hidden)
-
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         shape = self._shape
         into, summed = _exchanges(shape, self._group)
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[0]))

@@ -629,7 +629,7 @@ def _passes(
         if shape.positions == "rotary"
         else 0
     )
-    stream = residual * shape.hidden / (shape.tensor_degree if shape.sequence_parallel else 1)
+    stream = residual * shape.hidden / shape.stream_degree
     widths = stream + inside * (gated if shape.gated else plain) + rotary * rotated
     return Pass(shape.tokens * shape.element_bytes * (widths + share * moved * used * shape.hidden))
 
@@ -688,21 +688,11 @@ class Phases:
 
     def __add__(self, other: Phases) -> Phases:
         """Return both, one after the other."""
-        return Phases(*map(operator.add, self._values, other._values))
+        return Phases(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Phases:
         """Return `times` such computations."""
-        return Phases(*(value * times for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return (
-            self.megacycles,
-            self.memory_s,
-            self.exchange_s,
-            self.idle_s,
-            self.fused_megacycles,
-        )
+        return Phases(*(value * times for value in vars(self).values()))
 
     def time_s(self, clock_mhz: float) -> float:
         """Return the seconds at a clock that no power limit lowers."""
@@ -734,9 +724,11 @@ class LayerTimes:
             layers: {kind: layer * layers for kind, layer in self.layer.items()}
             for layers in set(split)
         }
-        stage_phases = [alike[layers].copy() for layers in split]
-        for stage, more in ((stage_phases[0], self.embedding), (stage_phases[-1], self.head)):
-            stage.update({kind: phases + more[kind] for kind, phases in stage.items()})
+        stage_phases = [alike[layers] for layers in split]
+        for stage, more in ((0, self.embedding), (-1, self.head)):
+            stage_phases[stage] = {
+                kind: phases + more[kind] for kind, phases in stage_phases[stage].items()
+            }
         return stage_phases
 
 

@@ -130,6 +130,11 @@ class Transformer(Checked):
         return self.sequence * self.microbatch // self.context_degree
 
     @property
+    def stream_degree(self) -> int:
+        """GPUs that divide norms and residuals."""
+        return self.tensor_degree if self.sequence_parallel else 1
+
+    @property
     def narrow_bytes(self) -> float | None:
         """Bytes of a factor of the products that `precision` makes narrow; None for none. Scales
         of blocks of 32 and 16 are counted (OCP Microscaling Formats, v1.0; NVFP4).
@@ -297,7 +302,7 @@ def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[
     """
     if isinstance(stages, int):
         return split_layers(transformer.layers, stages)
-    for layers in stages:
+    for layers in dict.fromkeys(stages):
         if COUNT.accept(layers) is None:
             raise UsageError(
                 f"layers: {shown(layers)} is not a number of layers; give a whole number from 1"

@@ -272,7 +272,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     stages = job.stage_phases(found.maker.system, row.candidate.times)
     maker.profile(job, stages).save(profile_path)
     hop_s = job.transfer_s(found.maker.system)
-    ends_s = maker.ends_s(row.candidate)
+    ends_s = maker.ends_s(job, stages)
     content: dict[str, object] = {
         "format": "perseus-planner/job",
         "version": 1,
@@ -289,7 +289,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
         content["transfer"] = {"forward_s": hop_s, "backward_s": hop_s}
     content["operations"] = [
         {"name": "step", "when": "end", "time_s": end_s, "where": [rank]}
-        for rank, end_s in enumerate(ends_s)
+        for rank, end_s in enumerate(ends_s.tolist())
     ]
     if job.data_degree > 1:
         content["replicas"] = [{"count": job.data_degree}]

@@ -53,6 +53,27 @@ def test_one_process_measures_layers_head_and_memory(folder: Path, recompute: st
     assert "ESTIMATED FROM MEASURED KERNELS" in found
 
 
+def test_a_layer_of_ones_own_is_measured_also_where_the_planner_has_none(folder: Path):
+    Path("small.yaml").write_text(
+        MODEL + "experts: 4\nexperts_used: 2\nexpert_ffn: 64\nprecision: fp8\n"
+    )
+    Path("mine.py").write_text(
+        "import time\nimport torch\n\n\nclass Slow(torch.nn.Linear):\n"
+        "    def forward(self, hidden):\n        time.sleep(0.02)\n"
+        "        return super().forward(hidden)\n\n\n"
+        "def layer(shape, group):\n    assert (shape.experts, group) == (4, None)\n"
+        "    return Slow(shape.hidden, shape.hidden)\n"
+    )
+    measure = MEASURE.replace("a100-sxm", "h100-sxm") + " --microbatch 1"
+    _, _, error = refusal(measure)
+    assert "precision of fp8 is not measured" in error
+    assert "your own layer with --layer" in error
+    assert refusal(f"{measure} --layer mine:missing")[0] == 2
+    assert refusal(f"{measure} --layer mine:layer")[0] == 0
+    (times,) = load_system(Path("system.yaml")).kernels.values()
+    assert times.layer_forward_s >= 0.02
+
+
 def test_the_ranks_of_a_node_measure_tensor_groups_and_their_links(folder: Path):
     command = [*MEASURE.split(), "--microbatch", "1"]
     everyone = ranks("command", 2, folder, str(folder), *command)

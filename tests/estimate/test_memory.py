@@ -81,7 +81,7 @@ def test_experts_and_sharing_divide_what_each_gpu_holds():
         PRESETS["llama3-8b"], experts=8, experts_used=2, expert_ffn=14336, expert_degree=4
     )
     job = Configuration(shape, (32,), 8, 1, sharding=1)
-    held = job.rank_parameters[0]
+    held = job.rank_parameters[:, 0]
     assert held[0] == 32 * 8 * 3 * 4096 * 14336 / 4
     assert sum(held) + 3 * held[0] == pytest.approx(shape.parameters, rel=1e-6)
     assert (job.replicas, job.expert_replicas) == (8, 2)
