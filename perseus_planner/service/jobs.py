@@ -249,7 +249,7 @@ class JobState:
         look = self.look
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
-            look = look.with_report(report, now_s) if is_new else None
+            look = look.with_report(self.job, report, now_s) if is_new else None
         return replace(self, reports={**self.reports, report.key: report}, look=look)
 
     def looked(self, look: Look) -> JobState:
@@ -282,7 +282,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
-    decision = decide(without_budget, Look.at((), job.since_s), numbers, None, job.since_s)
+    decision = decide(without_budget, Look.at(job, (), job.since_s), numbers, None, job.since_s)
     asked, indices = requests_of(job, curve, decision)
     texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
@@ -363,11 +363,7 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
         )
         state = replace(state, decision=decision, saving_w=saved_w)
     before = state.planned
-    if state.is_planned and (decision.targets, decision.of_pipeline, decision.own) == (
-        before.targets,
-        before.of_pipeline,
-        before.own,
-    ):
+    if state.is_planned and (decision.asked, decision.own) == (before.asked, before.own):
         return state
     asked = requests_of(state.job, state.curve, decision)
     if state.is_planned and asked == requests_of(state.job, state.curve, before):
@@ -457,7 +453,7 @@ def answer_to(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised or after.decision.each != before.decision.each,
+        changed=after.promised > before.promised or after.decision.asked != before.decision.asked,
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,
@@ -503,7 +499,7 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
 
 
 def _look(state: JobState, now_s: float) -> Look:
-    return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
+    return Look.at(state.job, state.reports.values(), now_s, _iteration(state, now_s))
 
 
 def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
@@ -559,12 +555,12 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
     """Estimate when the next iteration with which a report begins will run; infinite if that is
     unknown.
     """
-    iteration, taken = _iteration(state, now_s), state.taken
-    if iteration is None or taken is None:
+    iteration, taken, look = _iteration(state, now_s), state.taken, state.look
+    if iteration is None or taken is None or (look is not None and look.until_s > -math.inf):
         return math.inf
     waiting = [
         report.begins_iteration
-        for report in (state.reports.values() if state.look is None else state.look.idle)
+        for report in state.reports.values()
         if report.begins_iteration is not None
     ]
     ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
@@ -591,7 +587,7 @@ def check_deadline(deadline_s: float | None, curve: Curve) -> None:
         raise InfeasibleDeadline(deadline_s, curve.min_time_s)
 
 
-def check_report(state: JobState, report: Report) -> None:
+def check_report(state: JobState, report: Report, now_s: float) -> None:
     """Check a new report of a job.
 
     Raises:
@@ -599,7 +595,8 @@ def check_report(state: JobState, report: Report) -> None:
         Conflict: If the job has too many reports, or too many of that source.
     """
     check_scope(state.job, report.scope, state.curve.stages)
-    of_source = [each.source for each in state.reports.values()].count(report.source)
+    look = state.look or _look(state, now_s)
+    of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
         raise Conflict(
             f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
@@ -656,7 +653,7 @@ def with_alerts(
             continue
         if known is None:
             try:
-                check_report(state, report)
+                check_report(state, report, now_s)
             except PlannerError as error:
                 refused[report.key] = str(error)
                 continue

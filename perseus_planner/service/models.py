@@ -293,6 +293,11 @@ class Decision:
     own: Target | None = None
 
     @property
+    def asked(self) -> tuple[tuple[Target, ...], tuple[int, ...]]:
+        """What is to be done, without the reasons."""
+        return self.targets, self.of_pipeline
+
+    @property
     def each(self) -> tuple[Target, ...]:
         """The target of each pipeline, in order."""
         return tuple(map(self.targets.__getitem__, self.of_pipeline))

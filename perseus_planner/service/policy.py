@@ -48,9 +48,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
@@ -68,14 +69,15 @@ from perseus_planner.service.models import (
     Target,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from
 counting.
 """
 _LOOKED_AFTER_S = 60.0
+
+
+_What = tuple[float | None, float | None, Cause, frozenset[int]]
+"""What a report says of a pipeline: slowdown, iteration time, cause and stages."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +89,42 @@ class Look:
     must find them. So what one report changes is found among those about the same.
     """
 
-    active: tuple[Report, ...]  #: Those by which something is slow now
-    idle: tuple[Report, ...]  #: Those that may count later, or keep older ones from it
+    #: Those that count, may count later or keep older ones from it, by their source and scope
+    lasting: Mapping[str, Mapping[Any, tuple[Report, ...]]]
+    #: Pipeline -> those by which it is slow now, with what they say of it
+    active: Mapping[int, tuple[tuple[_What, Report], ...]]
     gone: tuple[Report, ...]  #: The others, which need not be looked at again
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
     next_s: float
-    until_s: float  #: Until when `with_report` may follow
+    until_s: (
+        float  #: Until when `with_report` may follow; -infinite if one begins with an iteration
+    )
 
     @classmethod
-    def at(cls, reports: Iterable[Report], now_s: float, iteration: int | None = None) -> Look:
-        """Look at any reports, in any order.
+    def at(
+        cls,
+        job: RegisteredJob,
+        reports: Iterable[Report],
+        now_s: float,
+        iteration: int | None = None,
+    ) -> Look:
+        """Look at any reports of a job, in any order.
 
         Args:
+            job: The job, which has what they are about.
             reports: The reports.
             now_s: Seconds since the epoch.
             iteration: The first iteration that can still be changed; None if unknown.
+
+        Raises:
+            UsageError: If a report is about what the job does not have; `check_scope` finds that
+                when it arrives.
         """
         possible: list[tuple[Report, bool]] = []
         newest_s: dict[tuple[Any, ...], float] = {}
-        active: list[Report] = []
-        idle: list[Report] = []
+        lasting: dict[str, dict[Any, tuple[Report, ...]]] = {}
+        active: dict[int, tuple[tuple[_What, Report], ...]] = {}
         gone: list[Report] = []
         next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
         for report in reports:
@@ -125,25 +142,34 @@ class Look:
         for report, has_begun in possible:
             if report.observed_s < newest_s.get(report.about, -math.inf):
                 gone.append(report)
-            elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
-                active.append(report)
+                continue
+            if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
+                for pipeline, stages in parts_of(job).of(report.scope).items():
+                    what = (report.slowdown, report.iteration_s, report.cause, stages)
+                    active[pipeline] = (*active.get(pipeline, ()), (what, report))
                 next_s = min(next_s, report.expires_s)
             elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
                 gone.append(report)  # by the service's clock: a source's may be hours behind
-            else:
-                idle.append(report)
-                if not has_begun and report.begins_iteration is None:
-                    next_s = min(next_s, report.begins_s)
-        return cls(tuple(active), tuple(idle), tuple(gone), next_s, min(until_s, next_s))
+                continue
+            elif not has_begun and report.begins_iteration is None:
+                next_s = min(next_s, report.begins_s)
+            own, part = lasting.setdefault(report.source, {}), report.scope.part
+            own[part] = (*own.get(part, ()), report)
+        return cls(lasting, active, tuple(gone), next_s, min(until_s, next_s))
 
-    def with_report(self, report: Report, now_s: float) -> Look:
+    def with_report(self, job: RegisteredJob, report: Report, now_s: float) -> Look:
         """Return the look with one more report."""
-        about = report.about
-        same = [each for each in (*self.active, *self.idle) if each.about == about]
-        now = Look.at([*same, report], now_s)
+        source, part = report.source, report.scope.part
+        own = self.lasting.get(source, {})
+        now = Look.at(job, [*own.get(part, ()), report], now_s)
+        active = {**self.active}
+        for pipeline in parts_of(job).of(report.scope):
+            others = [each for each in active.pop(pipeline, ()) if each[1].about != report.about]
+            if both := (*others, *now.active.get(pipeline, ())):
+                active[pipeline] = both
         return Look(
-            tuple([each for each in self.active if each.about != about]) + now.active,
-            tuple([each for each in self.idle if each.about != about]) + now.idle,
+            {**self.lasting, source: {**own, part: (), **now.lasting.get(source, {})}},
+            active,
             self.gone + now.gone,
             min(self.next_s, now.next_s),
             min(self.until_s, now.until_s),
@@ -389,13 +415,10 @@ def decide(
         now_s: Seconds since the epoch.
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
-
-    Raises:
-        UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
-            that when it arrives.
     """
-    calm, reported, worst = _pipelines(job, look.active, numbers)
-    groups, of_group = _groups(job, calm, reported, before)
+    calm, reported, worst = _pipelines(job, look, numbers)
+    earlier = (0,) * job.pipelines if before is None else before.of_pipeline
+    groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
     slowest = [
@@ -414,27 +437,26 @@ def decide(
         and now_s < before.since_s + settings.holding_s
     )
     refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
-    found: list[Target] = []
-    of_groups = []
+    found: dict[tuple[Any, ...], Target] = {}
+    of_groups: dict[tuple[_Pipeline, int], tuple[Any, ...]] = {}
+    has_moved = False
     for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
-        target = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
-        if target not in found:
-            found.append(target)
-        of_groups.append(found.index(target))
-    of_pipeline = tuple(map(of_groups.__getitem__, of_group))
-    places = {index: place for place, index in enumerate(dict.fromkeys(of_pipeline))}
-    targets = tuple([found[index] for index in places])
+        what = of_groups[group.pipeline, group.earlier] = (time_is_s, *slow.items())
+        found[what] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
+        has_moved |= time_is_s != group.planned_s
+    places = {what: place for place, what in enumerate(sorted(found))}
+    targets = tuple(map(found.__getitem__, places))
+    of_calm = [places.get(of_groups.get((calm, index), ()), 0) for index in range(max(earlier) + 1)]
+    of_pipeline = list(map(of_calm.__getitem__, earlier))
+    for number, pipeline in reported.items():
+        of_pipeline[number] = places[of_groups[pipeline, earlier[number]]]
     stragglers = {number: worst[number].key for number in sorted(worst)}
-    of_pipeline = tuple(map(places.__getitem__, of_pipeline))
     since_s = job.since_s if before is None else before.since_s
-    if (
-        before is not None
-        and (stragglers or before.stragglers)  # not by a deadline of the job
-        and [targets[index].time_s for index in of_pipeline] != before.times_s
-    ):
+    # not by a deadline of the job
+    if before is not None and has_moved and (stragglers or before.stragglers):
         since_s = now_s
     look_again_s = look.next_s
     if refusal == _HELD:
@@ -442,7 +464,7 @@ def decide(
     waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
-        of_pipeline,
+        tuple(of_pipeline),
         time_s,
         stragglers,
         since_s,
@@ -474,38 +496,31 @@ _HELD = "plans were changed a moment ago"
 
 
 class _Group(NamedTuple):
-    """Pipelines of which the same is known, and whose plans were for the same time."""
+    """Pipelines of which the same is known, and which had the same target."""
 
     pipeline: _Pipeline
-    planned_s: float
+    earlier: int  #: Index of that target
+    planned_s: float  #: Its time
     size: int
 
 
 def _groups(
-    job: RegisteredJob,
     calm: _Pipeline,
     reported: Mapping[int, _Pipeline],
+    earlier: Sequence[int],
     before: Decision | None,
-) -> tuple[list[_Group], Sequence[int]]:
-    """Return the groups, and for each pipeline the index of its own."""
-    earlier = (0,) * job.pipelines if before is None else before.of_pipeline
-    counts: dict[tuple[_Pipeline, int], int] = {}
-    calm_counts = Counter(earlier)
+) -> list[_Group]:
+    sizes: dict[tuple[_Pipeline, int], int] = {}
+    calm_sizes = Counter(earlier)
     for number, pipeline in reported.items():
         key = pipeline, earlier[number]
-        counts[key] = counts.get(key, 0) + 1
-        calm_counts[earlier[number]] -= 1
-    counts |= {(calm, index): count for index, count in calm_counts.items() if count}
-    groups = [
-        _Group(pipeline, pipeline.own_s if before is None else before.targets[index].time_s, count)
-        for (pipeline, index), count in counts.items()
+        sizes[key] = sizes.get(key, 0) + 1
+        calm_sizes[earlier[number]] -= 1
+    sizes |= {(calm, index): size for index, size in calm_sizes.items() if size}
+    return [
+        _Group(*key, key[0].own_s if before is None else before.targets[key[1]].time_s, size)
+        for key, size in sizes.items()
     ]
-    place = {key: place for place, key in enumerate(counts)}
-    of_calm = [place.get((calm, index), 0) for index in range(max(earlier) + 1)]
-    of_group = list(map(of_calm.__getitem__, earlier))
-    for number, pipeline in reported.items():
-        of_group[number] = place[pipeline, earlier[number]]
-    return groups, of_group
 
 
 def _refusal(
@@ -562,46 +577,38 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
 
 
 def _pipelines(
-    job: RegisteredJob, active: Sequence[Report], numbers: Numbers
+    job: RegisteredJob, look: Look, numbers: Numbers
 ) -> tuple[_Pipeline, dict[int, _Pipeline], dict[int, Report]]:
     """Return a pipeline of which nothing is reported, those of which something is, and the report
     that counts for each that is slow. Pipelines of which the same is reported are one object.
     """
-    concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
-    parts = parts_of(job)
-    for report in active:
-        for pipeline, stages in parts.of(report.scope).items():
-            concerning.setdefault(pipeline, []).append((report, stages))
     aim_s = target_s(job, numbers)
     calm_s = own_s(numbers, aim_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
     made: dict[Any, _Pipeline] = {}
     reported: dict[int, _Pipeline] = {}
     worst: dict[int, Report] = {}
-    for number, reports in concerning.items():
-        said = tuple(
-            [(each.slowdown, each.iteration_s, each.cause, stages) for each, stages in reports]
-        )
+    for number, active in look.active.items():
+        said = tuple([what for what, _ in active])
         if said not in made:
             made[said] = _reported(said, calm, numbers, aim_s)
         reported[number] = known = made[said]
-        counting = [
-            (how_bad, each.key, each)
-            for how_bad, (each, _) in zip(known.how_bad, reports, strict=True)
-            if how_bad
-        ]
-        if counting:
-            worst[number] = max(counting, key=lambda each: each[:2])[2]
+        how_bad, report = max(
+            [(bad, each) for bad, (_, each) in zip(known.how_bad, active, strict=True)],
+            key=lambda each: (each[0], each[1].key),
+        )
+        if how_bad:
+            worst[number] = report
     return calm, reported, worst
 
 
 def _reported(
-    said: Sequence[tuple[float | None, float | None, Cause, frozenset[int]]],
+    said: Sequence[_What],
     calm: _Pipeline,
     profiled: Numbers,
     aim_s: float,
 ) -> _Pipeline:
-    """Return a pipeline of which this is reported: slowdown, iteration time, cause and stages."""
+    """Return a pipeline of which this is reported."""
     slow: dict[int, float] = {}
     of_stages, of_all = [0.0] * len(said), [0.0] * len(said)  # how bad each report is
     for index, (slowdown, iteration_s, cause, stages) in enumerate(said):

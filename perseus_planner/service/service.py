@@ -383,10 +383,10 @@ class Service:
         if known_report is not None:
             check_same(known_report, report)
             return answer_to(before, before, known_report, "the report was received before")
-        check_report(before, report)
-        after = draft.reconcile(before.with_report(report, self.now_s()))
+        check_report(before, report, now_s := self.now_s())
+        after = draft.reconcile(before.with_report(report, now_s))
         if report.key in after.reports:
-            reason = until_it_begins(after, report, self.now_s())
+            reason = until_it_begins(after, report, now_s)
         else:
             reason = "it expires before it begins, or its source has observed the scope later"
         return answer_to(before, after, report, reason)
