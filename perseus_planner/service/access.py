@@ -296,7 +296,6 @@ def _too_large(most: int) -> HTTPException:
 
 PROBLEM = "application/problem+json"
 _CODES = {
-    400: "malformed",
     401: "unauthenticated",
     403: "forbidden",
     404: "not_found",
@@ -309,8 +308,6 @@ _CODES = {
     503: "unavailable",
 }
 _MESSAGES = {
-    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge "
-    "numbers",
     404: "there is no such path; /openapi.json lists them",
     405: "this path does not take that method; /openapi.json lists those that it takes",
 }
@@ -324,7 +321,7 @@ def error_answer(error: Exception) -> Response:
     """Return the answer for an error."""
     if isinstance(error, HTTPException):
         status, text = error.status_code, error.detail
-        if text in (HTTPStatus(status).phrase, "There was an error parsing the body"):
+        if text == HTTPStatus(status).phrase:
             text = _MESSAGES.get(status, text)  # in place of the framework's
         return _answer(status, text, headers=error.headers)
     if isinstance(error, RequestValidationError):

@@ -30,15 +30,16 @@ from importlib.resources import files
 from itertools import takewhile
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from typing_extensions import TypedDict
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import PlannerError
@@ -284,9 +285,7 @@ _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 
 class Call(Request):
-    """A request whose body, if it has one in JSON, was parsed; FastAPI takes the value as it is."""
-
-    parsed: Any = None
+    """A request to the service."""
 
     @property
     def live(self) -> AsyncService:
@@ -308,37 +307,45 @@ class Call(Request):
 
         return await self.live.call(page)
 
-    async def body(self) -> bytes:
-        """Return something if there is a value."""
-        return await super().body() if self.parsed is None else b"parsed"
-
-    async def json(self) -> Any:
-        """Return the value."""
-        return self.parsed
-
 
 class CheckedRoute(APIRoute):
-    """Checks the role before any of the body is read, and parses it, large ones on a thread."""
+    """Checks the role before any of the body is read, and parses it, large ones on a thread.
+
+    FastAPI describes a route. What is asked is read here, in one step for all parameters.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
-        handle = super().get_route_handler()
         security = (self.openapi_extra or {}).get("security")
         role: Role | None = security[0][_SCHEME][0] if security else None
-        kind = self.body_field.field_info.annotation if self.body_field else None
+        hints = get_type_hints(self.endpoint, include_extras=True)
+        kinds = {name: hints.pop(name, None) for name in ("return", "call", "_", "sent")}
+        parameters = TypeAdapter[Any](TypedDict("Parameters", hints, total=False))  # type: ignore[operator]
 
         async def checked(request: Request) -> Response:
             if role is not None:
                 check_role(request.state.role, role)
             call = Call(request.scope, request.receive)
-            content_type = request.headers.get("content-type", "")
-            if kind is not None and content_type.partition(";")[0] == "application/json":
+            headers, path = request.headers, request.path_params
+            of_header = {"idempotency_key": headers.get("idempotency-key")}
+            given = {**request.query_params, **path, **of_header}
+            try:
+                values = parameters.validate_python(given)
+            except ValidationError as error:
+                (name, *_), *_ = (each["loc"] for each in error.errors())
+                where = "path" if name in path else "header" if name in of_header else "query"
+                raise _refused(error, where) from None
+            if (kind := kinds["sent"]) is not None:
+                if headers.get("content-type", "").partition(";")[0] != "application/json":
+                    problem = {"type": "json", "loc": ("body",), "msg": "is not sent as JSON"}
+                    raise RequestValidationError([problem])
                 body = b"".join([part async for part in request.stream()])
-                if len(body) > _SMALL_BYTES:
-                    call.parsed = await call.live.call(_parsed, kind, body)
-                else:
-                    call.parsed = _parsed(kind, body)
-            return await handle(call)
+                parse = partial(_parsed, kind, body)
+                values["sent"] = (
+                    await call.live.call(parse) if len(body) > _SMALL_BYTES else parse()
+                )
+            answer: Response = await self.endpoint(call, **values)
+            return answer
 
         return checked
 
@@ -352,10 +359,14 @@ def _parsed(kind: Any, body: bytes) -> Any:
     try:
         return read_registration(body) if kind is Registration else from_json(kind, body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError(
-            [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
-        ) from None
+        raise _refused(error, "body") from None
+
+
+def _refused(error: ValidationError, where: str) -> RequestValidationError:
+    problems = error.errors(include_url=False, include_input=False)
+    return RequestValidationError(
+        [{**problem, "loc": (where, *problem["loc"])} for problem in problems]
+    )
 
 
 def _route(
@@ -373,7 +384,7 @@ def _route(
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
     `also` answers.
     """
-    statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
+    statuses = sorted({401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
         status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
     }
@@ -662,7 +673,7 @@ async def me(call: Call) -> Response:
 
 @_get("/livez", None, Health)
 @router.head("/livez", include_in_schema=False)
-async def livez() -> Response:
+async def livez(_: Call) -> Response:
     """Return whether the service answers at all; needs no token."""
     return _json(Health("ok", __version__))
 
@@ -702,13 +713,13 @@ def _files() -> dict[str, bytes]:
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
+async def page(_: Call) -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
 @router.get(STATIC + "{name}", include_in_schema=False)
-async def static(name: str) -> Response:
+async def static(_: Call, name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
 
