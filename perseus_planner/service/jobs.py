@@ -27,6 +27,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
+from operator import ne
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
@@ -732,18 +734,19 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
 def _stragglers(before: JobState, after: JobState) -> list[str]:
     """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
     was, now = before.decision.stragglers, after.decision.stragglers
-    slow: dict[str, list[int]] = {}
+    slow: dict[tuple[str, str], list[int]] = {}
     for pipeline, key in now.items():
-        if was.get(pipeline) != key:
-            slow.setdefault(key, []).append(pipeline)
-    changes = [_slow(after.reports, key, pipelines) for key, pipelines in slow.items()]
+        old = was.get(pipeline)
+        if old != key and (old is None or _slow(before, old) != _slow(after, key)):
+            slow.setdefault(_slow(after, key), []).append(pipeline)
+    changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
     recovered = [pipeline for pipeline in was if pipeline not in now]
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
     old_s, new_s = before.decision.times_s, after.decision.times_s
-    for pipeline in range(len(new_s) if new_s != old_s else 0):
-        if new_s[pipeline] != old_s[pipeline] and pipeline not in now:
+    for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
+        if pipeline not in now:
             moved.setdefault(new_s[pipeline], []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
@@ -753,17 +756,18 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     return [", ".join(changes)] if changes else []
 
 
-def _slow(reports: Mapping[str, Report], key: str, pipelines: list[int]) -> str:
-    report = reports.get(key)
+def _slow(state: JobState, key: str) -> tuple[str, str]:
+    """Return what is said before and after pipelines that a report calls slow."""
+    report = state.reports.get(key)
     if report is None:
-        return f"{_pipelines(pipelines)} slow"
+        return "", ""
     measure = (
         f"iterations of {_time(report.iteration_s)}"
         if report.slowdown is None
         else f"{report.slowdown:.4g}x"
     )
     part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
-    return f"{part}{_pipelines(pipelines)} slow {measure} ({report.source})"
+    return part, f" {measure} ({report.source})"
 
 
 def _pipelines(numbers: list[int]) -> str:

@@ -91,8 +91,8 @@ class Look:
 
     #: Those that count, may count later or keep older ones from it, by their source and scope
     lasting: Mapping[str, Mapping[Any, tuple[Report, ...]]]
-    #: Pipeline -> those by which it is slow now, with what they say of it
-    active: Mapping[int, tuple[tuple[_What, Report], ...]]
+    #: Pipeline -> what those say by which it is slow now, and they themselves; the last key first
+    active: Mapping[int, tuple[tuple[_What, ...], tuple[Report, ...]]]
     gone: tuple[Report, ...]  #: The others, which need not be looked at again
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
@@ -124,7 +124,7 @@ class Look:
         possible: list[tuple[Report, bool]] = []
         newest_s: dict[tuple[Any, ...], float] = {}
         lasting: dict[str, dict[Any, tuple[Report, ...]]] = {}
-        active: dict[int, tuple[tuple[_What, Report], ...]] = {}
+        active: dict[int, list[tuple[_What, Report]]] = {}
         gone: list[Report] = []
         next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
         for report in reports:
@@ -146,7 +146,7 @@ class Look:
             if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
                 for pipeline, stages in parts_of(job).of(report.scope).items():
                     what = (report.slowdown, report.iteration_s, report.cause, stages)
-                    active[pipeline] = (*active.get(pipeline, ()), (what, report))
+                    active.setdefault(pipeline, []).append((what, report))
                 next_s = min(next_s, report.expires_s)
             elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
                 gone.append(report)  # by the service's clock: a source's may be hours behind
@@ -155,7 +155,15 @@ class Look:
                 next_s = min(next_s, report.begins_s)
             own, part = lasting.setdefault(report.source, {}), report.scope.part
             own[part] = (*own.get(part, ()), report)
-        return cls(lasting, active, tuple(gone), next_s, min(until_s, next_s))
+        of_pipelines = {number: _by_key(each) for number, each in active.items()}
+        return cls(lasting, of_pipelines, tuple(gone), next_s, min(until_s, next_s))
+
+    def equal_pipelines(self) -> dict[tuple[_What, ...], dict[int, tuple[Report, ...]]]:
+        """Return the reports on each pipeline, by what they say of it."""
+        found: dict[tuple[_What, ...], dict[int, tuple[Report, ...]]] = {}
+        for number, (said, reports) in self.active.items():
+            found.setdefault(said, {})[number] = reports
+        return found
 
     def with_report(self, job: RegisteredJob, report: Report, now_s: float) -> Look:
         """Return the look with one more report."""
@@ -164,9 +172,13 @@ class Look:
         now = Look.at(job, [*own.get(part, ()), report], now_s)
         active = {**self.active}
         for pipeline in parts_of(job).of(report.scope):
-            others = [each for each in active.pop(pipeline, ()) if each[1].about != report.about]
-            if both := (*others, *now.active.get(pipeline, ())):
-                active[pipeline] = both
+            others = [
+                pair
+                for pair in zip(*active.pop(pipeline, ()), strict=True)
+                if pair[1].about != report.about
+            ]
+            if both := [*others, *zip(*now.active.get(pipeline, ()), strict=True)]:
+                active[pipeline] = _by_key(both)
         return Look(
             {**self.lasting, source: {**own, part: (), **now.lasting.get(source, {})}},
             active,
@@ -174,6 +186,13 @@ class Look:
             min(self.next_s, now.next_s),
             min(self.until_s, now.until_s),
         )
+
+
+def _by_key(
+    pairs: Iterable[tuple[_What, Report]],
+) -> tuple[tuple[_What, ...], tuple[Report, ...]]:
+    said, reports = zip(*sorted(pairs, key=lambda pair: pair[1].key, reverse=True), strict=True)
+    return said, reports
 
 
 class Parts:
@@ -372,7 +391,7 @@ class _Pipeline:
     slow_stages: Mapping[int, float]  #: Stage -> slowdown
     own_s: float  #: Time of its plan if it waits for no other pipeline
     takes_s: float  #: Time of its iteration with that plan
-    how_bad: Sequence[float] = ()  #: For each report, how bad it is; 0 if others explain the time
+    worst: int | None = None  #: Index of the report that counts; None if none makes it slow
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
@@ -416,16 +435,23 @@ def decide(
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
     """
-    calm, reported, worst = _pipelines(job, look, numbers)
+    aim_s = target_s(job, numbers)
+    calm_s = own_s(numbers, aim_s)
+    calm = _Pipeline(numbers, {}, calm_s, calm_s)
+    reported = [
+        (_reported(said, numbers, calm_s, aim_s), members)
+        for said, members in look.equal_pipelines().items()
+    ]
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
     groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowest = [
-        worst[number]
-        for number, pipeline in reported.items()
-        if pipeline.takes_s == time_s and number in worst
-    ]
+    worst, slowest = dict[int, Report](), list[Report]()
+    for pipeline, members in reported:
+        if (place := pipeline.worst) is not None:
+            counting = {number: reports[place] for number, reports in members.items()}
+            worst |= counting
+            slowest += counting.values() if pipeline.takes_s == time_s else ()
     times_s = [
         (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
         for group in groups
@@ -438,7 +464,7 @@ def decide(
     )
     refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
     found: dict[tuple[Any, ...], Target] = {}
-    of_groups: dict[tuple[_Pipeline, int], tuple[Any, ...]] = {}
+    of_groups: dict[Any, tuple[Any, ...]] = {}
     has_moved = False
     for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
@@ -449,10 +475,12 @@ def decide(
         has_moved |= time_is_s != group.planned_s
     places = {what: place for place, what in enumerate(sorted(found))}
     targets = tuple(map(found.__getitem__, places))
-    of_calm = [places.get(of_groups.get((calm, index), ()), 0) for index in range(max(earlier) + 1)]
+    place_of = {group: places[what] for group, what in of_groups.items()}
+    of_calm = [place_of.get((calm, index), 0) for index in range(max(earlier) + 1)]
     of_pipeline = list(map(of_calm.__getitem__, earlier))
-    for number, pipeline in reported.items():
-        of_pipeline[number] = places[of_groups[pipeline, earlier[number]]]
+    for pipeline, members in reported:
+        for number in members:
+            of_pipeline[number] = place_of[pipeline, earlier[number]]
     stragglers = {number: worst[number].key for number in sorted(worst)}
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
@@ -469,8 +497,8 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, worst, time_s, calm.own_s, refusal),
-        Target(calm.own_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
+        _reason(reported, worst, time_s, calm_s, refusal),
+        Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
 
@@ -495,6 +523,10 @@ _DOES_NOT_PAY = "the report expires too soon for that to pay"
 _HELD = "plans were changed a moment ago"
 
 
+_Reported = Sequence[tuple[_Pipeline, Mapping[int, tuple[Report, ...]]]]
+"""Pipelines of which the same is reported: what is known of them, and the reports on each."""
+
+
 class _Group(NamedTuple):
     """Pipelines of which the same is known, and which had the same target."""
 
@@ -505,18 +537,15 @@ class _Group(NamedTuple):
 
 
 def _groups(
-    calm: _Pipeline,
-    reported: Mapping[int, _Pipeline],
-    earlier: Sequence[int],
-    before: Decision | None,
+    calm: _Pipeline, reported: _Reported, earlier: Sequence[int], before: Decision | None
 ) -> list[_Group]:
     sizes: dict[tuple[_Pipeline, int], int] = {}
     calm_sizes = Counter(earlier)
-    for number, pipeline in reported.items():
-        key = pipeline, earlier[number]
-        sizes[key] = sizes.get(key, 0) + 1
-        calm_sizes[earlier[number]] -= 1
-    sizes |= {(calm, index): size for index, size in calm_sizes.items() if size}
+    for pipeline, members in reported:
+        counts = Counter(map(earlier.__getitem__, members))
+        calm_sizes -= counts
+        sizes |= {(pipeline, index): size for index, size in counts.items()}
+    sizes |= {(calm, index): size for index, size in calm_sizes.items()}
     return [
         _Group(*key, key[0].own_s if before is None else before.targets[key[1]].time_s, size)
         for key, size in sizes.items()
@@ -576,38 +605,7 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waited_j
 
 
-def _pipelines(
-    job: RegisteredJob, look: Look, numbers: Numbers
-) -> tuple[_Pipeline, dict[int, _Pipeline], dict[int, Report]]:
-    """Return a pipeline of which nothing is reported, those of which something is, and the report
-    that counts for each that is slow. Pipelines of which the same is reported are one object.
-    """
-    aim_s = target_s(job, numbers)
-    calm_s = own_s(numbers, aim_s)
-    calm = _Pipeline(numbers, {}, calm_s, calm_s)
-    made: dict[Any, _Pipeline] = {}
-    reported: dict[int, _Pipeline] = {}
-    worst: dict[int, Report] = {}
-    for number, active in look.active.items():
-        said = tuple([what for what, _ in active])
-        if said not in made:
-            made[said] = _reported(said, calm, numbers, aim_s)
-        reported[number] = known = made[said]
-        how_bad, report = max(
-            [(bad, each) for bad, (_, each) in zip(known.how_bad, active, strict=True)],
-            key=lambda each: (each[0], each[1].key),
-        )
-        if how_bad:
-            worst[number] = report
-    return calm, reported, worst
-
-
-def _reported(
-    said: Sequence[_What],
-    calm: _Pipeline,
-    profiled: Numbers,
-    aim_s: float,
-) -> _Pipeline:
+def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: float) -> _Pipeline:
     """Return a pipeline of which this is reported."""
     slow: dict[int, float] = {}
     of_stages, of_all = [0.0] * len(said), [0.0] * len(said)  # how bad each report is
@@ -616,16 +614,18 @@ def _reported(
             slow |= {stage: max(slowdown, slow.get(stage, 1.0)) for stage in stages}
             of_stages[index] = slowdown
         else:
-            of_all[index] = iteration_s or calm.own_s * (slowdown or 1.0)
+            of_all[index] = iteration_s or calm_s * (slowdown or 1.0)
     slow = dict(sorted(slow.items()))
-    numbers = profiled.slowed(slow) if slow else calm.numbers
+    numbers = profiled.slowed(slow) if slow else profiled
     plan_s = own_s(numbers, aim_s)
     takes_s = max(plan_s, *of_all)
-    return _Pipeline(numbers, slow, plan_s, takes_s, of_all if takes_s > plan_s else of_stages)
+    how_bad = of_all if takes_s > plan_s else of_stages
+    worst = how_bad.index(max(how_bad))
+    return _Pipeline(numbers, slow, plan_s, takes_s, worst if how_bad[worst] else None)
 
 
 def _reason(
-    reported: Mapping[int, _Pipeline],
+    reported: _Reported,
     worst: Mapping[int, Report],
     time_s: float,
     calm_s: float,
@@ -634,7 +634,11 @@ def _reason(
     """Explain a decision to people, by nothing that changes while the decision does not."""
     if not worst:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
-    number = min(worst, key=lambda each: (-reported[each].takes_s, each))
+    _, number = min(
+        (-pipeline.takes_s, min(members))
+        for pipeline, members in reported
+        if pipeline.worst is not None
+    )
     report = worst[number]
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
