@@ -78,6 +78,8 @@ _LOOKED_AFTER_S = 60.0
 
 _What = tuple[float | None, float | None, Cause, frozenset[int]]
 """What a report says of a pipeline: slowdown, iteration time, cause and stages."""
+_Said = tuple[_What, ...]
+"""By several reports, the one with the last key first."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Look:
 
     #: Those that count, may count later or keep older ones from it, by their source and scope
     lasting: Mapping[str, Mapping[Any, tuple[Report, ...]]]
-    #: Pipeline -> what those say by which it is slow now, and they themselves; the last key first
-    active: Mapping[int, tuple[tuple[_What, ...], tuple[Report, ...]]]
+    #: Pipelines that are slow now: what is said of them -> each with those that say it
+    active: Mapping[_Said, dict[int, tuple[Report, ...]]]
     gone: tuple[Report, ...]  #: The others, which need not be looked at again
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
@@ -124,7 +126,7 @@ class Look:
         possible: list[tuple[Report, bool]] = []
         newest_s: dict[tuple[Any, ...], float] = {}
         lasting: dict[str, dict[Any, tuple[Report, ...]]] = {}
-        active: dict[int, list[tuple[_What, Report]]] = {}
+        of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
         gone: list[Report] = []
         next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
         for report in reports:
@@ -146,7 +148,7 @@ class Look:
             if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
                 for pipeline, stages in parts_of(job).of(report.scope).items():
                     what = (report.slowdown, report.iteration_s, report.cause, stages)
-                    active.setdefault(pipeline, []).append((what, report))
+                    of_pipelines.setdefault(pipeline, []).append((what, report))
                 next_s = min(next_s, report.expires_s)
             elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
                 gone.append(report)  # by the service's clock: a source's may be hours behind
@@ -155,30 +157,31 @@ class Look:
                 next_s = min(next_s, report.begins_s)
             own, part = lasting.setdefault(report.source, {}), report.scope.part
             own[part] = (*own.get(part, ()), report)
-        of_pipelines = {number: _by_key(each) for number, each in active.items()}
-        return cls(lasting, of_pipelines, tuple(gone), next_s, min(until_s, next_s))
-
-    def equal_pipelines(self) -> dict[tuple[_What, ...], dict[int, tuple[Report, ...]]]:
-        """Return the reports on each pipeline, by what they say of it."""
-        found: dict[tuple[_What, ...], dict[int, tuple[Report, ...]]] = {}
-        for number, (said, reports) in self.active.items():
-            found.setdefault(said, {})[number] = reports
-        return found
+        active: dict[_Said, dict[int, tuple[Report, ...]]] = {}
+        for pipeline, pairs in of_pipelines.items():
+            said, those = _by_key(pairs)
+            active.setdefault(said, {})[pipeline] = those
+        return cls(lasting, active, tuple(gone), next_s, min(until_s, next_s))
 
     def with_report(self, job: RegisteredJob, report: Report, now_s: float) -> Look:
         """Return the look with one more report."""
         source, part = report.source, report.scope.part
         own = self.lasting.get(source, {})
         now = Look.at(job, [*own.get(part, ()), report], now_s)
-        active = {**self.active}
+        active: dict[_Said, dict[int, tuple[Report, ...]]] = {**self.active}
         for pipeline in parts_of(job).of(report.scope):
-            others = [
-                pair
-                for pair in zip(*active.pop(pipeline, ()), strict=True)
-                if pair[1].about != report.about
-            ]
-            if both := [*others, *zip(*now.active.get(pipeline, ()), strict=True)]:
-                active[pipeline] = _by_key(both)
+            both: list[tuple[_What, Report]] = []
+            for said, those in [*active.items()]:
+                if pipeline in those:
+                    both = [*zip(said, those[pipeline], strict=True)]
+                    active[said] = {**those}
+                    del active[said][pipeline]
+            both = [pair for pair in both if pair[1].about != report.about]
+            for said, those in now.active.items():
+                both += zip(said, those.get(pipeline, ()), strict=False)
+            if both:
+                said, reports = _by_key(both)
+                active[said] = {**active.get(said, {}), pipeline: reports}
         return Look(
             {**self.lasting, source: {**own, part: (), **now.lasting.get(source, {})}},
             active,
@@ -190,7 +193,7 @@ class Look:
 
 def _by_key(
     pairs: Iterable[tuple[_What, Report]],
-) -> tuple[tuple[_What, ...], tuple[Report, ...]]:
+) -> tuple[_Said, tuple[Report, ...]]:
     said, reports = zip(*sorted(pairs, key=lambda pair: pair[1].key, reverse=True), strict=True)
     return said, reports
 
@@ -440,18 +443,19 @@ def decide(
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
     reported = [
         (_reported(said, numbers, calm_s, aim_s), members)
-        for said, members in look.equal_pipelines().items()
+        for said, members in look.active.items()
+        if members
     ]
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
     groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    worst, slowest = dict[int, Report](), list[Report]()
+    worst, slowest = dict[int, str](), list[Report]()
     for pipeline, members in reported:
         if (place := pipeline.worst) is not None:
-            counting = {number: reports[place] for number, reports in members.items()}
-            worst |= counting
-            slowest += counting.values() if pipeline.takes_s == time_s else ()
+            worst |= {number: reports[place].key for number, reports in members.items()}
+            if pipeline.takes_s == time_s:
+                slowest += [reports[place] for reports in members.values()]
     times_s = [
         (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
         for group in groups
@@ -481,7 +485,7 @@ def decide(
     for pipeline, members in reported:
         for number in members:
             of_pipeline[number] = place_of[pipeline, earlier[number]]
-    stragglers = {number: worst[number].key for number in sorted(worst)}
+    stragglers = {number: worst[number] for number in sorted(worst)}
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
     if before is not None and has_moved and (stragglers or before.stragglers):
@@ -497,7 +501,7 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, worst, time_s, calm_s, refusal),
+        _reason(reported, time_s, calm_s, refusal),
         Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
@@ -624,22 +628,18 @@ def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: fl
     return _Pipeline(numbers, slow, plan_s, takes_s, worst if how_bad[worst] else None)
 
 
-def _reason(
-    reported: _Reported,
-    worst: Mapping[int, Report],
-    time_s: float,
-    calm_s: float,
-    refusal: str | None,
-) -> str:
+def _reason(reported: _Reported, time_s: float, calm_s: float, refusal: str | None) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
-    if not worst:
-        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
-    _, number = min(
-        (-pipeline.takes_s, min(members))
-        for pipeline, members in reported
-        if pipeline.worst is not None
+    _, number, report = min(
+        [
+            (-pipeline.takes_s, min(members), members[min(members)][pipeline.worst])
+            for pipeline, members in reported
+            if pipeline.worst is not None
+        ],
+        default=(0.0, 0, None),
     )
-    report = worst[number]
+    if report is None:
+        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
