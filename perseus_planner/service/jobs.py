@@ -177,7 +177,7 @@ class JobState:
     planned: Decision  #: The decision that those plans were made for
     #: The version named in answers; above `published.version` while that version is being planned.
     promised: int
-    #: Key -> report, for reports that count or will count, in order of arrival.
+    #: Key -> report, for reports that count or will count, the last that was sent or replaced last.
     reports: Mapping[str, Report] = field(default_factory=dict)
     #: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
     past: Mapping[str, Report] = field(default_factory=dict)
@@ -252,7 +252,9 @@ class JobState:
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
             look = look.with_report(self.job, report, now_s) if is_new else None
-        return replace(self, reports={**self.reports, report.key: report}, look=look)
+        reports = {**self.reports}
+        reports.pop(report.key, None)
+        return replace(self, reports={**reports, report.key: report}, look=look)
 
     def looked(self, look: Look) -> JobState:
         """Return the state after a look at its reports: those that are gone become past reports."""
@@ -744,10 +746,11 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
-    old_s, new_s = before.decision.times_s, after.decision.times_s
-    for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
-        if pipeline not in now:
-            moved.setdefault(new_s[pipeline], []).append(pipeline)
+    if before.decision.asked != after.decision.asked:
+        old_s, new_s = before.decision.times_s, after.decision.times_s
+        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
+            if pipeline not in now:
+                moved.setdefault(new_s[pipeline], []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
@@ -773,7 +776,7 @@ def _slow(state: JobState, key: str) -> tuple[str, str]:
 def _pipelines(numbers: list[int]) -> str:
     if len(numbers) > _NAMED:
         return f"{len(numbers)} pipelines"
-    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
 
 
 def _time(time_s: float | None) -> str:

@@ -450,17 +450,17 @@ def decide(
     groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    worst, slowest = dict[int, str](), list[Report]()
+    stragglers, expire_s = dict[int, str](), list[float]()
     for pipeline, members in reported:
         if (place := pipeline.worst) is not None:
-            worst |= {number: reports[place].key for number, reports in members.items()}
+            stragglers |= {number: reports[place].key for number, reports in members.items()}
             if pipeline.takes_s == time_s:
-                slowest += [reports[place] for reports in members.values()]
+                expire_s += [reports[place].expires_s for reports in members.values()]
     times_s = [
         (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
         for group in groups
     ]
-    pays_until_s = _pays_until_s(time_s, slowest, settings)
+    pays_until_s = _pays_until_s(time_s, max(expire_s, default=math.inf), settings)
     held = (
         before is not None
         and before.since_s > job.since_s
@@ -485,7 +485,6 @@ def decide(
     for pipeline, members in reported:
         for number in members:
             of_pipeline[number] = place_of[pipeline, earlier[number]]
-    stragglers = {number: worst[number] for number in sorted(worst)}
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
     if before is not None and has_moved and (stragglers or before.stragglers):
@@ -514,10 +513,10 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     switch budget.
     """
     saved_j, aim_s = 0.0, target_s(job, numbers)
-    counts = Counter(decision.of_pipeline)
     for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += counts[index] * _saved_j(own, own_s(own, aim_s), target.time_s)
+        count = decision.of_pipeline.count(index)
+        saved_j += count * _saved_j(own, own_s(own, aim_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -578,12 +577,11 @@ def _refusal(
     return _HELD if held else None
 
 
-def _pays_until_s(time_s: float, slowest: Sequence[Report], settings: PolicySettings) -> float:
+def _pays_until_s(time_s: float, expires_s: float, settings: PolicySettings) -> float:
     """Return until when slowing down beside pipelines that take `time_s` pays; after that, the
-    reports that they rest on expire before both changes are paid off.
+    reports that they rest on expire, the last at `expires_s`, before both changes are paid off.
     """
     both_changes_s = 2.0 * settings.iterations_lost * time_s
-    expires_s = max((report.expires_s for report in slowest), default=math.inf)
     if expires_s == math.inf and settings.assumed_s <= both_changes_s:
         return -math.inf
     return expires_s - both_changes_s
