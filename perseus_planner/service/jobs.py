@@ -67,7 +67,6 @@ from perseus_planner.service.policy import (
     check_scope,
     decide,
     is_over,
-    parts_of,
     saving_w,
 )
 
@@ -251,7 +250,7 @@ class JobState:
         look = self.look
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
-            look = look.with_report(self.job, report, now_s) if is_new else None
+            look = look.with_report(self.registered, report, now_s) if is_new else None
         reports = {**self.reports}
         reports.pop(report.key, None)
         return replace(self, reports={**reports, report.key: report}, look=look)
@@ -503,7 +502,7 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
 
 
 def _look(state: JobState, now_s: float) -> Look:
-    return Look.at(state.job, state.reports.values(), now_s, _iteration(state, now_s))
+    return Look.at(state.registered, state.reports.values(), now_s, _iteration(state, now_s))
 
 
 def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
@@ -598,7 +597,7 @@ def check_report(state: JobState, report: Report, now_s: float) -> None:
         UsageError: If the job does not have the scope, or a time is not finite.
         Conflict: If the job has too many reports, or too many of that source.
     """
-    check_scope(state.job, report.scope, state.curve.stages)
+    check_scope(state.registered, report.scope, state.curve.stages)
     look = state.look or _look(state, now_s)
     of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
@@ -631,7 +630,7 @@ def jobs_concerned(
     """Return the reports that concern each job, and why the others concern none, by their keys."""
     of_jobs: dict[str, list[Report]] = {}
     for name, state in sorted(jobs.items()):
-        parts = parts_of(state.job)
+        parts = state.registered.parts
         if found := [report for report in reports if parts.places_of(report.scope)]:
             of_jobs[name] = found
     taken = {report.key for found in of_jobs.values() for report in found}

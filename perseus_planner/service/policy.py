@@ -50,7 +50,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
@@ -59,9 +58,7 @@ from perseus_planner.service.models import (
     Cause,
     Curve,
     Decision,
-    Latest,
     Numbers,
-    Place,
     RegisteredJob,
     Report,
     Scope,
@@ -146,7 +143,7 @@ class Look:
                 gone.append(report)
                 continue
             if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
-                for pipeline, stages in parts_of(job).of(report.scope).items():
+                for pipeline, stages in job.parts.of(report.scope).items():
                     what = (report.slowdown, report.iteration_s, report.cause, stages)
                     of_pipelines.setdefault(pipeline, []).append((what, report))
                 next_s = min(next_s, report.expires_s)
@@ -169,7 +166,7 @@ class Look:
         own = self.lasting.get(source, {})
         now = Look.at(job, [*own.get(part, ()), report], now_s)
         active: dict[_Said, dict[int, tuple[Report, ...]]] = {**self.active}
-        for pipeline in parts_of(job).of(report.scope):
+        for pipeline in job.parts.of(report.scope):
             both: list[tuple[_What, Report]] = []
             for said, those in [*active.items()]:
                 if pipeline in those:
@@ -198,145 +195,15 @@ def _by_key(
     return said, reports
 
 
-class Parts:
-    """The parts of a job, found once for each scope."""
-
-    def __init__(self, job: RegisteredJob) -> None:
-        self.job = job
-        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
-
-    @cached_property
-    def _places(self) -> dict[tuple[str, str], list[Place]]:
-        """(kind, value) -> the places of a rank, a GPU or a node."""
-        places: dict[tuple[str, str], list[Place]] = {}
-        for place in self.job.places:
-            for kind in ("rank", "gpu", "node"):
-                places.setdefault((kind, str(getattr(place, kind))), []).append(place)
-        return places
-
-    @cached_property
-    def _nodes(self) -> dict[str, list[str]]:
-        """Name of a node with all, a part or nothing of its domain -> nodes."""
-        nodes: dict[str, list[str]] = {}
-        for kind, node in self._places:
-            for name in _names(node) if kind == "node" else ():
-                nodes.setdefault(name, []).append(node)
-        return nodes
-
-    def places_of(self, scope: Scope) -> list[Place]:
-        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
-        values = {scope.value}
-        if scope.kind == "node":
-            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
-        known = self._places
-        return [place for value in values for place in known.get((scope.kind, value), ())]
-
-    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
-        unknown.
-
-        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
-        of them.
-
-        Raises:
-            UsageError: If the job has no such part.
-        """
-        found = self._found.get(scope.part)
-        if found is None:
-            found = self._found[scope.part] = self._find(scope)
-        return found
-
-    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
-        if scope.kind == "pipeline":
-            parts = {self._pipeline(scope.value): frozenset[int]()}
-        elif scope.kind == "stage":
-            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
-        else:
-            parts = self._held_by(scope)
-        if scope.pipeline is not None:
-            parts = {
-                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
-            }
-        if not parts:
-            raise UsageError(
-                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
-                f"job {shown(self.job.name)}; correct one of them, or leave the pipeline out"
-            )
-        return parts
-
-    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
-        a rank's are unknown.
-        """
-        places = self.places_of(scope) if scope.value else []
-        if not places:
-            raise UsageError(
-                f"scope: job {shown(self.job.name)} has no known {scope.kind} "
-                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
-                "pipeline"
-            )
-        held: dict[int, frozenset[int]] = {}
-        for place in places:
-            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
-        return held | {place.pipeline: frozenset() for place in places if not place.stages}
-
-    def _pipeline_of_stage(self, scope: Scope) -> int:
-        if scope.pipeline is not None:
-            return self._pipeline(str(scope.pipeline))
-        if self.job.pipelines > 1:
-            raise UsageError(
-                f"scope: stage {shown(scope.value)} is in each of {self.job.pipelines} pipelines; "
-                "name the pipeline in which it is slow"
-            )
-        return 0
-
-    def _pipeline(self, value: str) -> int:
-        number, count = _number("pipeline", value), self.job.pipelines
-        if number >= count:
-            raise UsageError(
-                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
-            )
-        return number
-
-
-_parts_known = Latest[tuple[int, int], Parts](2048)
-
-
-def parts_of(job: RegisteredJob) -> Parts:
-    """Return the parts of a job, the same object for as long as they are the same."""
-    key = (id(job.places), job.pipelines)
-    known = _parts_known.get(key)
-    if known is None or known.job.places is not job.places:
-        known = _parts_known.put(key, Parts(job))
-    return known
-
-
-@lru_cache(maxsize=2**16)
-def _names(node: str) -> frozenset[str]:
-    """Return the names of a node with all of its domain, with a part of it, and without it."""
-    parts = node.split(".")
-    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
-    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
-
-
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
     """Check that a scope exists in a job whose pipelines have this many stages.
 
     Raises:
         UsageError: If it does not.
     """
-    for stage in frozenset().union(*parts_of(job).of(scope).values()):
+    for stage in frozenset().union(*job.parts.of(scope).values()):
         if stage >= stages:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
-
-
-def _number(kind: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
-        raise UsageError(
-            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
-            "next"
-        )
-    return int(value)
 
 
 def check_places(job: RegisteredJob, stages: int) -> None:

@@ -658,7 +658,7 @@ def _text(value: Any) -> str:
 
 def _registration_text(job: RegisteredJob) -> str:
     """Return a registration as JSON, its places in slices."""
-    begins, rest = range(0, len(job.places), SLICE), {**vars(job), "places": ()}
+    begins, rest = range(0, len(job.places), SLICE), {**shared(RegisteredJob, job), "places": ()}
     slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
     return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 

@@ -34,7 +34,6 @@ from perseus_planner.service.policy import (
     PolicySettings,
     check_scope,
     decide,
-    parts_of,
     saving_w,
 )
 from perseus_planner.solver.frontier import solve
@@ -572,15 +571,11 @@ def test_what_saves_nothing_changes_nothing():
 
 
 def test_a_node_means_the_ranks_on_it_in_each_pipeline():
-    assert parts_of(JOB).of(Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
-    assert parts_of(JOB).of(Scope("node", "node0", 1)) == {1: {0, 2}}
-    assert parts_of(JOB).of(Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
-    assert (
-        parts_of(JOB).of(Scope("rank", "1"))
-        == parts_of(JOB).of(Scope("gpu", "GPU-b"))
-        == {0: {1, 3}}
-    )
-    assert parts_of(replace(JOB, pipelines=1)).of(Scope("stage", "2")) == {0: {2}}
+    assert JOB.parts.of(Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
+    assert JOB.parts.of(Scope("node", "node0", 1)) == {1: {0, 2}}
+    assert JOB.parts.of(Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
+    assert JOB.parts.of(Scope("rank", "1")) == JOB.parts.of(Scope("gpu", "GPU-b")) == {0: {1, 3}}
+    assert replace(JOB, pipelines=1).parts.of(Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
     assert [target.slow_stages for target in decision.each] == [
         dict.fromkeys(range(4), 1.2),
@@ -627,9 +622,7 @@ def test_a_scope_that_means_nothing_is_refused(scope: Scope, message: str):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_scope_that_means_something_is_not(scope: Scope):
     check_scope(JOB, scope, STAGES)
-    assert parts_of(JOB).of(scope) == {
-        p: hit(scope, p) for p in range(3) if hit(scope, p) is not None
-    }
+    assert JOB.parts.of(scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
 
 
 # On real frontiers.
