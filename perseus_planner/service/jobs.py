@@ -27,8 +27,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import compress
-from operator import ne
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
@@ -250,7 +248,7 @@ class JobState:
         look = self.look
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
-            look = look.with_report(self.registered, report, now_s) if is_new else None
+            look = look.with_reports(self.registered, [report], now_s) if is_new else None
         reports = {**self.reports}
         reports.pop(report.key, None)
         return replace(self, reports={**reports, report.key: report}, look=look)
@@ -746,10 +744,10 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
     if before.decision.asked != after.decision.asked:
-        old_s, new_s = before.decision.times_s, after.decision.times_s
-        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
-            if pipeline not in now:
-                moved.setdefault(new_s[pipeline], []).append(pipeline)
+        pairs = zip(before.decision.each, after.decision.each, strict=True)
+        for pipeline, (old_target, target) in enumerate(pairs):
+            if target.time_s != old_target.time_s and pipeline not in now:
+                moved.setdefault(target.time_s, []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)

@@ -425,12 +425,6 @@ class Decision:
         """The target of each pipeline, in order."""
         return tuple(map(self.targets.__getitem__, self.of_pipeline))
 
-    @property
-    def times_s(self) -> list[float]:
-        """The deadline of each pipeline, in order."""
-        of_target = [target.time_s for target in self.targets]
-        return list(map(of_target.__getitem__, self.of_pipeline))
-
 
 @dataclass(frozen=True)
 class PlanSet:

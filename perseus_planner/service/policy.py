@@ -96,9 +96,8 @@ class Look:
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
     next_s: float
-    until_s: (
-        float  #: Until when `with_report` may follow; -infinite if one begins with an iteration
-    )
+    #: Until when `with_reports` may follow; -infinite if a report begins with an iteration
+    until_s: float
 
     @classmethod
     def at(
@@ -120,79 +119,68 @@ class Look:
             UsageError: If a report is about what the job does not have; `check_scope` finds that
                 when it arrives.
         """
-        possible: list[tuple[Report, bool]] = []
-        newest_s: dict[tuple[Any, ...], float] = {}
-        lasting: dict[str, dict[Any, tuple[Report, ...]]] = {}
+        nothing = cls({}, {}, (), math.inf, now_s + _LOOKED_AFTER_S)
+        return nothing.with_reports(job, reports, now_s, iteration)
+
+    def with_reports(
+        self,
+        job: RegisteredJob,
+        reports: Iterable[Report],
+        now_s: float,
+        iteration: int | None = None,
+    ) -> Look:
+        """Return the look with more reports."""
+        lasting, active, gone = {**self.lasting}, {**self.active}, [*self.gone]
+        next_s, until_s = self.next_s, self.until_s
+        changed: dict[tuple[Any, ...], list[Report]] = {}
         of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
-        gone: list[Report] = []
-        next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
         for report in reports:
-            if report.begins_iteration is None:
-                if report.begins_s >= report.expires_s:
-                    gone.append(report)
-                    continue
-                has_begun = now_s >= report.begins_s
-            else:
-                has_begun = iteration is not None and iteration >= report.begins_iteration
-                until_s = -math.inf
-            if has_begun and report.observed_s > newest_s.get(report.about, -math.inf):
-                newest_s[report.about] = report.observed_s
-            possible.append((report, has_begun))
-        for report, has_begun in possible:
-            if report.observed_s < newest_s.get(report.about, -math.inf):
-                gone.append(report)
-                continue
-            if has_begun and now_s < report.expires_s and report.slowdown != 1.0:
-                for pipeline, stages in job.parts.of(report.scope).items():
-                    what = (report.slowdown, report.iteration_s, report.cause, stages)
-                    of_pipelines.setdefault(pipeline, []).append((what, report))
-                next_s = min(next_s, report.expires_s)
-            elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
-                gone.append(report)  # by the service's clock: a source's may be hours behind
-                continue
-            elif not has_begun and report.begins_iteration is None:
-                next_s = min(next_s, report.begins_s)
-            own, part = lasting.setdefault(report.source, {}), report.scope.part
-            own[part] = (*own.get(part, ()), report)
-        active: dict[_Said, dict[int, tuple[Report, ...]]] = {}
+            before = self.lasting.get(report.source, {}).get(report.scope.part, ())
+            changed.setdefault(report.about, [*before]).append(report)
+        for (source, *part), same in changed.items():
+            begun = [(_has_begun(each, now_s, iteration), each) for each in same]
+            newest_s = max((each.observed_s for has, each in begun if has), default=-math.inf)
+            slow, others = list[Report](), list[Report]()
+            for has_begun, each in begun:
+                if has_begun is None or each.observed_s < newest_s:
+                    gone.append(each)
+                elif has_begun and now_s < each.expires_s and each.slowdown != 1.0:
+                    slow.append(each)
+                    next_s = min(next_s, each.expires_s)
+                elif is_over(each, now_s) and over_s(each) < now_s - _FORGOTTEN_AFTER_S:
+                    gone.append(each)  # by the service's clock: a source's may be hours behind
+                else:
+                    others.append(each)
+                    if not has_begun and each.begins_iteration is None:
+                        next_s = min(next_s, each.begins_s)
+                if each.begins_iteration is not None:
+                    until_s = -math.inf
+            lasting[source] = {**lasting.get(source, {}), tuple(part): (*slow, *others)}
+            if slow or active:
+                for pipeline, stages in job.parts.of(same[0].scope).items():
+                    of_pipelines.setdefault(pipeline, []).extend(
+                        ((each.slowdown, each.iteration_s, each.cause, stages), each)
+                        for each in slow
+                    )
         for pipeline, pairs in of_pipelines.items():
-            said, those = _by_key(pairs)
-            active.setdefault(said, {})[pipeline] = those
-        return cls(lasting, active, tuple(gone), next_s, min(until_s, next_s))
-
-    def with_report(self, job: RegisteredJob, report: Report, now_s: float) -> Look:
-        """Return the look with one more report."""
-        source, part = report.source, report.scope.part
-        own = self.lasting.get(source, {})
-        now = Look.at(job, [*own.get(part, ()), report], now_s)
-        active: dict[_Said, dict[int, tuple[Report, ...]]] = {**self.active}
-        for pipeline in job.parts.of(report.scope):
-            both: list[tuple[_What, Report]] = []
-            for said, those in [*active.items()]:
+            for said, those in self.active.items():
                 if pipeline in those:
-                    both = [*zip(said, those[pipeline], strict=True)]
-                    active[said] = {**those}
+                    known = zip(said, those[pipeline], strict=True)
+                    pairs += [pair for pair in known if pair[1].about not in changed]
+                    active[said] = {**active[said]}
                     del active[said][pipeline]
-            both = [pair for pair in both if pair[1].about != report.about]
-            for said, those in now.active.items():
-                both += zip(said, those.get(pipeline, ()), strict=False)
-            if both:
-                said, reports = _by_key(both)
-                active[said] = {**active.get(said, {}), pipeline: reports}
-        return Look(
-            {**self.lasting, source: {**own, part: (), **now.lasting.get(source, {})}},
-            active,
-            self.gone + now.gone,
-            min(self.next_s, now.next_s),
-            min(self.until_s, now.until_s),
-        )
+            if pairs:
+                pairs.sort(key=lambda pair: pair[1].key, reverse=True)
+                said, found = zip(*pairs, strict=True)
+                active[said] = {**active.get(said, {}), pipeline: found}
+        return Look(lasting, active, tuple(gone), next_s, min(until_s, next_s))
 
 
-def _by_key(
-    pairs: Iterable[tuple[_What, Report]],
-) -> tuple[_Said, tuple[Report, ...]]:
-    said, reports = zip(*sorted(pairs, key=lambda pair: pair[1].key, reverse=True), strict=True)
-    return said, reports
+def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool | None:
+    """Whether a report has begun; None if it never counts."""
+    if report.begins_iteration is not None:
+        return iteration is not None and iteration >= report.begins_iteration
+    return None if report.begins_s >= report.expires_s else now_s >= report.begins_s
 
 
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:

@@ -685,7 +685,7 @@ def test_a_look_with_one_more_report_is_a_look_at_all(reports: list[Report]):
     look = Look.at(JOB, (), START_S)
     for each in reports:
         anew = Look.at(JOB, [*lasting(look), each], START_S)
-        before, look = look, look.with_report(JOB, each, START_S)
+        before, look = look, look.with_reports(JOB, [each], START_S)
         assert {said: group for said, group in look.active.items() if group} == anew.active
         assert set(lasting(look)) == set(lasting(anew))
         assert set(look.gone) == {*before.gone, *anew.gone}
