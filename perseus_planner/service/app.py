@@ -267,10 +267,11 @@ _QUICK = 1  # the level of gzip: higher ones take much longer and save little
 _READS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-def page_response(request: Request, content: bytes) -> Response:
-    """Return JSON as the answer to a request: 304 if the client has it, and compressed if it can
-    read that; takes some milliseconds for a megabyte.
+def page_response(request: Request, value: Any) -> Response:
+    """Return a value, or its JSON, as the answer to a request: 304 if the client has it, and
+    compressed if it can read that; takes some milliseconds for a megabyte.
     """
+    content = value if isinstance(value, bytes) else to_json(value)
     headers = {"ETag": f'"{sha256(content)}"', "Vary": "Accept-Encoding"}
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -298,18 +299,10 @@ class Call(Request):
         """The service itself."""
         return self.live.service
 
-    async def page(self, of: Callable[[Service], Any]) -> Response:
-        """Answer with what `of` returns for the service, bytes or a value; on a thread."""
-
-        def page() -> Response:
-            value = of(self.service)
-            return page_response(self, value if isinstance(value, bytes) else to_json(value))
-
-        return await self.live.call(page)
-
 
 class CheckedRoute(APIRoute):
-    """Checks the role before any of the body is read, and parses it, large ones on a thread.
+    """Checks the role before any of the body is read, and parses it, large ones on a thread; and
+    writes the value that is answered, or what it becomes once it is on disk.
 
     FastAPI describes a route. What is asked is read here, in one step for all parameters.
     """
@@ -344,8 +337,20 @@ class CheckedRoute(APIRoute):
                 values["sent"] = (
                     await call.live.call(parse) if len(body) > _SMALL_BYTES else parse()
                 )
-            answer: Response = await self.endpoint(call, **values)
-            return answer
+            if 304 in self.responses:
+                return await call.live.call(
+                    lambda: page_response(call, self.endpoint(call, **values))
+                )
+            answer = self.endpoint(call, **values)
+            if isinstance(answer, Future):
+                answer = await call.live.done(answer)
+            elif inspect.isawaitable(answer):
+                answer = await answer
+            if isinstance(answer, Response):
+                return answer
+            if answer is None:
+                return Response(status_code=HTTPStatus.NO_CONTENT)
+            return _json(answer, self.status_code or HTTPStatus.OK)
 
         return checked
 
@@ -467,34 +472,29 @@ async def register(call: Call, sent: Registration) -> Response:
 
 
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
-async def jobs(call: Call) -> Response:
+def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-
-    def page(service: Service) -> bytes:
-        return b'{"jobs":[' + b",".join(status.as_json for status in service.jobs()) + b"]}"
-
-    return await call.page(page)
+    return b'{"jobs":[' + b",".join(status.as_json for status in call.service.jobs()) + b"]}"
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
-async def totals(call: Call) -> Response:
+def totals(call: Call) -> Totals:
     """List what every job ran, used and saved since it was registered, also of jobs that have
     ended.
     """
-    return await call.page(lambda service: Totals(service.totals()))
+    return Totals(call.service.totals())
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
-async def status(call: Call, job: JobName) -> Response:
+def status(call: Call, job: JobName) -> bytes:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return await call.page(lambda service: service.status(job).as_json)
+    return call.service.status(job).as_json
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
-async def end(call: Call, job: JobName) -> Response:
+def end(call: Call, job: JobName) -> Future[None]:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
-    await call.live.done(call.service.end(job))
-    return Response(status_code=204)
+    return call.service.end(job)
 
 
 @_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
@@ -504,7 +504,7 @@ async def report(
     sent: ReportRequest,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
-) -> Response:
+) -> Answer:
     """Report that something is slow, or has recovered. The answer says what changes and what that
     saves.
 
@@ -518,23 +518,23 @@ async def report(
         ):  # too many wait, or the job has ended: the report was taken
             await call.live.newer(job, answer.version - 1, wait_s)
             answer = answer.with_plans_of(await call.live.call(call.service.status, job))
-    return _json(answer, 202)
+    return answer
 
 
-@_get("/v1/jobs/{job}/reports", "read", Reports, 404)
-async def reports(call: Call, job: JobName) -> Response:
+@_get("/v1/jobs/{job}/reports", "read", Reports, 404, also=_UNCHANGED)
+def reports(call: Call, job: JobName) -> Reports:
     """List the reports of a job that count now or will count."""
-    return await call.page(lambda service: Reports(service.reports(job)))
+    return Reports(call.service.reports(job))
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
+def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Future[Answer]:
     """Withdraw a report."""
-    return _json(await call.live.done(call.service.clear(job, key)))
+    return call.service.clear(job, key)
 
 
 @_post("/v1/alerts", "report", AlertAnswers)
-async def alerts(call: Call, sent: AlertGroup) -> Response:
+async def alerts(call: Call, sent: AlertGroup) -> AlertAnswers:
     """Take the alerts that Prometheus' Alertmanager posts.
 
     Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
@@ -555,7 +555,7 @@ async def alerts(call: Call, sent: AlertGroup) -> Response:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
     call.app.state.metrics.count_alerts(len(received), len(ignored))
-    return _json(AlertAnswers(answers, tuple(ignored)))
+    return AlertAnswers(answers, tuple(ignored))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
@@ -579,14 +579,13 @@ async def plans(
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
-async def taken(call: Call, job: JobName, sent: TakenRequest) -> Response:
+def taken(call: Call, job: JobName, sent: TakenRequest) -> Future[None]:
     """Report which version of its plans a job runs."""
-    await call.live.done(call.service.taken(job, sent.version, sent.iteration))
-    return Response(status_code=204)
+    return call.service.taken(job, sent.version, sent.iteration)
 
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
-async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
+def telemetry(call: Call, job: JobName, sent: Counters) -> Future[None]:
     """Send what a run of a job has counted since it began. The job's status then says what was
     saved.
 
@@ -594,61 +593,60 @@ async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    await call.live.done(call.service.telemetry(job, sent))
-    return Response(status_code=204)
+    return call.service.telemetry(job, sent)
 
 
 @_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
-async def frontier(call: Call, job: JobName) -> Response:
+def frontier(call: Call, job: JobName) -> Curve:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where
     its slope changes.
     """
-    return await call.page(lambda service: service.curve(job).thinned(_MOST_POINTS))
+    return call.service.curve(job).thinned(_MOST_POINTS)
 
 
 @_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
-async def pipelines(call: Call, job: JobName) -> Response:
+def pipelines(call: Call, job: JobName) -> Pipelines:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is
     planned for.
     """
-    return await call.page(lambda service: Pipelines(*service.pipelines(job)))
+    return Pipelines(*call.service.pipelines(job))
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
-async def history(call: Call, job: JobName) -> Response:
+def history(call: Call, job: JobName) -> History:
     """Return what has happened to a job, in words, and how its power, iteration time and saving
     went; both bounded.
     """
-    return await call.page(lambda service: service.history(job))
+    return call.service.history(job)
 
 
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
-async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
+def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Future[Answer]:
     """Set the iteration time to aim for without stragglers."""
-    return _json(await call.live.done(call.service.set_deadline(job, sent.deadline_s)))
+    return call.service.set_deadline(job, sent.deadline_s)
 
 
 @_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
-async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
+async def power(call: Call, job: JobName, sent: PowerRequest) -> Answers:
     """Bound the average power of all GPUs of a job."""
     return await _set_power(call, job, sent)
 
 
 @_put("/v1/power", "operate", Answers, 409)
-async def cluster_power(call: Call, sent: PowerRequest) -> Response:
+async def cluster_power(call: Call, sent: PowerRequest) -> Answers:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return await _set_power(call, None, sent)
 
 
-async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Response:
+async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Answers:
     set_power = call.service.set_power(job, sent.power_w, sent.schedule)
-    return _json(Answers(await call.live.done(set_power)))
+    return Answers(await call.live.done(set_power))
 
 
 @_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
-async def power_budget(call: Call) -> Response:
+def power_budget(call: Call) -> PowerBudget:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
-    return await call.page(lambda service: service.power_budget)
+    return call.service.power_budget
 
 
 @_get(
@@ -666,27 +664,27 @@ async def metrics(call: Call) -> Response:
 
 
 @_get("/v1/me", None, Me)
-async def me(call: Call) -> Response:
+def me(call: Call) -> Me:
     """Return the client's name and role; needs no token."""
-    return _json(Me(call.state.role, call.state.name))
+    return Me(call.state.role, call.state.name)
 
 
 @_get("/livez", None, Health)
 @router.head("/livez", include_in_schema=False)
-async def livez(_: Call) -> Response:
+def livez(_: Call) -> Health:
     """Return whether the service answers at all; needs no token."""
-    return _json(Health("ok", __version__))
+    return Health("ok", __version__)
 
 
 @_get("/healthz", None, Health)
 @router.head("/healthz", include_in_schema=False)
 @_get("/readyz", None, Health)
 @router.head("/readyz", include_in_schema=False)
-async def readyz(call: Call) -> Response:
+def readyz(call: Call) -> Health:
     """Return whether the service can take what it is sent; needs no token."""
     if call.live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {call.live.problem}; see its log")
-    return _json(Health("ok", __version__))
+    return Health("ok", __version__)
 
 
 _FOLDERS = (("perseus_planner.views", "web"), ("perseus_planner.service", "static"))
@@ -713,13 +711,13 @@ def _files() -> dict[str, bytes]:
 
 
 @router.get("/", include_in_schema=False)
-async def page(_: Call) -> Response:
+def page(_: Call) -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
 @router.get(STATIC + "{name}", include_in_schema=False)
-async def static(_: Call, name: str) -> Response:
+def static(_: Call, name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
 

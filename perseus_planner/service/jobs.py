@@ -364,7 +364,7 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
         )
         state = replace(state, decision=decision, saving_w=saved_w)
     before = state.planned
-    if state.is_planned and (decision.asked, decision.own) == (before.asked, before.own):
+    if state.is_planned and decision.asked == before.asked:
         return state
     asked = requests_of(state.job, state.curve, decision)
     if state.is_planned and asked == requests_of(state.job, state.curve, before):

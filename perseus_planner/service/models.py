@@ -416,9 +416,9 @@ class Decision:
     own: Target | None = None
 
     @property
-    def asked(self) -> tuple[tuple[Target, ...], tuple[int, ...]]:
+    def asked(self) -> tuple[Any, ...]:
         """What is to be done, without the reasons."""
-        return self.targets, self.of_pipeline
+        return self.targets, self.of_pipeline, self.own
 
     @property
     def each(self) -> tuple[Target, ...]:
