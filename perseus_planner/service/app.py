@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterator,
@@ -173,13 +172,12 @@ class AsyncService:
             self._pool, partial(method, *args, **options)
         )
 
-    async def done(self, changed: Awaitable[R] | Future[R]) -> R:
+    async def done(self, changed: Future[R]) -> R:
         """Return the result of a change, without a thread that waits for the disk; and tick earlier
         if the service wants that by now.
         """
         try:
-            waited = asyncio.wrap_future(changed) if isinstance(changed, Future) else changed
-            return await waited
+            return await asyncio.wrap_future(changed)
         finally:
             if self.service.next_tick_s() < self._next_tick_s:
                 self._clock.wake()
@@ -199,9 +197,9 @@ class AsyncService:
 
     async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""
-        register = self.service.register
+        register = partial(self.service.register, job, frontier, take_over=take_over)
         async with self._registering:
-            return await self.done(self.call(register, job, frontier, take_over=take_over))
+            return await self.done(self._pool.submit(register))
 
     async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
         """Return the plans of `job` as soon as their version is above `after`; None if it is not
@@ -474,7 +472,7 @@ async def register(call: Call, sent: Registration) -> Response:
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-    return b'{"jobs":[' + b",".join(status.as_json for status in call.service.jobs()) + b"]}"
+    return b'{"jobs":[' + b",".join(map(to_json, call.service.jobs())) + b"]}"
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
@@ -486,9 +484,9 @@ def totals(call: Call) -> Totals:
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
-def status(call: Call, job: JobName) -> bytes:
+def status(call: Call, job: JobName) -> JobStatus:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return call.service.status(job).as_json
+    return call.service.status(job)
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
@@ -658,9 +656,12 @@ def power_budget(call: Call) -> PowerBudget:
 )
 async def metrics(call: Call) -> Response:
     """Return metrics for Prometheus, of jobs that are heard of."""
-    jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
-    text = await call.live.call(call.app.state.metrics.text, jobs)
-    return Response(text, media_type=CONTENT_TYPE)
+
+    def text() -> bytes:
+        jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
+        return bytes(call.app.state.metrics.text(jobs))
+
+    return Response(await call.live.call(text), media_type=CONTENT_TYPE)
 
 
 @_get("/v1/me", None, Me)

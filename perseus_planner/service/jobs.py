@@ -251,7 +251,8 @@ class JobState:
             look = look.with_reports(self.registered, [report], now_s) if is_new else None
         reports = {**self.reports}
         reports.pop(report.key, None)
-        return replace(self, reports={**reports, report.key: report}, look=look)
+        reports[report.key] = report
+        return replace(self, reports=reports, look=look)
 
     def looked(self, look: Look) -> JobState:
         """Return the state after a look at its reports: those that are gone become past reports."""
@@ -807,16 +808,6 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
     """Return the reports of a job that count now or will count, in order of arrival."""
     return tuple(report for report in state.reports.values() if not is_over(report, now_s))
-
-
-def next_report_s(state: JobState, now_s: float) -> float:
-    """Return when one of the job's reports next begins or expires; infinite for never."""
-    moments_s = [
-        moment_s
-        for report in state.reports.values()
-        for moment_s in (report.begins_s, report.expires_s)
-    ]
-    return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
 
 
 def _baseline_j(state: JobState, iteration_s: float) -> float:

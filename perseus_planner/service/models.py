@@ -902,11 +902,6 @@ class JobStatus:
     #: longer, seconds since the epoch; null if they do not.
     over_budget_since_s: float | None = None
 
-    @cached_property
-    def as_json(self) -> bytes:
-        """The status as JSON, which is written once."""
-        return to_json(self)
-
 
 @dataclass(frozen=True)
 class Answer:
