@@ -413,9 +413,12 @@ class Metrics:
         waits.set_function(waiting)
 
     def text(self, jobs: Sequence[JobStatus]) -> bytes:
-        """Return all metrics, with those of `jobs`, in the text format of Prometheus."""
+        """Return all metrics, with those of `jobs` that are heard of, in the text format of
+        Prometheus.
+        """
         of_jobs = CollectorRegistry()
-        of_jobs.register(_Jobs(jobs, self._since_s))
+        heard_of = [each for each in jobs if each.silent_since_s is None]
+        of_jobs.register(_Jobs(heard_of, self._since_s))
         return generate_latest(self._registry) + generate_latest(of_jobs)
 
     def count_alerts(self, received: int, ignored: int) -> None:

@@ -29,7 +29,7 @@ from importlib.resources import files
 from itertools import takewhile
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
@@ -101,7 +101,6 @@ from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
@@ -166,11 +165,9 @@ class AsyncService:
                 wait=False
             )  # a registration that is being planned ends with the service
 
-    async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Call a method of the service on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, partial(method, *args, **options)
-        )
+    async def call(self, function: Callable[[], R]) -> R:
+        """Call a function on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     async def done(self, changed: Future[R]) -> R:
         """Return the result of a change, without a thread that waits for the disk; and tick earlier
@@ -193,7 +190,7 @@ class AsyncService:
 
     async def _solved(self, unsolved: Unsolved) -> bytes:
         async with self._solving:  # who waits takes no thread
-            return await self.call(self.service.solve, unsolved, self._limits.solve_s)
+            return await self.call(partial(self.service.solve, unsolved, self._limits.solve_s))
 
     async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""
@@ -347,8 +344,8 @@ class CheckedRoute(APIRoute):
             if isinstance(answer, Response):
                 return answer
             if answer is None:
-                return Response(status_code=HTTPStatus.NO_CONTENT)
-            return _json(answer, self.status_code or HTTPStatus.OK)
+                return Response(status_code=204)
+            return _json(answer, self.status_code or 200)
 
         return checked
 
@@ -515,7 +512,7 @@ async def report(
             HTTPException, UnknownJob
         ):  # too many wait, or the job has ended: the report was taken
             await call.live.newer(job, answer.version - 1, wait_s)
-            answer = answer.with_plans_of(await call.live.call(call.service.status, job))
+            answer = answer.with_plans_of(call.service.status(job))
     return answer
 
 
@@ -656,12 +653,8 @@ def power_budget(call: Call) -> PowerBudget:
 )
 async def metrics(call: Call) -> Response:
     """Return metrics for Prometheus, of jobs that are heard of."""
-
-    def text() -> bytes:
-        jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
-        return bytes(call.app.state.metrics.text(jobs))
-
-    return Response(await call.live.call(text), media_type=CONTENT_TYPE)
+    text = await call.live.call(lambda: call.app.state.metrics.text(call.service.jobs()))
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 @_get("/v1/me", None, Me)

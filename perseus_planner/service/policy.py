@@ -335,11 +335,13 @@ def decide(
     places = {what: place for place, what in enumerate(sorted(found))}
     targets = tuple(map(found.__getitem__, places))
     place_of = {group: places[what] for group, what in of_groups.items()}
-    of_calm = [place_of.get((calm, index), 0) for index in range(max(earlier) + 1)]
-    of_pipeline = list(map(of_calm.__getitem__, earlier))
-    for pipeline, members in reported:
-        for number in members:
-            of_pipeline[number] = place_of[pipeline, earlier[number]]
+    of_pipeline = [0] * job.pipelines
+    if len(targets) > 1:
+        of_calm = [place_of.get((calm, index), 0) for index in range(max(earlier) + 1)]
+        of_pipeline = list(map(of_calm.__getitem__, earlier))
+        for pipeline, members in reported:
+            for number in members:
+                of_pipeline[number] = place_of[pipeline, earlier[number]]
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
     if before is not None and has_moved and (stragglers or before.stragglers):

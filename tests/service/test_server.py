@@ -223,7 +223,7 @@ def test_profiles_that_wait_to_be_solved_take_no_threads_and_each_is_solved_once
         async with live.running():
             each = [Unsolved(str(number), "", "1f1b", 3) for number in (*range(40), *range(40))]
             solutions = [asyncio.create_task(live.solve(unsolved)) for unsolved in each]
-            await live.call(service.begun.wait, 300)
+            await live.call(lambda: service.begun.wait(300))
             assert await asyncio.wait_for(live.call(service.jobs), 300) == ()
             solutions.pop().cancel()  # who asks for the same gets it nevertheless
             assert service.solved == ["0"]
