@@ -320,7 +320,7 @@ class CheckedRoute(APIRoute):
             try:
                 values = parameters.validate_python(given)
             except ValidationError as error:
-                (name, *_), *_ = (each["loc"] for each in error.errors())
+                name = error.errors()[0]["loc"][0]
                 where = "path" if name in path else "header" if name in of_header else "query"
                 raise _refused(error, where) from None
             if (kind := kinds["sent"]) is not None:
