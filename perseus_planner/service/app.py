@@ -311,7 +311,7 @@ class CheckedRoute(APIRoute):
         parameters = TypeAdapter[Any](TypedDict("Parameters", hints, total=False))  # type: ignore[operator]
 
         async def checked(request: Request) -> Response:
-            if role is not None:
+            if role:
                 check_role(request.state.role, role)
             call = Call(request.scope, request.receive)
             headers, path = request.headers, request.path_params
@@ -323,7 +323,7 @@ class CheckedRoute(APIRoute):
                 name = error.errors()[0]["loc"][0]
                 where = "path" if name in path else "header" if name in of_header else "query"
                 raise _refused(error, where) from None
-            if (kind := kinds["sent"]) is not None:
+            if kind := kinds["sent"]:
                 if headers.get("content-type", "").partition(";")[0] != "application/json":
                     problem = {"type": "json", "loc": ("body",), "msg": "is not sent as JSON"}
                     raise RequestValidationError([problem])

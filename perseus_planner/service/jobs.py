@@ -27,6 +27,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
+from operator import ne
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
@@ -284,7 +286,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
-    decision = decide(without_budget, Look.at(job, (), job.since_s), numbers, None, job.since_s)
+    decision = decide(without_budget, Look.empty(job.since_s), numbers, None, job.since_s)
     asked, indices = requests_of(job, curve, decision)
     texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
@@ -501,7 +503,8 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
 
 
 def _look(state: JobState, now_s: float) -> Look:
-    return Look.at(state.registered, state.reports.values(), now_s, _iteration(state, now_s))
+    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    return Look.empty(now_s).with_reports(state.registered, reports, now_s, iteration)
 
 
 def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
@@ -745,10 +748,12 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
     if before.decision.asked != after.decision.asked:
-        pairs = zip(before.decision.each, after.decision.each, strict=True)
-        for pipeline, (old_target, target) in enumerate(pairs):
-            if target.time_s != old_target.time_s and pipeline not in now:
-                moved.setdefault(target.time_s, []).append(pipeline)
+        old_s, new_s = (
+            [target.time_s for target in state.decision.each] for state in (before, after)
+        )
+        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
+            if pipeline not in now:
+                moved.setdefault(new_s[pipeline], []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)

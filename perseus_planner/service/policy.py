@@ -100,14 +100,18 @@ class Look:
     until_s: float
 
     @classmethod
-    def at(
-        cls,
+    def empty(cls, now_s: float) -> Look:
+        """Return the look at no reports."""
+        return cls({}, {}, (), math.inf, now_s + _LOOKED_AFTER_S)
+
+    def with_reports(
+        self,
         job: RegisteredJob,
         reports: Iterable[Report],
         now_s: float,
         iteration: int | None = None,
     ) -> Look:
-        """Look at any reports of a job, in any order.
+        """Return the look with more reports of a job, in any order.
 
         Args:
             job: The job, which has what they are about.
@@ -119,17 +123,6 @@ class Look:
             UsageError: If a report is about what the job does not have; `check_scope` finds that
                 when it arrives.
         """
-        nothing = cls({}, {}, (), math.inf, now_s + _LOOKED_AFTER_S)
-        return nothing.with_reports(job, reports, now_s, iteration)
-
-    def with_reports(
-        self,
-        job: RegisteredJob,
-        reports: Iterable[Report],
-        now_s: float,
-        iteration: int | None = None,
-    ) -> Look:
-        """Return the look with more reports."""
         lasting, active, gone = {**self.lasting}, {**self.active}, [*self.gone]
         next_s, until_s = self.next_s, self.until_s
         changed: dict[tuple[Any, ...], list[Report]] = {}
@@ -167,8 +160,9 @@ class Look:
                 if pipeline in those:
                     known = zip(said, those[pipeline], strict=True)
                     pairs += [pair for pair in known if pair[1].about not in changed]
-                    active[said] = {**active[said]}
-                    del active[said][pipeline]
+                    rest = {**active.pop(said)}
+                    del rest[pipeline]
+                    active |= {said: rest} if rest else {}
             if pairs:
                 pairs.sort(key=lambda pair: pair[1].key, reverse=True)
                 said, found = zip(*pairs, strict=True)
@@ -297,9 +291,7 @@ def decide(
     calm_s = own_s(numbers, aim_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
     reported = [
-        (_reported(said, numbers, calm_s, aim_s), members)
-        for said, members in look.active.items()
-        if members
+        (_reported(said, numbers, calm_s, aim_s), members) for said, members in look.active.items()
     ]
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
     groups = _groups(calm, reported, earlier, before)
@@ -337,7 +329,9 @@ def decide(
     place_of = {group: places[what] for group, what in of_groups.items()}
     of_pipeline = [0] * job.pipelines
     if len(targets) > 1:
-        of_calm = [place_of.get((calm, index), 0) for index in range(max(earlier) + 1)]
+        of_calm = [
+            place_of.get((calm, index), 0) for index in range(len(before.targets) if before else 1)
+        ]
         of_pipeline = list(map(of_calm.__getitem__, earlier))
         for pipeline, members in reported:
             for number in members:

@@ -189,8 +189,6 @@ class Service:
                 target.slow_stages or target.gpu_power_limit_w for target in targets
             ):
                 self._replanner.request(name)
-            else:
-                self._due_s["look", name] = -math.inf
         return self
 
     def __exit__(self, *_: object) -> None:

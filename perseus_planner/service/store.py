@@ -177,8 +177,7 @@ _NO_BUDGET = PowerBudget(None, ())
 
 
 def _differ(before: JobState | None, after: JobState | None, fields: Sequence[str]) -> bool:
-    pairs = ((getattr(before, name, None), getattr(after, name, None)) for name in fields)
-    return any(old is not new and old != new for old, new in pairs)
+    return any(getattr(before, name, None) != getattr(after, name, None) for name in fields)
 
 
 @dataclass
@@ -603,11 +602,7 @@ class Storage:
             row = (name, after.job.frontier, _registration_text(after.registered))
             self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
             self._sweep_frontiers()
-        # which reports count for which pipelines is found again when the service starts
-        known = before and replace(
-            before, decision=replace(before.decision, stragglers=after.decision.stragglers)
-        )
-        if _differ(known, after, _CHANGING):
+        if _differ(before, after, _CHANGING):
             self._put("states", name, _state_text(after))
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:

@@ -575,23 +575,6 @@ def test_those_who_wait_are_told_that_a_job_has_ended(service: Service):
     assert service.register(job(max_changes=4), frontier_file()).is_new
 
 
-def test_which_reports_count_is_found_again_when_the_service_starts(tmp_path: Path):
-    """It is not written for a report that says again what was said."""
-    clock, place = Clock(), tmp_path / "service.sqlite"
-    with service_at(place, clock) as service:
-        service.register(job(), frontier_file())
-        for key in ("a", "b"):
-            clock.now_s += 1.0
-            again = report(key, slowdown=1.2, observed_s=clock.now_s, begins_s=clock.now_s)
-            service.report("gpt", again).result()
-            planned(service)
-        before = service.status("gpt")
-        assert before.decision.stragglers == {1: "b"}
-    with service_at(place, clock) as service:
-        service.tick()
-        assert service.status("gpt") == before
-
-
 def test_a_status_has_what_counts_when_it_is_asked_for(one: Run):
     one.service.report("gpt", report("a", begins_s=NOW_S + 10.0, expires_s=NOW_S + 20.0)).result()
     for passed_s, keys in ((5.0, ["a"]), (15.0, ["a"]), (20.0, [])):

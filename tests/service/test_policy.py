@@ -77,6 +77,12 @@ def lasting(look: Look) -> tuple[Report, ...]:
     return tuple(each for own in look.lasting.values() for same in own.values() for each in same)
 
 
+def look_at(
+    job: RegisteredJob, reports: Iterable[Report], now_s: float, iteration: int | None = None
+) -> Look:
+    return Look.empty(now_s).with_reports(job, reports, now_s, iteration)
+
+
 def active(look: Look) -> set[Report]:
     groups = look.active.values()
     return {each for group in groups for reports in group.values() for each in reports}
@@ -317,11 +323,11 @@ class Straggling(RuleBasedStateMachine):
 
     def decided(self, reports: Iterable[Report]) -> Decision:
         before, how = self.decision, self.how
-        look = Look.at(self.job, reports, self.now_s, self.iteration)
+        look = look_at(self.job, reports, self.now_s, self.iteration)
         return decide(self.job, look, self.numbers, before, self.now_s, how)
 
     def look(self) -> Look:
-        return Look.at(self.job, self.reports, self.now_s, self.iteration)
+        return look_at(self.job, self.reports, self.now_s, self.iteration)
 
     def decide(self) -> None:
         decision = self.decided(self.reports)
@@ -370,7 +376,7 @@ def decided(
     *reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any
 ) -> Decision:
     how, job = of.pop("how", PolicySettings()), replace(JOB, **of)
-    return decide(job, Look.at(job, reports, at_s), Formula(), before, at_s, how)
+    return decide(job, look_at(job, reports, at_s), Formula(), before, at_s, how)
 
 
 def test_nobody_straggles_so_all_take_the_target():
@@ -493,10 +499,10 @@ def test_what_expires_before_it_begins_ends_nothing():
 def test_what_begins_at_an_iteration_waits_for_it():
     said = report(begins_iteration=7, expires_s=START_S + 100)
     for iteration, time_s in ((None, CALM_S), (6, CALM_S), (7, 1.2 * CALM_S), (8, 1.2 * CALM_S)):
-        decision = decide(JOB, Look.at(JOB, [said], START_S, iteration), Formula(), None, START_S)
+        decision = decide(JOB, look_at(JOB, [said], START_S, iteration), Formula(), None, START_S)
         assert decision.straggler_time_s == time_s
-    assert Look.at(JOB, [said], START_S, 6).next_s == math.inf
-    assert Look.at(JOB, [said], START_S, 7).next_s == START_S + 100
+    assert look_at(JOB, [said], START_S, 6).next_s == math.inf
+    assert look_at(JOB, [said], START_S, 7).next_s == START_S + 100
 
 
 def test_plans_that_would_hardly_be_longer_are_left():
@@ -565,7 +571,7 @@ def test_what_saves_nothing_changes_nothing():
         def bound_j(self, deadline_s: float) -> float:
             return 100.0 * deadline_s
 
-    decision = decide(JOB, Look.at(JOB, [report()], START_S), Flat(), None, START_S)
+    decision = decide(JOB, look_at(JOB, [report()], START_S), Flat(), None, START_S)
     assert times_s(decision) == [CALM_S] * 3
     assert decision.reason.endswith("but nothing is slowed down: that saves nothing")
 
@@ -645,7 +651,7 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     numbers = solved()
     job = replace(JOB, deadline_s=slack * numbers.baseline_time_s)
     said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
-    decision = decide(job, Look.at(job, [said], START_S), numbers, None, START_S, EAGER)
+    decision = decide(job, look_at(job, [said], START_S), numbers, None, START_S, EAGER)
     saved_j = 0.0
     for target in decision.each:
         own = numbers.slowed(target.slow_stages).frontier
@@ -682,11 +688,11 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     )
 )
 def test_a_look_with_one_more_report_is_a_look_at_all(reports: list[Report]):
-    look = Look.at(JOB, (), START_S)
+    look = Look.empty(START_S)
     for each in reports:
-        anew = Look.at(JOB, [*lasting(look), each], START_S)
+        anew = look_at(JOB, [*lasting(look), each], START_S)
         before, look = look, look.with_reports(JOB, [each], START_S)
-        assert {said: group for said, group in look.active.items() if group} == anew.active
+        assert look.active == anew.active
         assert set(lasting(look)) == set(lasting(anew))
         assert set(look.gone) == {*before.gone, *anew.gone}
         assert look.until_s <= look.next_s <= anew.next_s
