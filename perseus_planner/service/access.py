@@ -296,7 +296,6 @@ def _too_large(most: int) -> HTTPException:
 
 PROBLEM = "application/problem+json"
 _CODES = {
-    400: "malformed",
     401: "unauthenticated",
     403: "forbidden",
     404: "not_found",
@@ -309,8 +308,6 @@ _CODES = {
     503: "unavailable",
 }
 _MESSAGES = {
-    400: "the body cannot be read; send a JSON object as UTF-8 text, without deep nesting or huge "
-    "numbers",
     404: "there is no such path; /openapi.json lists them",
     405: "this path does not take that method; /openapi.json lists those that it takes",
 }
@@ -324,7 +321,7 @@ def error_answer(error: Exception) -> Response:
     """Return the answer for an error."""
     if isinstance(error, HTTPException):
         status, text = error.status_code, error.detail
-        if text in (HTTPStatus(status).phrase, "There was an error parsing the body"):
+        if text == HTTPStatus(status).phrase:
             text = _MESSAGES.get(status, text)  # in place of the framework's
         return _answer(status, text, headers=error.headers)
     if isinstance(error, RequestValidationError):
@@ -416,9 +413,12 @@ class Metrics:
         waits.set_function(waiting)
 
     def text(self, jobs: Sequence[JobStatus]) -> bytes:
-        """Return all metrics, with those of `jobs`, in the text format of Prometheus."""
+        """Return all metrics, with those of `jobs` that are heard of, in the text format of
+        Prometheus.
+        """
         of_jobs = CollectorRegistry()
-        of_jobs.register(_Jobs(jobs, self._since_s))
+        heard_of = [each for each in jobs if each.silent_since_s is None]
+        of_jobs.register(_Jobs(heard_of, self._since_s))
         return generate_latest(self._registry) + generate_latest(of_jobs)
 
     def count_alerts(self, received: int, ignored: int) -> None:

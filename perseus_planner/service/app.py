@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterator,
@@ -30,15 +29,16 @@ from importlib.resources import files
 from itertools import takewhile
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from typing_extensions import TypedDict
 
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import PlannerError
@@ -101,7 +101,6 @@ from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.service import Service
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
@@ -166,19 +165,16 @@ class AsyncService:
                 wait=False
             )  # a registration that is being planned ends with the service
 
-    async def call(self, method: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Call a method of the service on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, partial(method, *args, **options)
-        )
+    async def call(self, function: Callable[[], R]) -> R:
+        """Call a function on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    async def done(self, changed: Awaitable[R] | Future[R]) -> R:
+    async def done(self, changed: Future[R]) -> R:
         """Return the result of a change, without a thread that waits for the disk; and tick earlier
         if the service wants that by now.
         """
         try:
-            waited = asyncio.wrap_future(changed) if isinstance(changed, Future) else changed
-            return await waited
+            return await asyncio.wrap_future(changed)
         finally:
             if self.service.next_tick_s() < self._next_tick_s:
                 self._clock.wake()
@@ -194,13 +190,13 @@ class AsyncService:
 
     async def _solved(self, unsolved: Unsolved) -> bytes:
         async with self._solving:  # who waits takes no thread
-            return await self.call(self.service.solve, unsolved, self._limits.solve_s)
+            return await self.call(partial(self.service.solve, unsolved, self._limits.solve_s))
 
     async def register(self, job: RegisteredJob, frontier: bytes, *, take_over: bool) -> Registered:
         """Call `Service.register`, a few at a time, so that threads are left for others."""
-        register = self.service.register
+        register = partial(self.service.register, job, frontier, take_over=take_over)
         async with self._registering:
-            return await self.done(self.call(register, job, frontier, take_over=take_over))
+            return await self.done(self._pool.submit(register))
 
     async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
         """Return the plans of `job` as soon as their version is above `after`; None if it is not
@@ -266,10 +262,11 @@ _QUICK = 1  # the level of gzip: higher ones take much longer and save little
 _READS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-def page_response(request: Request, content: bytes) -> Response:
-    """Return JSON as the answer to a request: 304 if the client has it, and compressed if it can
-    read that; takes some milliseconds for a megabyte.
+def page_response(request: Request, value: Any) -> Response:
+    """Return a value, or its JSON, as the answer to a request: 304 if the client has it, and
+    compressed if it can read that; takes some milliseconds for a megabyte.
     """
+    content = value if isinstance(value, bytes) else to_json(value)
     headers = {"ETag": f'"{sha256(content)}"', "Vary": "Accept-Encoding"}
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -284,9 +281,7 @@ _SMALL_BYTES = 64 * 2**10  # parsed within some milliseconds
 
 
 class Call(Request):
-    """A request whose body, if it has one in JSON, was parsed; FastAPI takes the value as it is."""
-
-    parsed: Any = None
+    """A request to the service."""
 
     @property
     def live(self) -> AsyncService:
@@ -299,46 +294,58 @@ class Call(Request):
         """The service itself."""
         return self.live.service
 
-    async def page(self, of: Callable[[Service], Any]) -> Response:
-        """Answer with what `of` returns for the service, bytes or a value; on a thread."""
-
-        def page() -> Response:
-            value = of(self.service)
-            return page_response(self, value if isinstance(value, bytes) else to_json(value))
-
-        return await self.live.call(page)
-
-    async def body(self) -> bytes:
-        """Return something if there is a value."""
-        return await super().body() if self.parsed is None else b"parsed"
-
-    async def json(self) -> Any:
-        """Return the value."""
-        return self.parsed
-
 
 class CheckedRoute(APIRoute):
-    """Checks the role before any of the body is read, and parses it, large ones on a thread."""
+    """Checks the role before any of the body is read, and parses it, large ones on a thread; and
+    writes the value that is answered, or what it becomes once it is on disk.
+
+    FastAPI describes a route. What is asked is read here, in one step for all parameters.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
-        handle = super().get_route_handler()
         security = (self.openapi_extra or {}).get("security")
         role: Role | None = security[0][_SCHEME][0] if security else None
-        kind = self.body_field.field_info.annotation if self.body_field else None
+        hints = get_type_hints(self.endpoint, include_extras=True)
+        kinds = {name: hints.pop(name, None) for name in ("return", "call", "_", "sent")}
+        parameters = TypeAdapter[Any](TypedDict("Parameters", hints, total=False))  # type: ignore[operator]
 
         async def checked(request: Request) -> Response:
-            if role is not None:
+            if role:
                 check_role(request.state.role, role)
             call = Call(request.scope, request.receive)
-            content_type = request.headers.get("content-type", "")
-            if kind is not None and content_type.partition(";")[0] == "application/json":
+            headers, path = request.headers, request.path_params
+            of_header = {"idempotency_key": headers.get("idempotency-key")}
+            given = {**request.query_params, **path, **of_header}
+            try:
+                values = parameters.validate_python(given)
+            except ValidationError as error:
+                name = error.errors()[0]["loc"][0]
+                where = "path" if name in path else "header" if name in of_header else "query"
+                raise _refused(error, where) from None
+            if kind := kinds["sent"]:
+                if headers.get("content-type", "").partition(";")[0] != "application/json":
+                    problem = {"type": "json", "loc": ("body",), "msg": "is not sent as JSON"}
+                    raise RequestValidationError([problem])
                 body = b"".join([part async for part in request.stream()])
-                if len(body) > _SMALL_BYTES:
-                    call.parsed = await call.live.call(_parsed, kind, body)
-                else:
-                    call.parsed = _parsed(kind, body)
-            return await handle(call)
+                parse = partial(_parsed, kind, body)
+                values["sent"] = (
+                    await call.live.call(parse) if len(body) > _SMALL_BYTES else parse()
+                )
+            if 304 in self.responses:
+                return await call.live.call(
+                    lambda: page_response(call, self.endpoint(call, **values))
+                )
+            answer = self.endpoint(call, **values)
+            if isinstance(answer, Future):
+                answer = await call.live.done(answer)
+            elif inspect.isawaitable(answer):
+                answer = await answer
+            if isinstance(answer, Response):
+                return answer
+            if answer is None:
+                return Response(status_code=204)
+            return _json(answer, self.status_code or 200)
 
         return checked
 
@@ -352,10 +359,14 @@ def _parsed(kind: Any, body: bytes) -> Any:
     try:
         return read_registration(body) if kind is Registration else from_json(kind, body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError(
-            [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
-        ) from None
+        raise _refused(error, "body") from None
+
+
+def _refused(error: ValidationError, where: str) -> RequestValidationError:
+    problems = error.errors(include_url=False, include_input=False)
+    return RequestValidationError(
+        [{**problem, "loc": (where, *problem["loc"])} for problem in problems]
+    )
 
 
 def _route(
@@ -373,7 +384,7 @@ def _route(
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
     `also` answers.
     """
-    statuses = sorted({400, 401, 403, 408, 413, 421, 422, 500, 503, *errors})
+    statuses = sorted({401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
         status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
     }
@@ -456,34 +467,29 @@ async def register(call: Call, sent: Registration) -> Response:
 
 
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
-async def jobs(call: Call) -> Response:
+def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-
-    def page(service: Service) -> bytes:
-        return b'{"jobs":[' + b",".join(status.as_json for status in service.jobs()) + b"]}"
-
-    return await call.page(page)
+    return b'{"jobs":[' + b",".join(map(to_json, call.service.jobs())) + b"]}"
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
-async def totals(call: Call) -> Response:
+def totals(call: Call) -> Totals:
     """List what every job ran, used and saved since it was registered, also of jobs that have
     ended.
     """
-    return await call.page(lambda service: Totals(service.totals()))
+    return Totals(call.service.totals())
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
-async def status(call: Call, job: JobName) -> Response:
+def status(call: Call, job: JobName) -> JobStatus:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return await call.page(lambda service: service.status(job).as_json)
+    return call.service.status(job)
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
-async def end(call: Call, job: JobName) -> Response:
+def end(call: Call, job: JobName) -> Future[None]:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
-    await call.live.done(call.service.end(job))
-    return Response(status_code=204)
+    return call.service.end(job)
 
 
 @_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
@@ -493,7 +499,7 @@ async def report(
     sent: ReportRequest,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
-) -> Response:
+) -> Answer:
     """Report that something is slow, or has recovered. The answer says what changes and what that
     saves.
 
@@ -506,24 +512,24 @@ async def report(
             HTTPException, UnknownJob
         ):  # too many wait, or the job has ended: the report was taken
             await call.live.newer(job, answer.version - 1, wait_s)
-            answer = answer.with_plans_of(await call.live.call(call.service.status, job))
-    return _json(answer, 202)
+            answer = answer.with_plans_of(call.service.status(job))
+    return answer
 
 
-@_get("/v1/jobs/{job}/reports", "read", Reports, 404)
-async def reports(call: Call, job: JobName) -> Response:
+@_get("/v1/jobs/{job}/reports", "read", Reports, 404, also=_UNCHANGED)
+def reports(call: Call, job: JobName) -> Reports:
     """List the reports of a job that count now or will count."""
-    return await call.page(lambda service: Reports(service.reports(job)))
+    return Reports(call.service.reports(job))
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
+def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Future[Answer]:
     """Withdraw a report."""
-    return _json(await call.live.done(call.service.clear(job, key)))
+    return call.service.clear(job, key)
 
 
 @_post("/v1/alerts", "report", AlertAnswers)
-async def alerts(call: Call, sent: AlertGroup) -> Response:
+async def alerts(call: Call, sent: AlertGroup) -> AlertAnswers:
     """Take the alerts that Prometheus' Alertmanager posts.
 
     Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
@@ -544,7 +550,7 @@ async def alerts(call: Call, sent: AlertGroup) -> Response:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
     call.app.state.metrics.count_alerts(len(received), len(ignored))
-    return _json(AlertAnswers(answers, tuple(ignored)))
+    return AlertAnswers(answers, tuple(ignored))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
@@ -568,14 +574,13 @@ async def plans(
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
-async def taken(call: Call, job: JobName, sent: TakenRequest) -> Response:
+def taken(call: Call, job: JobName, sent: TakenRequest) -> Future[None]:
     """Report which version of its plans a job runs."""
-    await call.live.done(call.service.taken(job, sent.version, sent.iteration))
-    return Response(status_code=204)
+    return call.service.taken(job, sent.version, sent.iteration)
 
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
-async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
+def telemetry(call: Call, job: JobName, sent: Counters) -> Future[None]:
     """Send what a run of a job has counted since it began. The job's status then says what was
     saved.
 
@@ -583,61 +588,60 @@ async def telemetry(call: Call, job: JobName, sent: Counters) -> Response:
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    await call.live.done(call.service.telemetry(job, sent))
-    return Response(status_code=204)
+    return call.service.telemetry(job, sent)
 
 
 @_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
-async def frontier(call: Call, job: JobName) -> Response:
+def frontier(call: Call, job: JobName) -> Curve:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where
     its slope changes.
     """
-    return await call.page(lambda service: service.curve(job).thinned(_MOST_POINTS))
+    return call.service.curve(job).thinned(_MOST_POINTS)
 
 
 @_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
-async def pipelines(call: Call, job: JobName) -> Response:
+def pipelines(call: Call, job: JobName) -> Pipelines:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is
     planned for.
     """
-    return await call.page(lambda service: Pipelines(*service.pipelines(job)))
+    return Pipelines(*call.service.pipelines(job))
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
-async def history(call: Call, job: JobName) -> Response:
+def history(call: Call, job: JobName) -> History:
     """Return what has happened to a job, in words, and how its power, iteration time and saving
     went; both bounded.
     """
-    return await call.page(lambda service: service.history(job))
+    return call.service.history(job)
 
 
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
-async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
+def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Future[Answer]:
     """Set the iteration time to aim for without stragglers."""
-    return _json(await call.live.done(call.service.set_deadline(job, sent.deadline_s)))
+    return call.service.set_deadline(job, sent.deadline_s)
 
 
 @_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
-async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
+async def power(call: Call, job: JobName, sent: PowerRequest) -> Answers:
     """Bound the average power of all GPUs of a job."""
     return await _set_power(call, job, sent)
 
 
 @_put("/v1/power", "operate", Answers, 409)
-async def cluster_power(call: Call, sent: PowerRequest) -> Response:
+async def cluster_power(call: Call, sent: PowerRequest) -> Answers:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return await _set_power(call, None, sent)
 
 
-async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Response:
+async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Answers:
     set_power = call.service.set_power(job, sent.power_w, sent.schedule)
-    return _json(Answers(await call.live.done(set_power)))
+    return Answers(await call.live.done(set_power))
 
 
 @_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
-async def power_budget(call: Call) -> Response:
+def power_budget(call: Call) -> PowerBudget:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
-    return await call.page(lambda service: service.power_budget)
+    return call.service.power_budget
 
 
 @_get(
@@ -649,33 +653,32 @@ async def power_budget(call: Call) -> Response:
 )
 async def metrics(call: Call) -> Response:
     """Return metrics for Prometheus, of jobs that are heard of."""
-    jobs = [each for each in call.service.jobs() if each.silent_since_s is None]
-    text = await call.live.call(call.app.state.metrics.text, jobs)
+    text = await call.live.call(lambda: call.app.state.metrics.text(call.service.jobs()))
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @_get("/v1/me", None, Me)
-async def me(call: Call) -> Response:
+def me(call: Call) -> Me:
     """Return the client's name and role; needs no token."""
-    return _json(Me(call.state.role, call.state.name))
+    return Me(call.state.role, call.state.name)
 
 
 @_get("/livez", None, Health)
 @router.head("/livez", include_in_schema=False)
-async def livez() -> Response:
+def livez(_: Call) -> Health:
     """Return whether the service answers at all; needs no token."""
-    return _json(Health("ok", __version__))
+    return Health("ok", __version__)
 
 
 @_get("/healthz", None, Health)
 @router.head("/healthz", include_in_schema=False)
 @_get("/readyz", None, Health)
 @router.head("/readyz", include_in_schema=False)
-async def readyz(call: Call) -> Response:
+def readyz(call: Call) -> Health:
     """Return whether the service can take what it is sent; needs no token."""
     if call.live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {call.live.problem}; see its log")
-    return _json(Health("ok", __version__))
+    return Health("ok", __version__)
 
 
 _FOLDERS = (("perseus_planner.views", "web"), ("perseus_planner.service", "static"))
@@ -702,13 +705,13 @@ def _files() -> dict[str, bytes]:
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
+def page(_: Call) -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
 @router.get(STATIC + "{name}", include_in_schema=False)
-async def static(name: str) -> Response:
+def static(_: Call, name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
 

@@ -27,6 +27,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
+from operator import ne
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
@@ -65,7 +67,6 @@ from perseus_planner.service.policy import (
     check_scope,
     decide,
     is_over,
-    parts_of,
     saving_w,
 )
 
@@ -175,7 +176,7 @@ class JobState:
     planned: Decision  #: The decision that those plans were made for
     #: The version named in answers; above `published.version` while that version is being planned.
     promised: int
-    #: Key -> report, for reports that count or will count, in order of arrival.
+    #: Key -> report, for reports that count or will count, the last that was sent or replaced last.
     reports: Mapping[str, Report] = field(default_factory=dict)
     #: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
     past: Mapping[str, Report] = field(default_factory=dict)
@@ -249,8 +250,11 @@ class JobState:
         look = self.look
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
-            look = look.with_report(report, now_s) if is_new else None
-        return replace(self, reports={**self.reports, report.key: report}, look=look)
+            look = look.with_reports(self.registered, [report], now_s) if is_new else None
+        reports = {**self.reports}
+        reports.pop(report.key, None)
+        reports[report.key] = report
+        return replace(self, reports=reports, look=look)
 
     def looked(self, look: Look) -> JobState:
         """Return the state after a look at its reports: those that are gone become past reports."""
@@ -282,7 +286,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
-    decision = decide(without_budget, Look.at((), job.since_s), numbers, None, job.since_s)
+    decision = decide(without_budget, Look.empty(job.since_s), numbers, None, job.since_s)
     asked, indices = requests_of(job, curve, decision)
     texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
@@ -363,11 +367,7 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
         )
         state = replace(state, decision=decision, saving_w=saved_w)
     before = state.planned
-    if state.is_planned and (decision.targets, decision.of_pipeline, decision.own) == (
-        before.targets,
-        before.of_pipeline,
-        before.own,
-    ):
+    if state.is_planned and decision.asked == before.asked:
         return state
     asked = requests_of(state.job, state.curve, decision)
     if state.is_planned and asked == requests_of(state.job, state.curve, before):
@@ -457,7 +457,7 @@ def answer_to(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised or after.decision.each != before.decision.each,
+        changed=after.promised > before.promised or after.decision.asked != before.decision.asked,
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,
@@ -503,7 +503,8 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
 
 
 def _look(state: JobState, now_s: float) -> Look:
-    return Look.at(state.reports.values(), now_s, _iteration(state, now_s))
+    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    return Look.empty(now_s).with_reports(state.registered, reports, now_s, iteration)
 
 
 def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
@@ -559,12 +560,12 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
     """Estimate when the next iteration with which a report begins will run; infinite if that is
     unknown.
     """
-    iteration, taken = _iteration(state, now_s), state.taken
-    if iteration is None or taken is None:
+    iteration, taken, look = _iteration(state, now_s), state.taken, state.look
+    if iteration is None or taken is None or (look is not None and look.until_s > -math.inf):
         return math.inf
     waiting = [
         report.begins_iteration
-        for report in (state.reports.values() if state.look is None else state.look.idle)
+        for report in state.reports.values()
         if report.begins_iteration is not None
     ]
     ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
@@ -591,15 +592,16 @@ def check_deadline(deadline_s: float | None, curve: Curve) -> None:
         raise InfeasibleDeadline(deadline_s, curve.min_time_s)
 
 
-def check_report(state: JobState, report: Report) -> None:
+def check_report(state: JobState, report: Report, now_s: float) -> None:
     """Check a new report of a job.
 
     Raises:
         UsageError: If the job does not have the scope, or a time is not finite.
         Conflict: If the job has too many reports, or too many of that source.
     """
-    check_scope(state.job, report.scope, state.curve.stages)
-    of_source = [each.source for each in state.reports.values()].count(report.source)
+    check_scope(state.registered, report.scope, state.curve.stages)
+    look = state.look or _look(state, now_s)
+    of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
         raise Conflict(
             f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
@@ -630,7 +632,7 @@ def jobs_concerned(
     """Return the reports that concern each job, and why the others concern none, by their keys."""
     of_jobs: dict[str, list[Report]] = {}
     for name, state in sorted(jobs.items()):
-        parts = parts_of(state.job)
+        parts = state.registered.parts
         if found := [report for report in reports if parts.places_of(report.scope)]:
             of_jobs[name] = found
     taken = {report.key for found in of_jobs.values() for report in found}
@@ -656,7 +658,7 @@ def with_alerts(
             continue
         if known is None:
             try:
-                check_report(state, report)
+                check_report(state, report, now_s)
             except PlannerError as error:
                 refused[report.key] = str(error)
                 continue
@@ -735,19 +737,23 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
 def _stragglers(before: JobState, after: JobState) -> list[str]:
     """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
     was, now = before.decision.stragglers, after.decision.stragglers
-    slow: dict[str, list[int]] = {}
+    slow: dict[tuple[str, str], list[int]] = {}
     for pipeline, key in now.items():
-        if was.get(pipeline) != key:
-            slow.setdefault(key, []).append(pipeline)
-    changes = [_slow(after.reports, key, pipelines) for key, pipelines in slow.items()]
+        old = was.get(pipeline)
+        if old != key and (old is None or _slow(before, old) != _slow(after, key)):
+            slow.setdefault(_slow(after, key), []).append(pipeline)
+    changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
     recovered = [pipeline for pipeline in was if pipeline not in now]
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
-    old_s, new_s = before.decision.times_s, after.decision.times_s
-    for pipeline in range(len(new_s) if new_s != old_s else 0):
-        if new_s[pipeline] != old_s[pipeline] and pipeline not in now:
-            moved.setdefault(new_s[pipeline], []).append(pipeline)
+    if before.decision.asked != after.decision.asked:
+        old_s, new_s = (
+            [target.time_s for target in state.decision.each] for state in (before, after)
+        )
+        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
+            if pipeline not in now:
+                moved.setdefault(new_s[pipeline], []).append(pipeline)
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
@@ -756,23 +762,24 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     return [", ".join(changes)] if changes else []
 
 
-def _slow(reports: Mapping[str, Report], key: str, pipelines: list[int]) -> str:
-    report = reports.get(key)
+def _slow(state: JobState, key: str) -> tuple[str, str]:
+    """Return what is said before and after pipelines that a report calls slow."""
+    report = state.reports.get(key)
     if report is None:
-        return f"{_pipelines(pipelines)} slow"
+        return "", ""
     measure = (
         f"iterations of {_time(report.iteration_s)}"
         if report.slowdown is None
         else f"{report.slowdown:.4g}x"
     )
     part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
-    return f"{part}{_pipelines(pipelines)} slow {measure} ({report.source})"
+    return part, f" {measure} ({report.source})"
 
 
 def _pipelines(numbers: list[int]) -> str:
     if len(numbers) > _NAMED:
         return f"{len(numbers)} pipelines"
-    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
 
 
 def _time(time_s: float | None) -> str:
@@ -806,16 +813,6 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
     """Return the reports of a job that count now or will count, in order of arrival."""
     return tuple(report for report in state.reports.values() if not is_over(report, now_s))
-
-
-def next_report_s(state: JobState, now_s: float) -> float:
-    """Return when one of the job's reports next begins or expires; infinite for never."""
-    moments_s = [
-        moment_s
-        for report in state.reports.values()
-        for moment_s in (report.begins_s, report.expires_s)
-    ]
-    return min((moment_s for moment_s in moments_s if moment_s > now_s), default=math.inf)
 
 
 def _baseline_j(state: JobState, iteration_s: float) -> float:

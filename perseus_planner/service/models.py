@@ -33,7 +33,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError, shown
 from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import SUMS, Account, Entry
@@ -140,7 +140,7 @@ STRICT = ConfigDict(extra="ignore", allow_inf_nan=False, val_json_bytes="base64"
 client may send are ignored."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """The location of one rank of a job."""
 
@@ -214,6 +214,11 @@ class RegisteredJob(_Job):
     # the moment of the one that is in force, as `power_w`
     power_since_s: Annotated[float, Field(exclude=True)] = 0.0
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Its parts."""
+        return Parts(self.name, self.pipelines, self.places)
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -231,6 +236,124 @@ class Scope:
     def part(self) -> tuple[str, str, int | None]:
         """All of it, to look it up."""
         return self.kind, self.value, self.pipeline
+
+
+class Parts:
+    """The parts of a job, found once for each scope."""
+
+    def __init__(self, job: str, pipelines: int, places: tuple[Place, ...]) -> None:
+        self._job, self._pipelines, self._places = job, pipelines, places
+        self._known: dict[str, dict[str, list[Place]]] = {}
+        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
+
+    def _of_kind(self, kind: str) -> dict[str, list[Place]]:
+        """Return the places of each rank, GPU or node."""
+        if kind not in self._known:
+            known = self._known[kind] = {}
+            for place in self._places:
+                known.setdefault(str(getattr(place, kind)), []).append(place)
+        return self._known[kind]
+
+    @cached_property
+    def _nodes(self) -> dict[str, list[str]]:
+        """Name of a node with all, a part or nothing of its domain -> nodes."""
+        nodes: dict[str, list[str]] = {}
+        for node in self._of_kind("node"):
+            for name in _names(node):
+                nodes.setdefault(name, []).append(node)
+        return nodes
+
+    def places_of(self, scope: Scope) -> list[Place]:
+        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
+        values = {scope.value}
+        if scope.kind == "node":
+            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
+        known = self._of_kind(scope.kind)
+        return [place for value in values for place in known.get(value, ())]
+
+    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
+        unknown.
+
+        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
+        of them.
+
+        Raises:
+            UsageError: If the job has no such part.
+        """
+        found = self._found.get(scope.part)
+        if found is None:
+            found = self._found[scope.part] = self._find(scope)
+        return found
+
+    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
+        if scope.kind == "pipeline":
+            parts = {self._pipeline(scope.value): frozenset[int]()}
+        elif scope.kind == "stage":
+            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
+        else:
+            parts = self._held_by(scope)
+        if scope.pipeline is not None:
+            parts = {
+                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
+            }
+        if not parts:
+            raise UsageError(
+                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
+                f"job {shown(self._job)}; correct one of them, or leave the pipeline out"
+            )
+        return parts
+
+    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
+        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
+        a rank's are unknown.
+        """
+        places = self.places_of(scope) if scope.value else []
+        if not places:
+            raise UsageError(
+                f"scope: job {shown(self._job)} has no known {scope.kind} "
+                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
+                "pipeline"
+            )
+        held: dict[int, frozenset[int]] = {}
+        for place in places:
+            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
+        return held | {place.pipeline: frozenset() for place in places if not place.stages}
+
+    def _pipeline_of_stage(self, scope: Scope) -> int:
+        if scope.pipeline is not None:
+            return self._pipeline(str(scope.pipeline))
+        if self._pipelines > 1:
+            raise UsageError(
+                f"scope: stage {shown(scope.value)} is in each of {self._pipelines} pipelines; "
+                "name the pipeline in which it is slow"
+            )
+        return 0
+
+    def _pipeline(self, value: str) -> int:
+        number, count = _number("pipeline", value), self._pipelines
+        if number >= count:
+            raise UsageError(
+                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
+            )
+        return number
+
+
+@lru_cache(maxsize=2**16)
+def _names(node: str) -> frozenset[str]:
+    """Return the names of a node with all of its domain, with a part of it, and without it."""
+    parts = node.split(".")
+    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
+    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
+
+
+def _number(kind: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
+        raise UsageError(
+            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
+            "next"
+        )
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -293,15 +416,14 @@ class Decision:
     own: Target | None = None
 
     @property
+    def asked(self) -> tuple[Any, ...]:
+        """What is to be done, without the reasons."""
+        return self.targets, self.of_pipeline, self.own
+
+    @property
     def each(self) -> tuple[Target, ...]:
         """The target of each pipeline, in order."""
         return tuple(map(self.targets.__getitem__, self.of_pipeline))
-
-    @property
-    def times_s(self) -> list[float]:
-        """The deadline of each pipeline, in order."""
-        of_target = [target.time_s for target in self.targets]
-        return list(map(of_target.__getitem__, self.of_pipeline))
 
 
 @dataclass(frozen=True)
@@ -779,11 +901,6 @@ class JobStatus:
     #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
     #: longer, seconds since the epoch; null if they do not.
     over_budget_since_s: float | None = None
-
-    @cached_property
-    def as_json(self) -> bytes:
-        """The status as JSON, which is written once."""
-        return to_json(self)
 
 
 @dataclass(frozen=True)

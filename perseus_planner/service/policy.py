@@ -48,9 +48,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
@@ -58,9 +58,7 @@ from perseus_planner.service.models import (
     Cause,
     Curve,
     Decision,
-    Latest,
     Numbers,
-    Place,
     RegisteredJob,
     Report,
     Scope,
@@ -68,14 +66,17 @@ from perseus_planner.service.models import (
     Target,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from
 counting.
 """
 _LOOKED_AFTER_S = 60.0
+
+
+_What = tuple[float | None, float | None, Cause, frozenset[int]]
+"""What a report says of a pipeline: slowdown, iteration time, cause and stages."""
+_Said = tuple[_What, ...]
+"""By several reports, the one with the last key first."""
 
 
 @dataclass(frozen=True)
@@ -87,188 +88,93 @@ class Look:
     must find them. So what one report changes is found among those about the same.
     """
 
-    active: tuple[Report, ...]  #: Those by which something is slow now
-    idle: tuple[Report, ...]  #: Those that may count later, or keep older ones from it
+    #: Those that count, may count later or keep older ones from it, by their source and scope
+    lasting: Mapping[str, Mapping[Any, tuple[Report, ...]]]
+    #: Pipelines that are slow now: what is said of them -> each with those that say it
+    active: Mapping[_Said, dict[int, tuple[Report, ...]]]
     gone: tuple[Report, ...]  #: The others, which need not be looked at again
     #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
     #: with an iteration are left out.
     next_s: float
-    until_s: float  #: Until when `with_report` may follow
+    #: Until when `with_reports` may follow; -infinite if a report begins with an iteration
+    until_s: float
 
     @classmethod
-    def at(cls, reports: Iterable[Report], now_s: float, iteration: int | None = None) -> Look:
-        """Look at any reports, in any order.
+    def empty(cls, now_s: float) -> Look:
+        """Return the look at no reports."""
+        return cls({}, {}, (), math.inf, now_s + _LOOKED_AFTER_S)
+
+    def with_reports(
+        self,
+        job: RegisteredJob,
+        reports: Iterable[Report],
+        now_s: float,
+        iteration: int | None = None,
+    ) -> Look:
+        """Return the look with more reports of a job, in any order.
 
         Args:
+            job: The job, which has what they are about.
             reports: The reports.
             now_s: Seconds since the epoch.
             iteration: The first iteration that can still be changed; None if unknown.
-        """
-        possible: list[tuple[Report, bool]] = []
-        newest_s: dict[tuple[Any, ...], float] = {}
-        active: list[Report] = []
-        idle: list[Report] = []
-        gone: list[Report] = []
-        next_s, until_s = math.inf, now_s + _LOOKED_AFTER_S
-        for report in reports:
-            if report.begins_iteration is None:
-                if report.begins_s >= report.expires_s:
-                    gone.append(report)
-                    continue
-                has_begun = now_s >= report.begins_s
-            else:
-                has_begun = iteration is not None and iteration >= report.begins_iteration
-                until_s = -math.inf
-            if has_begun and report.observed_s > newest_s.get(report.about, -math.inf):
-                newest_s[report.about] = report.observed_s
-            possible.append((report, has_begun))
-        for report, has_begun in possible:
-            if report.observed_s < newest_s.get(report.about, -math.inf):
-                gone.append(report)
-            elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
-                active.append(report)
-                next_s = min(next_s, report.expires_s)
-            elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
-                gone.append(report)  # by the service's clock: a source's may be hours behind
-            else:
-                idle.append(report)
-                if not has_begun and report.begins_iteration is None:
-                    next_s = min(next_s, report.begins_s)
-        return cls(tuple(active), tuple(idle), tuple(gone), next_s, min(until_s, next_s))
-
-    def with_report(self, report: Report, now_s: float) -> Look:
-        """Return the look with one more report."""
-        about = report.about
-        same = [each for each in (*self.active, *self.idle) if each.about == about]
-        now = Look.at([*same, report], now_s)
-        return Look(
-            tuple([each for each in self.active if each.about != about]) + now.active,
-            tuple([each for each in self.idle if each.about != about]) + now.idle,
-            self.gone + now.gone,
-            min(self.next_s, now.next_s),
-            min(self.until_s, now.until_s),
-        )
-
-
-class Parts:
-    """The parts of a job, found once for each scope."""
-
-    def __init__(self, job: RegisteredJob) -> None:
-        self.job = job
-        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
-
-    @cached_property
-    def _places(self) -> dict[tuple[str, str], list[Place]]:
-        """(kind, value) -> the places of a rank, a GPU or a node."""
-        places: dict[tuple[str, str], list[Place]] = {}
-        for place in self.job.places:
-            for kind in ("rank", "gpu", "node"):
-                places.setdefault((kind, str(getattr(place, kind))), []).append(place)
-        return places
-
-    @cached_property
-    def _nodes(self) -> dict[str, list[str]]:
-        """Name of a node with all, a part or nothing of its domain -> nodes."""
-        nodes: dict[str, list[str]] = {}
-        for kind, node in self._places:
-            for name in _names(node) if kind == "node" else ():
-                nodes.setdefault(name, []).append(node)
-        return nodes
-
-    def places_of(self, scope: Scope) -> list[Place]:
-        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
-        values = {scope.value}
-        if scope.kind == "node":
-            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
-        known = self._places
-        return [place for value in values for place in known.get((scope.kind, value), ())]
-
-    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
-        unknown.
-
-        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
-        of them.
 
         Raises:
-            UsageError: If the job has no such part.
+            UsageError: If a report is about what the job does not have; `check_scope` finds that
+                when it arrives.
         """
-        found = self._found.get(scope.part)
-        if found is None:
-            found = self._found[scope.part] = self._find(scope)
-        return found
-
-    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
-        if scope.kind == "pipeline":
-            parts = {self._pipeline(scope.value): frozenset[int]()}
-        elif scope.kind == "stage":
-            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
-        else:
-            parts = self._held_by(scope)
-        if scope.pipeline is not None:
-            parts = {
-                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
-            }
-        if not parts:
-            raise UsageError(
-                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
-                f"job {shown(self.job.name)}; correct one of them, or leave the pipeline out"
-            )
-        return parts
-
-    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
-        a rank's are unknown.
-        """
-        places = self.places_of(scope) if scope.value else []
-        if not places:
-            raise UsageError(
-                f"scope: job {shown(self.job.name)} has no known {scope.kind} "
-                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
-                "pipeline"
-            )
-        held: dict[int, frozenset[int]] = {}
-        for place in places:
-            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
-        return held | {place.pipeline: frozenset() for place in places if not place.stages}
-
-    def _pipeline_of_stage(self, scope: Scope) -> int:
-        if scope.pipeline is not None:
-            return self._pipeline(str(scope.pipeline))
-        if self.job.pipelines > 1:
-            raise UsageError(
-                f"scope: stage {shown(scope.value)} is in each of {self.job.pipelines} pipelines; "
-                "name the pipeline in which it is slow"
-            )
-        return 0
-
-    def _pipeline(self, value: str) -> int:
-        number, count = _number("pipeline", value), self.job.pipelines
-        if number >= count:
-            raise UsageError(
-                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
-            )
-        return number
+        lasting, active, gone = {**self.lasting}, {**self.active}, [*self.gone]
+        next_s, until_s = self.next_s, self.until_s
+        changed: dict[tuple[Any, ...], list[Report]] = {}
+        of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
+        for report in reports:
+            before = self.lasting.get(report.source, {}).get(report.scope.part, ())
+            changed.setdefault(report.about, [*before]).append(report)
+        for (source, *part), same in changed.items():
+            begun = [(_has_begun(each, now_s, iteration), each) for each in same]
+            newest_s = max((each.observed_s for has, each in begun if has), default=-math.inf)
+            slow, others = list[Report](), list[Report]()
+            for has_begun, each in begun:
+                if has_begun is None or each.observed_s < newest_s:
+                    gone.append(each)
+                elif has_begun and now_s < each.expires_s and each.slowdown != 1.0:
+                    slow.append(each)
+                    next_s = min(next_s, each.expires_s)
+                elif is_over(each, now_s) and over_s(each) < now_s - _FORGOTTEN_AFTER_S:
+                    gone.append(each)  # by the service's clock: a source's may be hours behind
+                else:
+                    others.append(each)
+                    if not has_begun and each.begins_iteration is None:
+                        next_s = min(next_s, each.begins_s)
+                if each.begins_iteration is not None:
+                    until_s = -math.inf
+            lasting[source] = {**lasting.get(source, {}), tuple(part): (*slow, *others)}
+            if slow or active:
+                for pipeline, stages in job.parts.of(same[0].scope).items():
+                    of_pipelines.setdefault(pipeline, []).extend(
+                        ((each.slowdown, each.iteration_s, each.cause, stages), each)
+                        for each in slow
+                    )
+        for pipeline, pairs in of_pipelines.items():
+            for said, those in self.active.items():
+                if pipeline in those:
+                    known = zip(said, those[pipeline], strict=True)
+                    pairs += [pair for pair in known if pair[1].about not in changed]
+                    rest = {**active.pop(said)}
+                    del rest[pipeline]
+                    active |= {said: rest} if rest else {}
+            if pairs:
+                pairs.sort(key=lambda pair: pair[1].key, reverse=True)
+                said, found = zip(*pairs, strict=True)
+                active[said] = {**active.get(said, {}), pipeline: found}
+        return Look(lasting, active, tuple(gone), next_s, min(until_s, next_s))
 
 
-_parts_known = Latest[tuple[int, int], Parts](2048)
-
-
-def parts_of(job: RegisteredJob) -> Parts:
-    """Return the parts of a job, the same object for as long as they are the same."""
-    key = (id(job.places), job.pipelines)
-    known = _parts_known.get(key)
-    if known is None or known.job.places is not job.places:
-        known = _parts_known.put(key, Parts(job))
-    return known
-
-
-@lru_cache(maxsize=2**16)
-def _names(node: str) -> frozenset[str]:
-    """Return the names of a node with all of its domain, with a part of it, and without it."""
-    parts = node.split(".")
-    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
-    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
+def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool | None:
+    """Whether a report has begun; None if it never counts."""
+    if report.begins_iteration is not None:
+        return iteration is not None and iteration >= report.begins_iteration
+    return None if report.begins_s >= report.expires_s else now_s >= report.begins_s
 
 
 def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
@@ -277,18 +183,9 @@ def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
     Raises:
         UsageError: If it does not.
     """
-    for stage in frozenset().union(*parts_of(job).of(scope).values()):
+    for stage in frozenset().union(*job.parts.of(scope).values()):
         if stage >= stages:
             raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
-
-
-def _number(kind: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
-        raise UsageError(
-            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
-            "next"
-        )
-    return int(value)
 
 
 def check_places(job: RegisteredJob, stages: int) -> None:
@@ -346,7 +243,7 @@ class _Pipeline:
     slow_stages: Mapping[int, float]  #: Stage -> slowdown
     own_s: float  #: Time of its plan if it waits for no other pipeline
     takes_s: float  #: Time of its iteration with that plan
-    how_bad: Sequence[float] = ()  #: For each report, how bad it is; 0 if others explain the time
+    worst: int | None = None  #: Index of the report that counts; None if none makes it slow
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
@@ -389,52 +286,59 @@ def decide(
         now_s: Seconds since the epoch.
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
-
-    Raises:
-        UsageError: If a report concerns what the job does not have; `reports.check_scope` finds
-            that when it arrives.
     """
-    calm, reported, worst = _pipelines(job, look.active, numbers)
-    groups, of_group = _groups(job, calm, reported, before)
+    aim_s = target_s(job, numbers)
+    calm_s = own_s(numbers, aim_s)
+    calm = _Pipeline(numbers, {}, calm_s, calm_s)
+    reported = [
+        (_reported(said, numbers, calm_s, aim_s), members) for said, members in look.active.items()
+    ]
+    earlier = (0,) * job.pipelines if before is None else before.of_pipeline
+    groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    slowest = [
-        worst[number]
-        for number, pipeline in reported.items()
-        if pipeline.takes_s == time_s and number in worst
-    ]
+    stragglers, expire_s = dict[int, str](), list[float]()
+    for pipeline, members in reported:
+        if (place := pipeline.worst) is not None:
+            stragglers |= {number: reports[place].key for number, reports in members.items()}
+            if pipeline.takes_s == time_s:
+                expire_s += [reports[place].expires_s for reports in members.values()]
     times_s = [
         (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
         for group in groups
     ]
-    pays_until_s = _pays_until_s(time_s, slowest, settings)
+    pays_until_s = _pays_until_s(time_s, max(expire_s, default=math.inf), settings)
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
     refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
-    found: list[Target] = []
-    of_groups = []
+    found: dict[tuple[Any, ...], Target] = {}
+    of_groups: dict[Any, tuple[Any, ...]] = {}
+    has_moved = False
     for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
-        target = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
-        if target not in found:
-            found.append(target)
-        of_groups.append(found.index(target))
-    of_pipeline = tuple(map(of_groups.__getitem__, of_group))
-    places = {index: place for place, index in enumerate(dict.fromkeys(of_pipeline))}
-    targets = tuple([found[index] for index in places])
-    stragglers = {number: worst[number].key for number in sorted(worst)}
-    of_pipeline = tuple(map(places.__getitem__, of_pipeline))
+        what = of_groups[group.pipeline, group.earlier] = (time_is_s, *slow.items())
+        found[what] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
+        has_moved |= time_is_s != group.planned_s
+    places = {what: place for place, what in enumerate(sorted(found))}
+    targets = tuple(map(found.__getitem__, places))
+    place_of = {group: places[what] for group, what in of_groups.items()}
+    of_pipeline = [0] * job.pipelines
+    if len(targets) > 1:
+        of_calm = [
+            place_of.get((calm, index), 0) for index in range(len(before.targets) if before else 1)
+        ]
+        of_pipeline = list(map(of_calm.__getitem__, earlier))
+        for pipeline, members in reported:
+            for number in members:
+                of_pipeline[number] = place_of[pipeline, earlier[number]]
     since_s = job.since_s if before is None else before.since_s
-    if (
-        before is not None
-        and (stragglers or before.stragglers)  # not by a deadline of the job
-        and [targets[index].time_s for index in of_pipeline] != before.times_s
-    ):
+    # not by a deadline of the job
+    if before is not None and has_moved and (stragglers or before.stragglers):
         since_s = now_s
     look_again_s = look.next_s
     if refusal == _HELD:
@@ -442,13 +346,13 @@ def decide(
     waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
-        of_pipeline,
+        tuple(of_pipeline),
         time_s,
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, worst, time_s, calm.own_s, refusal),
-        Target(calm.own_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
+        _reason(reported, time_s, calm_s, refusal),
+        Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
 
@@ -460,10 +364,10 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     switch budget.
     """
     saved_j, aim_s = 0.0, target_s(job, numbers)
-    counts = Counter(decision.of_pipeline)
     for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
-        saved_j += counts[index] * _saved_j(own, own_s(own, aim_s), target.time_s)
+        count = decision.of_pipeline.count(index)
+        saved_j += count * _saved_j(own, own_s(own, aim_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -473,39 +377,33 @@ _DOES_NOT_PAY = "the report expires too soon for that to pay"
 _HELD = "plans were changed a moment ago"
 
 
+_Reported = Sequence[tuple[_Pipeline, Mapping[int, tuple[Report, ...]]]]
+"""Pipelines of which the same is reported: what is known of them, and the reports on each."""
+
+
 class _Group(NamedTuple):
-    """Pipelines of which the same is known, and whose plans were for the same time."""
+    """Pipelines of which the same is known, and which had the same target."""
 
     pipeline: _Pipeline
-    planned_s: float
+    earlier: int  #: Index of that target
+    planned_s: float  #: Its time
     size: int
 
 
 def _groups(
-    job: RegisteredJob,
-    calm: _Pipeline,
-    reported: Mapping[int, _Pipeline],
-    before: Decision | None,
-) -> tuple[list[_Group], Sequence[int]]:
-    """Return the groups, and for each pipeline the index of its own."""
-    earlier = (0,) * job.pipelines if before is None else before.of_pipeline
-    counts: dict[tuple[_Pipeline, int], int] = {}
-    calm_counts = Counter(earlier)
-    for number, pipeline in reported.items():
-        key = pipeline, earlier[number]
-        counts[key] = counts.get(key, 0) + 1
-        calm_counts[earlier[number]] -= 1
-    counts |= {(calm, index): count for index, count in calm_counts.items() if count}
-    groups = [
-        _Group(pipeline, pipeline.own_s if before is None else before.targets[index].time_s, count)
-        for (pipeline, index), count in counts.items()
+    calm: _Pipeline, reported: _Reported, earlier: Sequence[int], before: Decision | None
+) -> list[_Group]:
+    sizes: dict[tuple[_Pipeline, int], int] = {}
+    calm_sizes = Counter(earlier)
+    for pipeline, members in reported:
+        counts = Counter(map(earlier.__getitem__, members))
+        calm_sizes -= counts
+        sizes |= {(pipeline, index): size for index, size in counts.items()}
+    sizes |= {(calm, index): size for index, size in calm_sizes.items()}
+    return [
+        _Group(*key, key[0].own_s if before is None else before.targets[key[1]].time_s, size)
+        for key, size in sizes.items()
     ]
-    place = {key: place for place, key in enumerate(counts)}
-    of_calm = [place.get((calm, index), 0) for index in range(max(earlier) + 1)]
-    of_group = list(map(of_calm.__getitem__, earlier))
-    for number, pipeline in reported.items():
-        of_group[number] = place[pipeline, earlier[number]]
-    return groups, of_group
 
 
 def _refusal(
@@ -530,12 +428,11 @@ def _refusal(
     return _HELD if held else None
 
 
-def _pays_until_s(time_s: float, slowest: Sequence[Report], settings: PolicySettings) -> float:
+def _pays_until_s(time_s: float, expires_s: float, settings: PolicySettings) -> float:
     """Return until when slowing down beside pipelines that take `time_s` pays; after that, the
-    reports that they rest on expire before both changes are paid off.
+    reports that they rest on expire, the last at `expires_s`, before both changes are paid off.
     """
     both_changes_s = 2.0 * settings.iterations_lost * time_s
-    expires_s = max((report.expires_s for report in slowest), default=math.inf)
     if expires_s == math.inf and settings.assumed_s <= both_changes_s:
         return -math.inf
     return expires_s - both_changes_s
@@ -561,47 +458,8 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waited_j
 
 
-def _pipelines(
-    job: RegisteredJob, active: Sequence[Report], numbers: Numbers
-) -> tuple[_Pipeline, dict[int, _Pipeline], dict[int, Report]]:
-    """Return a pipeline of which nothing is reported, those of which something is, and the report
-    that counts for each that is slow. Pipelines of which the same is reported are one object.
-    """
-    concerning: dict[int, list[tuple[Report, frozenset[int]]]] = {}
-    parts = parts_of(job)
-    for report in active:
-        for pipeline, stages in parts.of(report.scope).items():
-            concerning.setdefault(pipeline, []).append((report, stages))
-    aim_s = target_s(job, numbers)
-    calm_s = own_s(numbers, aim_s)
-    calm = _Pipeline(numbers, {}, calm_s, calm_s)
-    made: dict[Any, _Pipeline] = {}
-    reported: dict[int, _Pipeline] = {}
-    worst: dict[int, Report] = {}
-    for number, reports in concerning.items():
-        said = tuple(
-            [(each.slowdown, each.iteration_s, each.cause, stages) for each, stages in reports]
-        )
-        if said not in made:
-            made[said] = _reported(said, calm, numbers, aim_s)
-        reported[number] = known = made[said]
-        counting = [
-            (how_bad, each.key, each)
-            for how_bad, (each, _) in zip(known.how_bad, reports, strict=True)
-            if how_bad
-        ]
-        if counting:
-            worst[number] = max(counting, key=lambda each: each[:2])[2]
-    return calm, reported, worst
-
-
-def _reported(
-    said: Sequence[tuple[float | None, float | None, Cause, frozenset[int]]],
-    calm: _Pipeline,
-    profiled: Numbers,
-    aim_s: float,
-) -> _Pipeline:
-    """Return a pipeline of which this is reported: slowdown, iteration time, cause and stages."""
+def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: float) -> _Pipeline:
+    """Return a pipeline of which this is reported."""
     slow: dict[int, float] = {}
     of_stages, of_all = [0.0] * len(said), [0.0] * len(said)  # how bad each report is
     for index, (slowdown, iteration_s, cause, stages) in enumerate(said):
@@ -609,26 +467,28 @@ def _reported(
             slow |= {stage: max(slowdown, slow.get(stage, 1.0)) for stage in stages}
             of_stages[index] = slowdown
         else:
-            of_all[index] = iteration_s or calm.own_s * (slowdown or 1.0)
+            of_all[index] = iteration_s or calm_s * (slowdown or 1.0)
     slow = dict(sorted(slow.items()))
-    numbers = profiled.slowed(slow) if slow else calm.numbers
+    numbers = profiled.slowed(slow) if slow else profiled
     plan_s = own_s(numbers, aim_s)
     takes_s = max(plan_s, *of_all)
-    return _Pipeline(numbers, slow, plan_s, takes_s, of_all if takes_s > plan_s else of_stages)
+    how_bad = of_all if takes_s > plan_s else of_stages
+    worst = how_bad.index(max(how_bad))
+    return _Pipeline(numbers, slow, plan_s, takes_s, worst if how_bad[worst] else None)
 
 
-def _reason(
-    reported: Mapping[int, _Pipeline],
-    worst: Mapping[int, Report],
-    time_s: float,
-    calm_s: float,
-    refusal: str | None,
-) -> str:
+def _reason(reported: _Reported, time_s: float, calm_s: float, refusal: str | None) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
-    if not worst:
+    _, number, report = min(
+        [
+            (-pipeline.takes_s, min(members), members[min(members)][pipeline.worst])
+            for pipeline, members in reported
+            if pipeline.worst is not None
+        ],
+        default=(0.0, 0, None),
+    )
+    if report is None:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
-    number = min(worst, key=lambda each: (-reported[each].takes_s, each))
-    report = worst[number]
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:

@@ -36,7 +36,6 @@ from perseus_planner.service.jobs import (
     jobs_concerned,
     lease_s,
     next_look_s,
-    next_report_s,
     pipeline_statuses,
     prepare,
     recognize,
@@ -170,8 +169,6 @@ class Service:
         self._storage = storage
         self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self.now_s)
         self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
-        #: Of each job, what its status was made of, until when it holds, and the status.
-        self._statuses: dict[str, tuple[JobState, float, JobStatus]] = {}
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._due_s["lease", name] = self.now_s() + lease_s
@@ -201,12 +198,12 @@ class Service:
 
     def status(self, job: str) -> JobStatus:
         """Return the status of one job."""
-        return self._status(self._state(job), self.now_s())
+        return status_of(self._state(job), self.now_s())
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Return the status of every running job, sorted by name."""
         now_s = self.now_s()
-        return tuple(self._status(state, now_s) for _, state in sorted(self._writer.jobs.items()))
+        return tuple(status_of(state, now_s) for _, state in sorted(self._writer.jobs.items()))
 
     def totals(self) -> tuple[JobTotals, ...]:
         """Return the totals of all running jobs by name, then of the `ENDED_SHOWN` that have
@@ -383,10 +380,10 @@ class Service:
         if known_report is not None:
             check_same(known_report, report)
             return answer_to(before, before, known_report, "the report was received before")
-        check_report(before, report)
-        after = draft.reconcile(before.with_report(report, self.now_s()))
+        check_report(before, report, now_s := self.now_s())
+        after = draft.reconcile(before.with_report(report, now_s))
         if report.key in after.reports:
-            reason = until_it_begins(after, report, self.now_s())
+            reason = until_it_begins(after, report, now_s)
         else:
             reason = "it expires before it begins, or its source has observed the scope later"
         return answer_to(before, after, report, reason)
@@ -574,13 +571,6 @@ class Service:
             raise unknown_job(name)
         return state
 
-    def _status(self, state: JobState, now_s: float) -> JobStatus:
-        made = self._statuses.get(state.job.name)
-        if made is None or made[0] is not state or now_s >= made[1]:
-            made = state, next_report_s(state, now_s), status_of(state, now_s)
-            self._statuses[state.job.name] = made
-        return made[2]
-
     def _reconciled(self, state: JobState) -> JobState:
         return reconcile(state, self._planning, self.now_s())
 
@@ -634,7 +624,6 @@ class Service:
                 for what in ("look", "lease"):
                     self._due_s.pop((what, name), None)
                 self._unwritten.pop(name, None)
-                self._statuses.pop(name, None)
             else:
                 self._set_timer(name, after)
                 if not after.is_planned:

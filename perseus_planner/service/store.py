@@ -28,8 +28,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import compress
-from operator import is_not
+from itertools import takewhile
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -178,7 +177,7 @@ _NO_BUDGET = PowerBudget(None, ())
 
 
 def _differ(before: JobState | None, after: JobState | None, fields: Sequence[str]) -> bool:
-    return any(getattr(before, name, None) is not getattr(after, name, None) for name in fields)
+    return any(getattr(before, name, None) != getattr(after, name, None) for name in fields)
 
 
 @dataclass
@@ -625,10 +624,7 @@ class Storage:
         for counts, kind in enumerate(("past", "reports")):
             old: Mapping[str, Report] = {} if before is None else getattr(before, kind)
             new: Mapping[str, Report] = getattr(after, kind)
-            if old is new:
-                continue
-            is_other = map(is_not, new.values(), map(old.get, new))
-            for report in compress(new.values(), is_other):
+            for report in _changed(old, new):
                 self._report_number += 1
                 row = (name, report.key, self._report_number, counts)
                 self.execute(_WRITE_REPORT, *row, to_json(report).decode())
@@ -645,9 +641,15 @@ class Storage:
 
 _WRITE_REPORT = """
 INSERT INTO reports (job, key, number, counts, content) VALUES (?, ?, ?, ?, ?)
-ON CONFLICT (job, key) DO UPDATE SET counts = excluded.counts, content = excluded.content,
-number = CASE WHEN reports.counts = excluded.counts THEN reports.number ELSE excluded.number END
+ON CONFLICT (job, key) DO UPDATE SET
+number = excluded.number, counts = excluded.counts, content = excluded.content
 """
+
+
+def _changed(old: Mapping[str, Report], new: Mapping[str, Report]) -> list[Report]:
+    """Return the reports that are new or other, which stand behind those that are written."""
+    others = takewhile(lambda key: old.get(key) is not new[key], reversed([*new]))
+    return [new[key] for key in others][::-1]
 
 
 def _text(value: Any) -> str:
@@ -656,7 +658,7 @@ def _text(value: Any) -> str:
 
 def _registration_text(job: RegisteredJob) -> str:
     """Return a registration as JSON, its places in slices."""
-    begins, rest = range(0, len(job.places), SLICE), {**vars(job), "places": ()}
+    begins, rest = range(0, len(job.places), SLICE), {**shared(RegisteredJob, job), "places": ()}
     slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
     return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 

@@ -90,6 +90,21 @@ def test_what_has_not_changed_is_no_event(tmp_path: Path):
     assert with_events(state, state, NOW_S) is state
 
 
+def test_a_report_that_says_what_was_said_is_no_event(tmp_path: Path):
+    """Probes say again and again that a pipeline is slow: that left no room for anything else."""
+    with service_at(tmp_path / "s.sqlite", Clock()) as service:
+        service.register(job(), frontier_file())
+        for key, slowdown in (("a", 1.2), ("b", 1.2), ("c", 1.3), ("d", 1.3)):
+            service.report(
+                "gpt", report(key, pipeline=1, slowdown=slowdown, source="dcgm")
+            ).result()
+            planned(service)
+        assert service.status("gpt").decision.stragglers == {1: "d"}
+        _, first, second = texts(service)
+    assert first.startswith("pipeline 1 slow 1.2x (dcgm)")
+    assert second.startswith("pipeline 1 slow 1.3x (dcgm)")
+
+
 def test_events_are_bounded(tmp_path: Path):
     with service_at(tmp_path / "s.sqlite", Clock()) as service:
         service.register(job(), frontier_file())

@@ -34,7 +34,6 @@ from perseus_planner.service.policy import (
     PolicySettings,
     check_scope,
     decide,
-    parts_of,
     saving_w,
 )
 from perseus_planner.solver.frontier import solve
@@ -75,7 +74,18 @@ def times_s(decision: Decision) -> list[float]:
 
 
 def lasting(look: Look) -> tuple[Report, ...]:
-    return look.active + look.idle
+    return tuple(each for own in look.lasting.values() for same in own.values() for each in same)
+
+
+def look_at(
+    job: RegisteredJob, reports: Iterable[Report], now_s: float, iteration: int | None = None
+) -> Look:
+    return Look.empty(now_s).with_reports(job, reports, now_s, iteration)
+
+
+def active(look: Look) -> set[Report]:
+    groups = look.active.values()
+    return {each for group in groups for reports in group.values() for each in reports}
 
 
 # The table once more, line by line.
@@ -313,11 +323,11 @@ class Straggling(RuleBasedStateMachine):
 
     def decided(self, reports: Iterable[Report]) -> Decision:
         before, how = self.decision, self.how
-        look = Look.at(reports, self.now_s, self.iteration)
+        look = look_at(self.job, reports, self.now_s, self.iteration)
         return decide(self.job, look, self.numbers, before, self.now_s, how)
 
     def look(self) -> Look:
-        return Look.at(self.reports, self.now_s, self.iteration)
+        return look_at(self.job, self.reports, self.now_s, self.iteration)
 
     def decide(self) -> None:
         decision = self.decided(self.reports)
@@ -326,7 +336,7 @@ class Straggling(RuleBasedStateMachine):
         self.decision = decision
         self.active = counting(self.reports, self.now_s, self.iteration)
         assert times_s(decision) == self.model.decide(self.job, self.active, self.now_s)
-        assert set(self.look().active) == set(self.active)
+        assert active(self.look()) == set(self.active)
 
     @invariant()
     def deciding_again_changes_nothing(self):
@@ -366,7 +376,7 @@ def decided(
     *reports: Report, at_s: float = START_S, before: Decision | None = None, **of: Any
 ) -> Decision:
     how, job = of.pop("how", PolicySettings()), replace(JOB, **of)
-    return decide(job, Look.at(reports, at_s), Formula(), before, at_s, how)
+    return decide(job, look_at(job, reports, at_s), Formula(), before, at_s, how)
 
 
 def test_nobody_straggles_so_all_take_the_target():
@@ -489,10 +499,10 @@ def test_what_expires_before_it_begins_ends_nothing():
 def test_what_begins_at_an_iteration_waits_for_it():
     said = report(begins_iteration=7, expires_s=START_S + 100)
     for iteration, time_s in ((None, CALM_S), (6, CALM_S), (7, 1.2 * CALM_S), (8, 1.2 * CALM_S)):
-        decision = decide(JOB, Look.at([said], START_S, iteration), Formula(), None, START_S)
+        decision = decide(JOB, look_at(JOB, [said], START_S, iteration), Formula(), None, START_S)
         assert decision.straggler_time_s == time_s
-    assert Look.at([said], START_S, 6).next_s == math.inf
-    assert Look.at([said], START_S, 7).next_s == START_S + 100
+    assert look_at(JOB, [said], START_S, 6).next_s == math.inf
+    assert look_at(JOB, [said], START_S, 7).next_s == START_S + 100
 
 
 def test_plans_that_would_hardly_be_longer_are_left():
@@ -561,21 +571,17 @@ def test_what_saves_nothing_changes_nothing():
         def bound_j(self, deadline_s: float) -> float:
             return 100.0 * deadline_s
 
-    decision = decide(JOB, Look.at([report()], START_S), Flat(), None, START_S)
+    decision = decide(JOB, look_at(JOB, [report()], START_S), Flat(), None, START_S)
     assert times_s(decision) == [CALM_S] * 3
     assert decision.reason.endswith("but nothing is slowed down: that saves nothing")
 
 
 def test_a_node_means_the_ranks_on_it_in_each_pipeline():
-    assert parts_of(JOB).of(Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
-    assert parts_of(JOB).of(Scope("node", "node0", 1)) == {1: {0, 2}}
-    assert parts_of(JOB).of(Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
-    assert (
-        parts_of(JOB).of(Scope("rank", "1"))
-        == parts_of(JOB).of(Scope("gpu", "GPU-b"))
-        == {0: {1, 3}}
-    )
-    assert parts_of(replace(JOB, pipelines=1)).of(Scope("stage", "2")) == {0: {2}}
+    assert JOB.parts.of(Scope("node", "node0")) == {0: {0, 1, 2, 3}, 1: {0, 2}}
+    assert JOB.parts.of(Scope("node", "node0", 1)) == {1: {0, 2}}
+    assert JOB.parts.of(Scope("node", "node1")) == {1: {1, 3}, 2: frozenset()}
+    assert JOB.parts.of(Scope("rank", "1")) == JOB.parts.of(Scope("gpu", "GPU-b")) == {0: {1, 3}}
+    assert replace(JOB, pipelines=1).parts.of(Scope("stage", "2")) == {0: {2}}
     decision = decided(report("node", "node0", 1.2))
     assert [target.slow_stages for target in decision.each] == [
         dict.fromkeys(range(4), 1.2),
@@ -622,9 +628,7 @@ def test_a_scope_that_means_nothing_is_refused(scope: Scope, message: str):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_scope_that_means_something_is_not(scope: Scope):
     check_scope(JOB, scope, STAGES)
-    assert parts_of(JOB).of(scope) == {
-        p: hit(scope, p) for p in range(3) if hit(scope, p) is not None
-    }
+    assert JOB.parts.of(scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
 
 
 # On real frontiers.
@@ -647,7 +651,7 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     numbers = solved()
     job = replace(JOB, deadline_s=slack * numbers.baseline_time_s)
     said = report(scope.kind, scope.value, slowdown, pipeline=scope.pipeline)
-    decision = decide(job, Look.at([said], START_S), numbers, None, START_S, EAGER)
+    decision = decide(job, look_at(job, [said], START_S), numbers, None, START_S, EAGER)
     saved_j = 0.0
     for target in decision.each:
         own = numbers.slowed(target.slow_stages).frontier
@@ -684,11 +688,11 @@ def test_plans_for_what_was_decided_keep_to_it_and_save_what_was_said(
     )
 )
 def test_a_look_with_one_more_report_is_a_look_at_all(reports: list[Report]):
-    look = Look.at((), START_S)
+    look = Look.empty(START_S)
     for each in reports:
-        anew = Look.at([*lasting(look), each], START_S)
-        before, look = look, look.with_report(each, START_S)
-        assert set(look.active) == set(anew.active)
-        assert set(look.idle) == set(anew.idle)
+        anew = look_at(JOB, [*lasting(look), each], START_S)
+        before, look = look, look.with_reports(JOB, [each], START_S)
+        assert look.active == anew.active
+        assert set(lasting(look)) == set(lasting(anew))
         assert set(look.gone) == {*before.gone, *anew.gone}
         assert look.until_s <= look.next_s <= anew.next_s

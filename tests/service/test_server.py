@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import logging
 import os
@@ -42,10 +43,10 @@ from perseus_planner.base.files import sha256
 from perseus_planner.cli.serve import LogLine, _listening, serve
 from perseus_planner.service import planning
 from perseus_planner.service import serve as server
-from perseus_planner.service.access import TOKENS_VARIABLE, Limits, read_tokens
-from perseus_planner.service.app import AsyncService
+from perseus_planner.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
+from perseus_planner.service.app import AsyncService, create_app
 from perseus_planner.service.client import Client
-from perseus_planner.service.models import RegisteredJob
+from perseus_planner.service.models import Place, RegisteredJob, Registration, to_json
 from perseus_planner.service.planning import Unsolved
 from perseus_planner.service.serve import Address, listening
 from perseus_planner.service.service import Service
@@ -222,7 +223,7 @@ def test_profiles_that_wait_to_be_solved_take_no_threads_and_each_is_solved_once
         async with live.running():
             each = [Unsolved(str(number), "", "1f1b", 3) for number in (*range(40), *range(40))]
             solutions = [asyncio.create_task(live.solve(unsolved)) for unsolved in each]
-            await live.call(service.begun.wait, 300)
+            await live.call(lambda: service.begun.wait(300))
             assert await asyncio.wait_for(live.call(service.jobs), 300) == ()
             solutions.pop().cancel()  # who asks for the same gets it nevertheless
             assert service.solved == ["0"]
@@ -703,3 +704,66 @@ def test_a_service_whose_stdout_is_full_serves_all_the_same(folder: Path):
         assert (service.returncode, b"Traceback" in complaint) == (0, False)
     finally:
         service.kill()
+
+
+RANKS, MOST_HELD_S, ROUNDS = 16_384, 0.02, 5
+
+
+def test_a_registration_of_16384_ranks_holds_others_for_20_ms_at_most(tmp_path: Path):
+    """Nothing else is answered while the loop is held: by a callback, or by a thread that keeps the
+    interpreter. What the machine gives to other processes does not count, so the process's own time
+    does. The first report that names a node of the job is part of it.
+    """
+    stages = 2
+    pipelines = RANKS // stages
+    places = tuple(
+        Place(rank, rank // stages, (rank % stages,), f"node{rank // 8}", f"GPU-{rank}")
+        for rank in range(RANKS)
+    )
+    large = to_json(Registration("large", pipelines, frontier_file(), places))
+    small = to_json(Registration("small", 1, frontier_file()))
+    report = json.dumps({**SLOW, "scope": {"kind": "node", "value": "node7"}})
+
+    async def longest_holds_s(service: Service) -> list[float]:
+        app = create_app(service, Access(), Limits())
+        transport = httpx.ASGITransport(app=app)
+        json_type = {"Content-Type": "application/json"}
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", headers=json_type, timeout=LONG_S
+            ) as client,
+        ):
+            assert (await client.post("/v1/jobs", content=small)).status_code == 201  # plans it
+            longest_s = []
+            for _ in range(ROUNDS):
+                held_s: list[float] = []
+                probing = asyncio.create_task(probe(held_s))
+                assert (await client.post("/v1/jobs", content=large)).status_code == 201
+                reported = await client.post("/v1/jobs/large/reports", content=report)
+                assert reported.status_code == 202
+                probing.cancel()
+                longest_s.append(max(held_s))
+                assert (await client.delete("/v1/jobs/large")).status_code == 204
+            return longest_s
+
+    gc.freeze()  # as `serve` does with what is there when it begins
+    gc.collect()  # nothing is left, so all that is new is soon looked through
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(server._SWITCH_S)
+    try:
+        with Storage(tmp_path / "service.sqlite") as storage, Service(storage) as service:
+            longest_s = asyncio.run(longest_holds_s(service))
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.unfreeze()
+    assert max(longest_s) < MOST_HELD_S, longest_s
+
+
+async def probe(held_s: list[float]) -> None:
+    """Note for how long the loop is held whenever it is."""
+    while True:
+        wall_s, own_s = time.monotonic(), time.process_time()
+        await asyncio.sleep(0.001)
+        waited_s = time.monotonic() - wall_s - 0.001
+        held_s.append(min(waited_s, time.process_time() - own_s))

@@ -328,7 +328,7 @@ def test_a_job_remembers_so_many_reports_that_no_longer_count():
     reports = {str(number): report(str(number)) for number in range(REMEMBERED + 10)}
     before = replace(state(), reports=reports, past={"old": report("old")})
     gone = tuple(each for key, each in reports.items() if key != "3")
-    after = before.looked(Look((reports["3"],), (), gone, math.inf, math.inf))
+    after = before.looked(Look({}, {}, gone, math.inf, math.inf))
     assert list(after.reports) == ["3"]
     assert len(after.past) == REMEMBERED
     assert list(after.past)[-1] == str(REMEMBERED + 9)
