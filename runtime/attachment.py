@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
-    from perseus_planner.runtime.node import Node
+    from perseus_planner.runtime.job import Node
 
 ATTACH_S = 60.0
 """How long a controller may take to start, lease its GPUs and answer."""

@@ -28,9 +28,17 @@ from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.batches.work import check_options
 from perseus_planner.runtime.hook import Program
-from perseus_planner.runtime.job import TrainingJob, wait_for_others
+from perseus_planner.runtime.job import (
+    Node,
+    NodePart,
+    NodeState,
+    RankPart,
+    Refusal,
+    TrainingJob,
+    node_name,
+    wait_for_others,
+)
 from perseus_planner.runtime.modes import check_modes
-from perseus_planner.runtime.node import Node, NodePart, NodeState, RankPart, Refusal, node_name
 from perseus_planner.runtime.switching import (
     AgreedState,
     GivenPlan,

@@ -48,8 +48,7 @@ MADE = {
 
 
 def _megatron_pipeline() -> tuple[Any, Any, list[Any]]:
-    from megatron_programs import FULL_RECOMPUTE
-    from tiny_gpt import Training
+    from tiny_gpt import FULL_RECOMPUTE, Training
 
     training = Training(**FULL_RECOMPUTE)
     return training.model, partial(training.step, MICROBATCHES), training.chunks
@@ -80,7 +79,7 @@ def learns_modes(state: str, engine: str) -> None:
     coordinator.END_S = LONG_S
     parallel = nullcontext
     if engine == "megatron":
-        from megatron_programs import recomputing as parallel
+        from tiny_gpt import recomputing as parallel
     with job(state) as result, parallel():
         log, ran, name = WarningLog(), list[tuple[list[bool], list[bool]]](), f"{engine} with modes"
         losses, phases, iterations = _trained(name, with_autopilot=True, ran=ran)

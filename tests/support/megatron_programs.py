@@ -8,7 +8,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -482,24 +482,6 @@ def learned(state: str) -> None:
     with job(state) as result, parallel(2):
         schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
         result["megatron"] = referenced(lambda watch: Planned(schedule, watch), "megatron")
-
-
-FULL_RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Set up Megatron's parallel state for trainings that recompute activations on the CPU."""
-    from megatron.core.tensor_parallel import random
-
-    with parallel(), ExitStack() as stack:
-        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # there are none on the CPU
-            stack.enter_context(mock.patch.object(random, name, return_value=None))
-        yield
 
 
 class Planned:

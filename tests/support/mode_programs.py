@@ -82,7 +82,8 @@ def deepspeed_engine(state: str) -> None:
 
 def megatron_engine(state: str) -> None:
     """Megatron-core's full recompute."""
-    from megatron_programs import FULL_RECOMPUTE, Planned, recomputing
+    from megatron_programs import Planned
+    from tiny_gpt import FULL_RECOMPUTE, recomputing
 
     from perseus_planner.schedules import one_f_one_b
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +84,24 @@ def parallel(
             yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Set up Megatron's parallel state for trainings that recompute activations on the CPU."""
+    from megatron.core.tensor_parallel import random
+
+    with parallel(), ExitStack() as stack:
+        for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):  # there are none on the CPU
+            stack.enter_context(mock.patch.object(random, name, return_value=None))
+        yield
 
 
 class Training:
