@@ -1,5 +1,4 @@
-"""The training job that this process is a rank of: its store, what it warns of, and its ranks on one
-node.
+"""The training job that this process is a rank of: its store, its warnings, its ranks on one node.
 
 The first rank of a node to come leads it: it alone reads from the job's store what all of them have
 to know, starts their clock controller, and looks for new plans. It passes on what there is through
