@@ -18,7 +18,8 @@ from data import MissingError, Size
 from results import Check, Section, Table
 
 from perseus_planner.runs.recording import Attempt
-from perseus_planner.runtime import node, rendezvous
+from perseus_planner.runtime import job as jobs
+from perseus_planner.runtime import rendezvous
 from perseus_planner.runtime.agent.outbox import RankLocation, StoreMessages
 from perseus_planner.runtime.autopilot.ranks.messages import Places, turns
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
@@ -149,7 +150,7 @@ class LargeJob:
     def join(self) -> None:
         """Let all ranks begin, up to their first iteration."""
         with (
-            mock.patch.object(node, "NodeMemory", _Memory),
+            mock.patch.object(jobs, "NodeMemory", _Memory),
             mock.patch.object(rendezvous, "RENDEZVOUS_S", _LATE_S + self._spread_s),
             mock.patch.object(rendezvous, "_LOCAL_PAUSE_S", _LOCAL_PAUSE_S),
             mock.patch("logging.Logger.warning"),
