@@ -419,8 +419,8 @@ def test_iterations_are_as_long_as_a_deadline_at_the_service_lets_them_be(
             client.set_deadline("sft", 1.1 * learnt.time_s)
             eventually(lambda: two.service.calm_s)
             assert min(longer(range(KNOWN + 4, KNOWN + 14))) > 1.08
-            assert longer(range(KNOWN + 14, KNOWN + 38), slow=1.2)
-            assert not longer(range(KNOWN + 38, KNOWN + 44), slow=1.2)  # all are paid for
+            assert longer(range(KNOWN + 14, KNOWN + 28), slow=1.2)  # until it is known
+            assert len(longer(range(KNOWN + 28, KNOWN + 44), slow=1.2)) < 8
             client.set_deadline("sft", None)
             eventually(lambda: not two.service.calm_s)
             assert max(longer(range(KNOWN + 44, KNOWN + 48)), default=0.0) < 1.0001
