@@ -30,7 +30,7 @@ class MegatronPipelines:
         batch = MICROBATCHES * ROWS * self.sides
         module.init_num_microbatches_calculator(dist.get_rank(), None, batch, ROWS, self.sides)
         self._training = Training()
-        self._training.finishes = False
+        self._training.finishes = self._training.reports = False
         self.engine = self._training.model[0]
         self.engine.register_forward_pre_hook(self._forward)
         self.engine.register_forward_hook(self._forwarded)

@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,6 +110,8 @@ class Training:
     """
 
     finishes = True  #: Whether iterations end with a step of the optimizer
+    #: Whether each loss is reduced over pipelines for a report, for which they wait for each other
+    reports = True
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Training:
         )
         batches = [iter(data) for _ in self.model]
         losses: list[Any] = forward_backward(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, reports=self.reports),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.model if len(batches) > 1 else self.model[0],
             num_microbatches=microbatches,
@@ -290,14 +292,15 @@ def _chunk(config: Any, number: int, virtual: int | None) -> Any:
     )
 
 
-def _forward_step(batches: Any, model: Any) -> Any:
+def _forward_step(batches: Any, model: Any, *, reports: bool = True) -> Any:
     tokens = next(batches)
     places = torch.arange(SEQUENCE).expand_as(tokens)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
 
     def loss(losses: Any) -> Any:
         reported = losses.mean().detach().clone()
-        dist.all_reduce(reported, group=parallel_state.get_data_parallel_group())
+        if reports:
+            dist.all_reduce(reported, group=parallel_state.get_data_parallel_group())
         return losses.mean(), reported
 
     return model(tokens, places, hidden, labels=tokens), loss
