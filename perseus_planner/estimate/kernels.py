@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from perseus_planner.base.errors import PlannerError, UsageError
+from perseus_planner.engines.microbatch import describe_error
 from perseus_planner.estimate.operations import KernelTimes, System, kernel_key
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def measure_kernels(
 def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
     device, dtype = _device()
     group = _group(shape.tensor_degree)
-    layer, head = kind(shape, group), _Head(shape, group)
+    head = _Head(shape, group)
     hidden = torch.randn(
         shape.microbatch,
         shape.sequence // (shape.tensor_degree if shape.sequence_parallel else 1),
@@ -78,7 +80,13 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
                 value = layer(value)
         return value
 
-    forward_s, backward_s = _timed(layers)
+    try:
+        layer = kind(shape, group)
+        forward_s, backward_s = _timed(layers)
+    except PlannerError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"the layer failed: {describe_error(error)}; correct --layer") from error
     head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
 

@@ -202,8 +202,7 @@ class TimeRows:
 
     def bound(self) -> tuple[Floats, float]:
         """Return the logarithm of the longest physical time of each row, from measured ones, and
-        the worst excess, also of those that are doubted: else rows over the bound would be
-        overlooked while they are the last to be known.
+        the worst excess, also of those that are doubted, which are the last to be known.
 
         A computation at a clock takes at most its time at a higher one times the ratio of the
         clocks; if a measured row took longer, others may too, by as much. Only what exceeds three
