@@ -44,9 +44,8 @@ def measure_kernels(
         shapes: The model with each tensor degree, which divides the ranks, microbatch and
             recomputation.
         system: The GPUs.
-        layer: Returns a module that maps the hidden states of a microbatch to those after a layer,
-            given the shape and the process group that shares it, None for one GPU; the planner's
-            own layer if None.
+        layer: Returns a layer, which maps hidden states to hidden states, given the shape and its
+            process group, None for one GPU; the planner's own if None.
     """
     ranks = _ranks()
     kernels = {kernel_key(shape): _measure_shape(shape, layer or _Layer) for shape in shapes}

@@ -37,8 +37,8 @@ _OWN = 0.4  #: how much of bends and steps is a stage's own
 #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _NEW_ROWS = 0.05
 _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
-#: how far over the physical bound a measured row may be for the process to be trusted, and how far
-#: over what the process says one of few times may be to be planned on
+#: how far over the physical bound a measured row may be for the process to be trusted, and one of
+#: few times over the process to be planned on
 _OVER = 0.05
 _FEW, _OUTLIER = (
     12,
@@ -231,7 +231,7 @@ class TimeRows:
         self, kind: int, rows: NDArray[np.int64], *, refit: bool
     ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Return mean and standard error of the log times of classes of one kind, a Gaussian
-        process over the clock; and which rows of few times are much longer than it says.
+        process over the clock; and which rows of few times are much longer.
         """
         known, x = self.known[rows], self._x
         top = self.mean[rows, 0]
