@@ -40,7 +40,7 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 _RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
 _MAX_TENSOR = 16
-_CONTEXT = 4096  # tokens of a sequence on a GPU from which on it is divided
+_CONTEXT = 4096  # tokens on a GPU from which on sequences are divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
 
@@ -82,7 +82,7 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
         needed = memory(job, system)
         for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
-            if not needed.fits:  # each sends more than the one before
+            if not needed.fits:  # each sends more
                 job = replace(job, sharding=sharding)
                 needed = memory(job, system)
         if needed.fits:

@@ -85,7 +85,7 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
     except PlannerError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise UsageError(f"the layer failed: {describe_error(error)}; correct --layer") from error
+        raise UsageError(f"layer: {describe_error(error)}; correct it") from error
     head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
 

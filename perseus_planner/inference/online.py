@@ -563,7 +563,7 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
                 name = psutil.Process(pid).name()
             except psutil.Error:  # it has ended, or is in another container
                 continue
-            if name.startswith("nvidia-cuda-mps"):  # its clients are listed themselves
+            if name.startswith("nvidia-cuda-mps"):  # its clients are listed too
                 continue
             raise UsageError(
                 f"{gpu.text}: process {pid} ({name}) computes on it too, and one clock cannot keep "
