@@ -280,7 +280,7 @@ class Follower:
             program, fewer = self._make_program(version, data), self._fewer
             if self.ledger is not None and fewer is not None:
                 program = program.with_changes(fewer.changes)
-            _ = program.requests  # made here, and not on the training thread
+            _ = program.requests  # not on the training thread
             self._programs[version] = program
         except PlannerError as error:
             if self.ledger is None:

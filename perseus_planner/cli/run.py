@@ -159,7 +159,7 @@ def run(
     modules = _modules(os.environ.get("PYTHONPATH"))
     try:
         os.execvpe(command[0], command, {**os.environ, **variables, "PYTHONPATH": modules})
-    except (OSError, ValueError) as error:  # the latter of an empty command
+    except (OSError, ValueError) as error:  # if it is empty
         raise console.cannot_run(command, error) from error
 
 

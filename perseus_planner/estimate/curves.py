@@ -155,7 +155,7 @@ class CurveMaker:
         trip_s = self._top_s(stages[-ranks:], kinds[:2])
         hop_s, count = job.transfer_s(self.system), job.microbatches
         end_s = self.ends_s(job, stages)
-        if kinds == "FB":  # else gradients of weights may wait while those of inputs pass on
+        if kinds == "FB":  # else gradients of weights may wait
             back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
             end_s = back_s + np.maximum.accumulate(end_s - back_s)
         fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s

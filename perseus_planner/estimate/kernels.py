@@ -84,7 +84,7 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
         forward_s, backward_s = _timed(layers)
     except PlannerError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # of the user
         raise UsageError(f"layer: {describe_error(error)}; correct it") from error
     head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)

@@ -559,7 +559,7 @@ class Batches:
             if batch.ranks and work is not None:
                 known = self._told_of(batch.ranks[self._seat.rank], program, known)
                 program = self._planned(iteration, program, known)
-            _ = program.requests  # made here, and not on the training thread
+            _ = program.requests  # not on the training thread
             self._decided[iteration] = program
         self._known[iteration] = known
         self._known.pop(iteration - _KEPT, None)
