@@ -12,8 +12,8 @@ batch keep the objectives of latency.
    server can keep up.
 4. Of these, the clock of least energy is chosen, or one that may have less. A GPU that is slower is
    idle less, so an idle GPU's power counts.
-5. A ledger counts requests whose first token, and tokens, that came late. If that is more than
-   agreed, or if anything is in doubt, clocks are full.
+5. A ledger counts requests that were late by either objective. If these are more than agreed, or if
+   anything is in doubt, clocks are full.
 
 `ServerClock` decides; it is pure: it sees no GPU, no server and no time of day. `attend` asks it,
 from another process than the server's. It leases the GPUs, so that they are reset whatever happens
@@ -62,9 +62,10 @@ _NAMES = {
         "sglang:inter_token_latency_seconds",
         "sglang:time_per_output_token_seconds",
     ),
+    "tpot": ("vllm:request_time_per_output_token_seconds",),
 }
 """What is read -> its names, in versions of either server."""
-_HISTOGRAMS = ("ttft", "tbt")
+_HISTOGRAMS = ("ttft", "tbt", "tpot")
 _LINE = re.compile(
     r"^({})(_bucket|_sum|_count)?(?:\{{(.*)\}})? (\S+)".format(
         "|".join(name for names in _NAMES.values() for name in names)
@@ -124,6 +125,8 @@ class ServerState(NamedTuple):
     output_tokens: float
     ttft: Histogram  #: times to the first token, seconds
     tbt: Histogram  #: times between tokens, seconds
+    #: times between tokens, of each request that has ended a mean; None if it does not say
+    tpot: Histogram | None = None
 
 
 def parse_state(text: str, time_s: float, where: str) -> ServerState:
@@ -149,7 +152,7 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
                 found[what] = Histogram(bounds, below, values[f"{name}_sum"])
         elif (name := next((name for name in names if name in values), None)) is not None:
             found[what] = values[name]
-        if what not in found:
+        if what not in found and what != "tpot":
             raise UsageError(
                 f"{where}: has no {' or '.join(names)}; give the address of a server of vLLM or "
                 "SGLang (with --enable-metrics) of a version that has it"
@@ -207,9 +210,12 @@ class MetricsReader:
 _WINDOW_S = 0.25  #: what is learnt from at once, at least
 _FIRST = 12  #: windows at full clocks before another clock is tried
 _LOWEST = 0.3  #: of the highest clock: no lower one is tried
-_MARGIN, _STEP = 0.4, 0.15  #: of an objective that may be predicted; how fast that changes
+_MARGIN = 0.4, 0.2  #: of the objectives, up to which a prediction will do at first
+_STEP = 0.5  #: how fast that changes, for each late request of those in a second
+_AIM = 0.8  #: of the requests that may be late
+_TOKENS = 100.0  #: of a request, if the server does not say how long each took
 _BUSIEST = 0.85  #: of its time in which a server may compute prompts
-_BURST = np.array((2.0, 200.0))  #: requests, and tokens, that may be late beyond what is agreed
+_BURST, _BURST_S = 2.0, 180.0  #: requests late beyond what is agreed; or so many seconds' share
 _CREDIT = 4.0  #: the most that earlier ones in time earn for later ones, as a multiple of that
 _AUDIT_S, _AUDITS = 0.5, 0.015  #: of an audit; share of time
 _FORGET = 0.99  #: of what is known of iterations, with each window at full clocks
@@ -236,7 +242,7 @@ class OnlineSettings(Checked):
 
     ttft_s: Seconds  #: most time to the first token, seconds
     tbt_s: Seconds  #: most time between tokens, seconds
-    late: LateShare = 0.01  #: the share of requests, and of tokens, that may be later
+    late: LateShare = 0.01  #: the share of requests that may be later, by either
     seed: int = 0  #: of audits
 
 
@@ -279,13 +285,14 @@ class ServerClock:
         self._before: ServerState | None = None
         self._begun: tuple[ServerState, float] | None = None  #: of the window; joules
         #: of the objectives, up to which a prediction will do: the first token, and between tokens.
-        self._margins = np.array((_MARGIN, _MARGIN))
+        self._margins = np.array(_MARGIN)
         self._audit_until_s = self._changed_s = -math.inf
         self._rates = np.zeros(3)  #: requests, their input and their output tokens in a second
         self._length = np.zeros(2)  #: mean input tokens of a request, and of their square
+        self._lost = 0.0  #: requests that got a first token, and did not finish
         self.index = 0  #: of the clock that is set
-        self.requests = self.late = self.tokens = self.late_tokens = 0.0
-        self._owed = np.zeros(2)  #: requests, and tokens, that were late beyond what is agreed
+        self.requests = self.late = self.ended = self.slow = 0.0
+        self._owed = np.zeros(2)  #: requests late beyond what is agreed, by either objective
         self.reason = "learning"  #: why this clock
 
     @property
@@ -309,7 +316,7 @@ class ServerClock:
         """
         before, self._before = self._before, state
         if before is None or state.output_tokens < before.output_tokens:  # it has started again
-            self._begun = None
+            self._begun, self._lost = None, 0.0
             return self.clock_mhz
         self._count(before, state)
         self._learn(state, energy_j)
@@ -325,21 +332,21 @@ class ServerClock:
         """Keep the ledger, and what arrives."""
         ttft, tbt = state.ttft.since(before.ttft), state.tbt.since(before.tbt)
         self.requests += ttft.seen
-        self.tokens += tbt.seen
-        late_requests = ttft.above(self.settings.ttft_s)
-        # The time between tokens is a mean over a request: one long iteration makes none late.
-        late_tokens = tbt.seen * (tbt.total > tbt.seen * self.settings.tbt_s)
-        self.late += late_requests
-        self.late_tokens += late_tokens
-        agreed = self.settings.late * np.array((ttft.seen, tbt.seen))
-        owed = self._owed + np.array((late_requests, late_tokens)) - agreed
-        self._owed = np.maximum(owed, -_CREDIT * _BURST)
-        # What is late makes the margins narrower, what is in time wider: until half is late of what
-        # may be.
-        late = np.array((late_requests, late_tokens / 100))
-        count = np.array((ttft.seen, tbt.seen / 100))
-        due = self.settings.late / 2 * count
-        self._margins *= np.exp(_STEP * (due - late))
+        # The time between tokens is the mean of a request: one long iteration makes none late.
+        if state.tpot is None or before.tpot is None:
+            ended = tbt.seen / _TOKENS
+            slow = ended * (tbt.total > tbt.seen * self.settings.tbt_s)
+        else:
+            tpot = state.tpot.since(before.tpot)
+            ended, slow = tpot.seen, tpot.above(self.settings.tbt_s)
+        late = np.array((ttft.above(self.settings.ttft_s), slow))
+        self.late += late[0]
+        self.ended += ended
+        self.slow += slow
+        agreed = self.settings.late * np.array((ttft.seen, ended))
+        self._owed = np.maximum(self._owed + late - agreed, -_CREDIT * self._burst)
+        # Late requests make the margins narrower, others wider.
+        self._margins *= np.exp(_STEP / max(1.0, self._rates[0]) * (_AIM * agreed - late))
         self._margins = np.clip(self._margins, 0.1, 4.0)
         length_s = max(1e-3, state.time_s - before.time_s)
         fade = math.exp(-length_s / _FADE_S)
@@ -409,8 +416,12 @@ class ServerClock:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether more requests, or tokens, were late lately than agreed."""
-        return bool((self._owed > _BURST).any())
+        """Whether more requests were late lately than agreed."""
+        return bool((self._owed > self._burst).any())
+
+    @property
+    def _burst(self) -> float:
+        return max(_BURST, _BURST_S * self.settings.late * float(self._rates[0]))
 
     def _audit_chance(self, now_s: float) -> float:
         """Return the chance that an audit begins now."""
@@ -430,13 +441,19 @@ class ServerClock:
         mean, square = self._length
         long = mean + math.sqrt(max(0.0, square - mean**2))
         input_s = self._iterations.costs_s[2] * np.exp(self._x)
-        iteration_s = self._iteration_s(state.running + state.waiting, 0.0)
+        there = state.running + state.waiting
+        iteration_s = self._iteration_s(there, 0.0)
         between_s = iteration_s / np.maximum(1e-3, 1.0 - inputs * input_s)
         # Long prompts come between the tokens of a short answer.
         prompts_s = (state.waiting + 1) * long * input_s
         between_s = between_s + prompts_s * requests / max(outputs, requests, 1e-9)
-        # What waits and one prompt more, each in an iteration of the batch.
-        first_s = prompts_s + 2 * iteration_s
+        # What has no token yet and one prompt more, in an iteration of the batch each time.
+        pending = state.waiting
+        if state.tpot is not None:
+            decoding = state.ttft.seen - state.tpot.seen
+            self._lost = max(self._lost, decoding - state.running)
+            pending = there - (decoding - self._lost)
+        first_s = (pending + 1) * long * input_s + 2 * iteration_s
         busy = requests * (mean * input_s + iteration_s)
         fits: np.ndarray = between_s <= self._margins[1] * settings.tbt_s
         fits &= first_s <= min(1.0, self._margins[0]) * settings.ttft_s
@@ -515,8 +532,8 @@ def attend(
         "energy_j": energy_j,  # of its GPUs
         "requests": chooser.requests,  # that got their first token
         "late": chooser.late,  # of these, later than the objective
-        "tokens": chooser.tokens,  # after the first of each request
-        "late_tokens": chooser.late_tokens,  # at longer distances than the objective, on average
+        "ended": chooser.ended,  # that ended
+        "slow": chooser.slow,  # of these, with longer times between tokens than the objective
         "changes": changes,  # how often clocks were set
         "failures": failures,  # how often the server did not answer
         "saving": chooser.saving,  # expected saving of power at the last clock, a share

@@ -84,6 +84,9 @@ def test_metrics_of_both_servers_are_read_and_engines_added_up():
         state = parse_state(text, 1.0, "here")
         ttft, tbt = (Histogram((0.25, float("inf")), (1, 2), total) for total in (1.0, 20.0))
         assert state == ServerState(1.0, 4, 2, 200, 2e3, ttft, tbt)
+    name = "vllm:request_time_per_output_token_seconds"
+    told = f'{vllm}\n{name}_bucket{{engine="0",le="+Inf"}} 3\n{name}_sum{{engine="0"}} 0.5'
+    assert parse_state(told, 1.0, "here").tpot == Histogram((float("inf"),), (3,), 0.5)
     with pytest.raises(UsageError, match=r"^here: has no vllm:num_requests_waiting or sglang:num_"):
         parse_state(vllm.replace("num_requests_waiting", "waiting"), 1.0, "here")
 
@@ -112,11 +115,33 @@ def test_a_day_in_time_earns_no_hour_of_late_requests():
         ttft = Histogram((0.1, float("inf")), (early, early + late), 0.05 * early + 60.0 * late)
         return ServerState(time_s, 4, 0, 1e5, 1e5, ttft, tbt)
 
-    for second in range(101):
-        chooser.observe(state(float(second), 1e3 * second, 0.0), 100.0 * second)
+    for second in range(2001):
+        chooser.observe(state(float(second), 10.0 * second, 0.0), 100.0 * second)
+    chooser.observe(state(2001.0, 20010.0, 80.0), 2e5)  # 1 % of 20,000 are 200
     assert not chooser.is_overdrawn
-    chooser.observe(state(101.0, 1e5, 20.0), 1e4)
+    chooser.observe(state(2002.0, 20020.0, 130.0), 2e5)
     assert chooser.is_overdrawn
+
+
+def test_requests_in_the_batch_without_a_token_count_as_waiting():
+    chooser = ServerClock(CLOCKS, SETTINGS["busy"])
+    now_s, ended = 0.0, Histogram((float("inf"),), (0.0,), 0.0)
+
+    def at(running: float, decoding: float, aborted: float = 0.0) -> int:
+        nonlocal now_s
+        now_s += 0.05
+        state = busy_state(now_s)
+        count = state.ttft.seen - decoding - aborted
+        tpot = ended._replace(counts=(count,), total=0.005 * count)
+        return chooser.observe(state._replace(running=running, tpot=tpot), 300.0 * now_s)
+
+    while now_s < 10.0:
+        at(8, 8)
+    assert at(8, 8) < CLOCKS[0]
+    assert at(500, 8) == CLOCKS[0]
+    assert at(8, 8) < CLOCKS[0]
+    assert at(8, 8, aborted=1e3) < CLOCKS[0]  # clients that left after the first token
+    assert at(500, 8, aborted=1e3) == CLOCKS[0]
 
 
 def test_clocks_are_full_in_doubt():

@@ -51,6 +51,7 @@ class Sequence:
     came_s: float
     left: int = 0  # input tokens to compute
     done: int = 0  # output tokens
+    first_s: float = 0.0
     last_s: float = 0.0
     events: Queue[int] = field(default_factory=Queue)  # tokens of each event; 0 at the end
 
@@ -91,9 +92,10 @@ class Engine:
         self.lock = threading.Condition()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.ttft, self.itl = (
+        self.ttft, self.itl, self.tpot = (
             Histogram("time_to_first_token_seconds"),
             Histogram("inter_token_latency_seconds"),
+            Histogram("request_time_per_output_token_seconds"),
         )
         self.prompt_tokens = self.generation_tokens = 0
         threading.Thread(target=self._run, daemon=True).start()
@@ -133,11 +135,13 @@ class Engine:
                 self.itl.add((now_s - sequence.last_s) / new)
             else:
                 self.ttft.add(now_s - sequence.came_s)
+                sequence.first_s = now_s
             sequence.done += 1
         sequence.last_s = now_s
         self.generation_tokens += new
         sequence.events.put(new)
         if sequence.done >= sequence.output_tokens:
+            self.tpot.add((now_s - sequence.first_s) / max(1, sequence.done - 1))
             sequence.events.put(0)
 
     def metrics(self) -> str:
@@ -153,6 +157,7 @@ class Engine:
                     f"vllm:generation_tokens_total{labels} {float(self.generation_tokens)}",
                     self.ttft.text(),
                     self.itl.text(),
+                    self.tpot.text(),
                     "",
                 ]
             )

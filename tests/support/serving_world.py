@@ -38,7 +38,7 @@ class World:
         self.now_s = self.energy_j = 0.0
         self._waiting: deque[Asked] = deque()
         self._there: list[Asked] = []
-        self._ttft, self._tbt = Histogram("ttft"), Histogram("tbt")
+        self._ttft, self._tbt, self._tpot = Histogram("ttft"), Histogram("tbt"), Histogram("tpot")
         self._inputs = self._outputs = 0
 
     @property
@@ -85,6 +85,9 @@ class World:
                 each.done, each.last_s = each.done + 1, self.now_s
                 self._outputs += 1
             each.left -= tokens
+        for each in self._there:
+            if each.done == each.output_tokens:
+                self._tpot.add(each.tbt_s)
         self._there = [each for each in self._there if each.done < each.output_tokens or each.left]
 
     def state(self) -> ServerState:
@@ -96,6 +99,7 @@ class World:
             float(self._outputs),
             _histogram(self._ttft),
             _histogram(self._tbt),
+            _histogram(self._tpot),
         )
 
 
