@@ -21,7 +21,6 @@ from perseus_planner.inference.workload import (
     periods_of,
     read_inference_profile,
     read_trace,
-    scaled,
 )
 
 _GPUS = (64, 128)
@@ -106,7 +105,8 @@ def _rows(profile: InferenceProfile) -> tuple[list[dict[str, Any]], tuple[int, i
             if not profile.feasible(of, each):
                 empty += 1
                 try:
-                    plan_pools(profile, demand, 8, 60.0, only={of: [each]})
+                    alone = profile.only(lambda _, at, each=each: at == each)
+                    plan_pools(alone, demand, 8, 60.0)
                 except UsageError:
                     refused += 1
     return rows, (refused, empty)
@@ -143,7 +143,7 @@ def _times(profile: InferenceProfile, trace: Trace, size: Size) -> list[dict[str
     rows = []
     for times in (1, 10, 100, 1000) if size == FULL else (1,):
         for gpus in (50 * times, 64 * times, 128 * times):
-            asked = scaled(demand, times)
+            asked = {of: load.scaled(times) for of, load in demand.items()}
             begin_s = time.process_time()
             plan = plan_pools(profile, asked, gpus, 1800.0)
             rows.append(

@@ -145,10 +145,10 @@ class _Service:
 
     def costs(self) -> ChangeCosts:
         """Return what changes cost."""
-        from perseus_planner.inference.plan import Change, ChangeCosts
+        from perseus_planner.inference.plan import ChangeCosts
 
-        times_s = (self.new_instance_s, self.resharding_s, self.clock_change_s)
-        return ChangeCosts(*(Change(time_s, time_s * self.change_power_w) for time_s in times_s))
+        times_s = self.new_instance_s, self.resharding_s, self.clock_change_s
+        return ChangeCosts(times_s, self.change_power_w)
 
     def read_profile(self, path: Path) -> InferenceProfile:
         """Return the inference profile in a file."""

@@ -26,10 +26,12 @@ import json
 import math
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,53 +61,36 @@ if TYPE_CHECKING:
     )
 
 
-class Change(NamedTuple):
-    """What a change costs: seconds until the instance serves, and joules of each of its GPUs
-    meanwhile.
-    """
-
-    time_s: float
-    energy_j: float
-
-
-_INSTANCE, _RESHARDING, _CLOCK = Change(423.0, 42300.0), Change(33.0, 3300.0), Change(0.05, 5.0)
-
-
 @dataclass(frozen=True)
 class ChangeCosts:
-    """What changes cost. The times are those of table V of DynamoLLM; the joules are 100 W of each
-    GPU meanwhile.
+    """What changes cost. The times are those of table V of DynamoLLM.
 
     Raises:
-        UsageError: If a larger change costs less energy than a smaller one.
+        UsageError: If a larger change costs less than a smaller one.
     """
 
-    #: a new instance on GPUs that were not in use: machine, environment, weights, engine, GPUs; 423
-    #: s.
-    instance: Change = _INSTANCE
-    #: an instance of another tensor degree on GPUs in use: engine and weights onto GPUs; 33 s.
-    resharding: Change = _RESHARDING
-    clock: Change = _CLOCK  #: another clock or power limit
+    #: seconds until it serves: a new instance on GPUs that were not in use (machine, environment,
+    #: weights, engine, GPUs); an instance of another tensor degree on GPUs in use (engine and
+    #: weights onto GPUs); another clock or power limit.
+    times_s: tuple[float, float, float] = (423.0, 33.0, 0.05)
+    power_w: float = 100.0  #: of each GPU meanwhile
 
     def __post_init__(self) -> None:
-        if not self.instance.energy_j >= self.resharding.energy_j >= self.clock.energy_j >= 0:
+        if sorted(self.times_s, reverse=True) != [*self.times_s]:
             raise UsageError(
                 "costs of changes: a new instance costs no less than re-sharding, and that than a "
                 "clock"
             )
 
+    @property
+    def prices_j(self) -> list[float]:
+        """What a GPU of each number of `changed_gpus` adds, joules."""
+        return [self.power_w * (more - less) for more, less in pairwise((*self.times_s, 0.0))]
+
     def between(self, before: Sequence[Pool], after: Sequence[Pool]) -> float:
         """Return the energy of changing from some pools to others, joules."""
-        return sum(
-            price_j * gpus
-            for price_j, gpus in zip(self.prices_j, changed_gpus(before, after), strict=True)
-        )
-
-    @property
-    def prices_j(self) -> tuple[float, float, float]:
-        """What each of `changed_gpus` adds, joules."""
-        changed_j, resharded_j = self.clock.energy_j, self.resharding.energy_j
-        return changed_j, resharded_j - changed_j, self.instance.energy_j - resharded_j
+        changed = zip(self.prices_j, changed_gpus(before, after), strict=True)
+        return sum(price_j * gpus for price_j, gpus in changed)
 
 
 PUBLISHED = ChangeCosts()
@@ -127,28 +112,24 @@ class Pool:
         return self.instances * self.at.tensor_degree
 
 
-def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> tuple[int, int, int]:
-    """Return the GPUs of changed instances, how many of them are of other degrees, and how many
-    of those are new.
+def changed_gpus(before: Sequence[Pool], after: Sequence[Pool]) -> list[int]:
+    """Return the GPUs of new instances; of these and of instances of other degrees; and of all
+    changed instances.
     """
-    changed, resharded, new = (
-        sum(max(0, gpus - had[group]) for group, gpus in gpus_by(key, after).items())
-        for key, had in ((key, gpus_by(key, before)) for key in SAME)
-    )
-    return changed, resharded, new
+    return [(gpus_by(key, after) - gpus_by(key, before)).total() for key in SAME]
 
 
 SAME: tuple[Callable[[Configuration], object], ...] = (
-    lambda at: at,
-    lambda at: at.tensor_degree,
     lambda at: None,
+    lambda at: at.tensor_degree,
+    lambda at: at,
 )
-"""What GPUs have in common between which nothing changes; no other degree; nothing new."""
+"""What GPUs have in common between which nothing is new; no degree is another; nothing changes."""
 
 
-def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> dict[object, int]:
+def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> Counter[object]:
     """Return how many GPUs the pools have, by the key of their configurations."""
-    gpus: dict[object, int] = defaultdict(int)
+    gpus = Counter[object]()
     for pool in pools:
         gpus[key(pool.at)] += pool.gpus
     return gpus
@@ -158,11 +139,11 @@ def gpus_by(key: Callable[[Configuration], object], pools: Sequence[Pool]) -> di
 class PoolPlan:
     """Pools for one period."""
 
-    pools: tuple[Pool, ...]  #: the pools
     power_w: float  #: mean power in the period, watts, without changes
     change_j: float  #: energy of the changes since the period before, joules
     energy_j: float  #: energy of the period, joules, changes included
     bound_j: float  #: no pools of these configurations need less, joules
+    pools: tuple[Pool, ...]  #: the pools
 
     @property
     def gpus(self) -> int:
@@ -170,6 +151,18 @@ class PoolPlan:
         return sum(pool.gpus for pool in self.pools)
 
 
+POLICIES = MappingProxyType(
+    {
+        "highest": "highest clock, largest tensor degree",
+        "clock": "best clock alone",
+        "degree": "best tensor degree alone",
+        "hierarchical": "tensor degree first, then the clock",
+        "planner": "planner",
+    }
+)
+"""How configurations are chosen; the first one is the baseline, the last one is what is planned."""
+BASELINE = next(iter(POLICIES))
+PLANNER = "planner"
 INSTALL = how_to_install("inference")
 _LIMIT_S = 20.0  #: of a solve; a plan that is not proved best by then says so by its gap
 _GAP = 1e-7  #: between a plan's energy and the bound, relative, at which it counts as best
@@ -180,10 +173,10 @@ _ROUNDING = 1e-6  #: of an instance, that the solver's arithmetic may be off
 def plan_pools(
     profile: InferenceProfile,
     demand: Mapping[RequestClass, Load],
-    gpus: int | None,
+    gpus: float,
     period_s: float,
+    policy: str = PLANNER,
     *,
-    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
     before: Sequence[Pool] | None = None,
     costs: ChangeCosts = PUBLISHED,
     gap: float = _GAP,
@@ -193,9 +186,9 @@ def plan_pools(
     Args:
         profile: what requests cost.
         demand: load of each class; not empty.
-        gpus: how many there are; None for any number.
+        gpus: how many there are; infinite for any number.
         period_s: length of the period, seconds.
-        only: class -> configurations that may serve it; None: any.
+        policy: name in `POLICIES` of how configurations are chosen.
         before: the pools of the period before; None if changes cost nothing, as at the start.
         costs: of changes.
         gap: how far the energy may be above the bound, relative.
@@ -204,49 +197,65 @@ def plan_pools(
         InfeasibleGpus: If there are too few GPUs.
         UsageError: If a class has no configuration that meets its objective.
     """
-    model = _Model(profile, demand, period_s, only, before, costs)
+    profile = _allowed(profile, policy)
+    if policy == "hierarchical":
+        first = plan_pools(profile, demand, gpus, period_s, "degree", gap=gap)
+        degrees = {
+            (of, pool.at.tensor_degree)
+            for pool in first.pools
+            for of in (pool.longest, *pool.serves)
+        }
+        profile = profile.only(lambda of, at: (of, at.tensor_degree) in degrees)
+    model = _Model(profile, demand, period_s, before, costs)
     answer = model.solve(model.energies_j, gpus, gap)
     if answer is None:
-        raise InfeasibleGpus(gpus or 0, *least_gpus(profile, demand, only))
-    return model.plan(answer)
+        raise InfeasibleGpus(int(gpus), *least_gpus(profile, demand))
+    return model.plan(*answer)
 
 
-def least_gpus(
-    profile: InferenceProfile,
-    demand: Mapping[RequestClass, Load],
-    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
-) -> tuple[int, bool]:
+def least_gpus(profile: InferenceProfile, demand: Mapping[RequestClass, Load]) -> tuple[int, bool]:
     """Return the least number of GPUs that carry the demand, and whether no fewer do for sure; the
     arguments and errors are those of `plan_pools`.
     """
-    model = _Model(profile, demand, 1.0, only, None, PUBLISHED)
-    answer = model.solve(model.gpus, None)
-    gpus = 0 if answer is None else model.plan(answer).gpus
-    return gpus, answer is not None and answer.bound > gpus - 1 + _ROUNDING
+    model = _Model(profile, demand)
+    answer = model.solve(model.gpus)
+    assert answer is not None  # so many GPUs as it takes
+    gpus = model.plan(*answer).gpus
+    return gpus, answer[1] > gpus - 1 + _ROUNDING
 
 
 def largest_share(
     profile: InferenceProfile,
     demand: Mapping[RequestClass, Load],
     gpus: int,
-    only: Mapping[RequestClass, Collection[Configuration]] | None = None,
+    policy: str = PLANNER,
 ) -> float:
     """Return the largest share of the demand, up to 1, that the GPUs carry; the arguments are
     those of `plan_pools`.
     """
-    model = _Model(profile, demand, 1.0, only, None, PUBLISHED, least_share=0.0)
+    model = _Model(_allowed(profile, policy), demand, least_share=0.0)
     answer = model.solve({model.share: -1.0}, gpus, _SHARE_GAP)
-    return 0.0 if answer is None else float(answer.values[model.share])
+    return 0.0 if answer is None else float(answer[0][model.share])
+
+
+def _allowed(profile: InferenceProfile, policy: str) -> InferenceProfile:
+    """Return the profile with the configurations alone that a policy allows."""
+    degree, setting = map(max, zip(*profile.configurations, strict=True))
+    return profile.only(
+        lambda _, at: (
+            (at.tensor_degree == degree or policy not in (BASELINE, "clock"))
+            and (at.setting == setting or policy not in (BASELINE, "degree"))
+        )
+    )
 
 
 class _Entry(NamedTuple):
     """A variable: how many instances' worth of a class runs at one end of a segment."""
 
     column: int
-    group: int  #: position of the instances in `_Model.groups`
     of: RequestClass
     point: Point  #: load and power there
-    largest: float  #: the largest load there may be, tokens per second
+    filled: float  #: share of the largest load there may be, in the busiest minute
 
 
 class _Group(NamedTuple):
@@ -256,11 +265,7 @@ class _Group(NamedTuple):
     longest: RequestClass
     at: Configuration
     segment: int
-
-
-class _Answer(NamedTuple):
-    values: npt.NDArray[np.float64]
-    bound: float
+    entries: list[_Entry]
 
 
 class _Model:
@@ -272,49 +277,49 @@ class _Model:
         self,
         profile: InferenceProfile,
         demand: Mapping[RequestClass, Load],
-        period_s: float,
-        only: Mapping[RequestClass, Collection[Configuration]] | None,
-        before: Sequence[Pool] | None,
-        costs: ChangeCosts,
+        period_s: float = 1.0,
+        before: Sequence[Pool] | None = None,
+        costs: ChangeCosts = PUBLISHED,
         least_share: float = 1.0,
     ) -> None:
-        self.demand, self.period_s = dict(sorted(demand.items())), period_s
-        self.before, self.costs = before, costs
-        self.idle_w = {
-            configuration: profile.idle_w(configuration) for configuration in profile.configurations
-        }
+        demand = dict(sorted(demand.items()))
+        self._period_s, self._before, self._costs = period_s, before, costs
+        self._idle_w = {at: profile.idle_w(at) for at in profile.configurations}
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
         # Column -> joules of one, less what idle instances cost anyhow.
         self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
         self.share = self._add(least_share, 1.0)
-        self.groups: list[_Group] = []
-        self.entries: list[_Entry] = []
-        self._points = {
+        self._groups: list[_Group] = []
+        points = {
             (of, at): [cell.carried(*load.lengths(of)) for cell in profile.feasible(of, at)]
-            for of, load in self.demand.items()
+            for of, load in demand.items()
             for at in profile.configurations
-            if only is None or at in only[of]
         }
-        for longest in self.demand:
-            for at in profile.configurations:
-                for segment in range(len(profile.feasible(longest, at))):
-                    self._add_group(longest, at, segment, len(profile.feasible(longest, at)))
-        for request_class, load in self.demand.items():
+        for (longest, at), of_longest in points.items():
+            for segment in range(len(of_longest)):
+                group = _Group(self._add(integer=True), longest, at, segment, [])
+                for of, load in demand.items():
+                    served = points[of, at][: len(of_longest)]
+                    if longest.covers(of) and len(served) > segment:
+                        for point in served[max(0, segment - 1) : segment + 1]:
+                            filled = load.peak * point.tokens_per_s / served[-1].tokens_per_s
+                            group.entries.append(_Entry(self._add(), of, point, filled))
+                self._add_group(group)
+        for of, load in demand.items():
             loads = {
                 entry.column: entry.point.tokens_per_s
-                for entry in self.entries
-                if entry.of == request_class
+                for group in self._groups
+                for entry in group.entries
+                if entry.of == of
             }
-            most = max(loads.values(), default=0.0)
-            if not most:
-                among = "" if only is None else " of those allowed"
+            if not loads:
                 raise UsageError(
-                    f"class {request_class.name}: no configuration{among} meets its latency "
-                    "objective; "
-                    "measure a higher clock or tensor degree, or loosen the objective"
+                    f"class {of.name}: no configuration meets its latency objective; measure a "
+                    "higher clock or tensor degree, or loosen the objective"
                 )
+            most = max(loads.values())
             row = {column: carried / most for column, carried in loads.items()}
             self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
         if before is not None:
@@ -324,48 +329,35 @@ class _Model:
         self._columns.append((least, most, integer))
         return len(self._columns) - 1
 
-    def _add_group(
-        self, longest: RequestClass, at: Configuration, segment: int, segments: int
-    ) -> None:
+    def _add_group(self, group: _Group) -> None:
         """Add the instances of a pool on a segment, and what classes have of them."""
-        served = {
-            of: points[:segments]
-            for (of, configuration), points in self._points.items()
-            if configuration == at and longest.covers(of) and len(points) > segment
-        }
-        if not served:
-            return
-        instances, number = self._add(integer=True), len(self.groups)
-        self.groups.append(_Group(instances, longest, at, segment))
-        self.gpus[instances] = float(at.tensor_degree)
-        idle_w = 0.0 if segment else self.idle_w[at]
-        self.energies_j[instances] = idle_w * self.period_s
-        shares, peaks = {instances: -1.0}, {instances: -1.0}
-        for of, points in served.items():
-            for point in points[max(0, segment - 1) : segment + 1]:
-                entry = _Entry(self._add(), number, of, point, points[-1].tokens_per_s)
-                self.entries.append(entry)
-                self.energies_j[entry.column] = (point.power_w - idle_w) * self.period_s
-                shares[entry.column] = 1.0
-                peaks[entry.column] = self.demand[of].peak * point.tokens_per_s / entry.largest
-        self._rows.append((shares, 0.0 if segment else -math.inf, 0.0))
-        self._rows.append((peaks, -math.inf, 0.0))
+        instances, _, at, segment, entries = group
+        self._groups.append(group)
+        self.gpus[instances] = at.tensor_degree
+        idle_w = 0.0 if segment else self._idle_w[at]
+        self.energies_j[instances] = idle_w * self._period_s
+        for entry in entries:
+            self.energies_j[entry.column] = (entry.point.power_w - idle_w) * self._period_s
+        shares = {entry.column: 1.0 for entry in entries}
+        peaks = {entry.column: entry.filled for entry in entries}
+        self._rows.append(({instances: -1.0, **shares}, 0.0 if segment else -math.inf, 0.0))
+        self._rows.append(({instances: -1.0, **peaks}, -math.inf, 0.0))
 
     def _add_changes(self, before: Sequence[Pool]) -> None:
         """Add the GPUs that have to change, as in `ChangeCosts.between`."""
-        for key, price_j in zip(SAME, self.costs.prices_j, strict=True):
+        for key, price_j in zip(SAME, self._costs.prices_j, strict=True):
             had = gpus_by(key, before)
             rows: dict[object, dict[int, float]] = defaultdict(dict)
-            for column, _, configuration, _ in self.groups:
-                rows[key(configuration)][column] = float(configuration.tensor_degree)
-            for group, row in rows.items():
+            for group in self._groups:
+                rows[key(group.at)][group.column] = group.at.tensor_degree
+            for same, row in rows.items():
                 more = self._add()
                 self.energies_j[more] = price_j
-                self._rows.append(({**row, more: -1.0}, -math.inf, float(had[group])))
+                self._rows.append(({**row, more: -1.0}, -math.inf, had[same]))
 
     def solve(
-        self, objective: Mapping[int, float], gpus: int | None, gap: float = _GAP
-    ) -> _Answer | None:
+        self, objective: Mapping[int, float], gpus: float = math.inf, gap: float = _GAP
+    ) -> tuple[npt.NDArray[np.float64], float] | None:
         """Return the columns for which the objective is least, and a bound on it; None if there are
         none.
 
@@ -380,26 +372,23 @@ class _Model:
             raise UsageError(
                 f"plans for inference need scipy, which is not installed; {INSTALL}"
             ) from error
-        rows = self._rows if gpus is None else [*self._rows, (self.gpus, -math.inf, float(gpus))]
-        where = [(number, column) for number, (row, _, _) in enumerate(rows) for column in row]
-        values = [value for row, _, _ in rows for value in row.values()]
+        rows, lows, highs = zip(*self._rows, (self.gpus, -math.inf, gpus), strict=True)
+        where = [(number, column) for number, row in enumerate(rows) for column in row]
+        values = [value for row in rows for value in row.values()]
         matrix = csr_array(
             (values, tuple(zip(*where, strict=True))), shape=(len(rows), len(self._columns))
         )
         least, most, integer = zip(*self._columns, strict=True)
-        scale = max([abs(value) for value in objective.values()], default=0.0) or 1.0
         weights = np.zeros(len(self._columns))
-        weights[list(objective)] = [value / scale for value in objective.values()]
-        limits = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
+        weights[list(objective)] = list(objective.values())
+        scale = np.abs(weights).max()
         with _without_output():
-            options = {"mip_rel_gap": gap, "time_limit": _LIMIT_S}
-            whole = np.array(integer, float)
             solution = milp(
-                weights,
-                integrality=whole,
+                weights / scale,
+                integrality=integer,
                 bounds=Bounds(least, most),
-                constraints=limits,
-                options=options,
+                constraints=LinearConstraint(matrix, lows, highs),
+                options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
             )
         if solution.x is None:
             if solution.status == 2:  # infeasible
@@ -408,35 +397,33 @@ class _Model:
                 f"no pools were found in the {_LIMIT_S:g} s that the solver may take; give more "
                 "GPUs, or a profile with fewer configurations or loads"
             )
-        return _Answer(solution.x, float(solution.mip_dual_bound) * scale)
+        return solution.x, float(solution.mip_dual_bound * scale)
 
-    def plan(self, answer: _Answer) -> PoolPlan:
+    def plan(self, values: npt.NDArray[np.float64], bound: float) -> PoolPlan:
         """Return the pools of an answer, with no more instances than their shares need."""
-        needed: dict[int, float] = defaultdict(float)
-        shares: dict[int, float] = defaultdict(float)
-        serves: dict[int, dict[RequestClass, float]] = defaultdict(lambda: defaultdict(float))
-        power_w = 0.0
-        for column, group, of, point, largest in self.entries:
-            share = float(answer.values[column])
-            if share > _ROUNDING / 100:
-                shares[group] += share
-                needed[group] += share * self.demand[of].peak * point.tokens_per_s / largest
-                serves[group][of] += share * point.tokens_per_s
-                power_w += share * point.power_w
-        first, pools = [], []
-        for group, served in serves.items():
-            _, longest, at, segment = self.groups[group]
-            if segment:  # the solver's instances, all of which have work
-                pools.append(Pool(longest, at, round(shares[group]), dict(sorted(served.items()))))
-            else:
-                power_w -= shares[group] * self.idle_w[at]
-                first.append((longest, at, max(shares[group], needed[group]), dict(served)))
-        joined = _joined(first)
-        power_w += sum(pool.instances * self.idle_w[pool.at] for pool in joined)
-        every = sorted([*pools, *joined], key=lambda pool: (pool.longest, pool.at))
-        change_j = 0.0 if self.before is None else self.costs.between(self.before, every)
-        energy_j = power_w * self.period_s + change_j
-        return PoolPlan(tuple(every), power_w, change_j, energy_j, min(answer.bound, energy_j))
+        power_w, first, pools = 0.0, list[_Part](), list[Pool]()
+        for _, longest, at, segment, entries in self._groups:
+            shares = needed = 0.0
+            serves: dict[RequestClass, float] = defaultdict(float)
+            for column, of, point, filled in entries:
+                share = float(values[column])
+                if share > _ROUNDING / 100:
+                    shares += share
+                    needed += share * filled
+                    serves[of] += share * point.tokens_per_s
+                    power_w += share * point.power_w
+            if serves and segment:  # the solver's instances, all of which have work
+                pools.append(Pool(longest, at, round(shares), dict(sorted(serves.items()))))
+            elif serves:
+                power_w -= shares * self._idle_w[at]
+                first.append(_Part(at, longest, max(shares, needed), serves))
+        for pool in _joined(first):
+            power_w += pool.instances * self._idle_w[pool.at]
+            pools.append(pool)
+        pools.sort(key=lambda pool: (pool.longest, pool.at))
+        change_j = 0.0 if self._before is None else self._costs.between(self._before, pools)
+        energy_j = power_w * self._period_s + change_j
+        return PoolPlan(power_w, change_j, energy_j, min(bound, energy_j), tuple(pools))
 
 
 @contextmanager
@@ -461,41 +448,36 @@ def _without_output() -> Iterator[None]:
         os.close(kept)
 
 
-def _joined(
-    found: list[tuple[RequestClass, Configuration, float, dict[RequestClass, float]]],
-) -> list[Pool]:
-    """Return pools with so many instances as are filled; join two where fewer do for both."""
-    pools, rest = [], sorted(found, key=lambda each: (each[1], each[0]), reverse=True)
+class _Part(NamedTuple):
+    """Instances of a possible pool on the first segment."""
+
+    at: Configuration
+    longest: RequestClass
+    filled: float  #: how many are filled
+    serves: dict[RequestClass, float]
+
+
+def _joined(parts: list[_Part]) -> Iterator[Pool]:
+    """Yield pools with so many instances as are filled; join two where fewer do for both."""
+    rest = sorted(parts, key=lambda part: part[:2], reverse=True)
     while rest:
-        longest, configuration, filled, serves = rest.pop(0)
+        at, longest, filled, serves = rest.pop(0)
         for other in list(rest):
-            fewer = _instances(filled + other[2]) < _instances(filled) + _instances(other[2])
-            if other[1] == configuration and longest.covers(other[0]) and fewer:
-                filled += other[2]
-                serves = {
-                    request_class: serves.get(request_class, 0.0) + other[3].get(request_class, 0.0)
-                    for request_class in {**serves, **other[3]}
-                }
+            fewer = _instances(filled + other.filled) < _instances(filled) + _instances(
+                other.filled
+            )
+            if other.at == at and longest.covers(other.longest) and fewer:
+                filled += other.filled
+                for of, tokens in other.serves.items():
+                    serves[of] += tokens
                 rest.remove(other)
-        pools.append(Pool(longest, configuration, _instances(filled), dict(sorted(serves.items()))))
-    return pools
+        yield Pool(longest, at, _instances(filled), dict(sorted(serves.items())))
 
 
 def _instances(filled: float) -> int:
     return max(1, math.ceil(filled - _ROUNDING))
 
 
-POLICIES = MappingProxyType(
-    {
-        "highest": "highest clock, largest tensor degree",
-        "clock": "best clock alone",
-        "degree": "best tensor degree alone",
-        "hierarchical": "tensor degree first, then the clock",
-        "planner": "planner",
-    }
-)
-"""How configurations are chosen; the first one is the baseline, the last one is what is planned."""
-BASELINE = next(iter(POLICIES))
 _FORMAT, _VERSION = "perseus-planner/inference", 1
 _KEYS = ("profile", "control", "gpus", "classes", "policies", "epochs")
 
@@ -529,20 +511,28 @@ def make_plan(
         plans = []
         for _, length_s, demand in periods:
             before = plans[-1].pools if plans else None
+            plan = partial(
+                plan_pools,
+                profile,
+                demand,
+                period_s=length_s,
+                policy=name,
+                before=before,
+                costs=costs,
+            )
             try:
-                plan = plan_policy(name, profile, demand, gpus, length_s, before, costs)
-            except (InfeasibleGpus, UsageError) as error:
-                if name == "planner" and isinstance(error, InfeasibleGpus):
+                plans.append(plan(gpus=gpus))
+            except InfeasibleGpus as error:
+                if name == PLANNER:
                     least, proved = zip(
                         *(least_gpus(profile, demand) for _, _, demand in periods), strict=True
                     )
                     raise InfeasibleGpus(gpus, max(least), all(proved)) from error
-                if name == "planner":
+                plans.append(plan(gpus=math.inf))
+            except UsageError:
+                if name == PLANNER:
                     raise
-                if isinstance(error, UsageError):
-                    break
-                plan = plan_policy(name, profile, demand, None, length_s, before, costs)
-            plans.append(plan)
+                break
         is_complete = len(plans) == len(periods)
         totals[name] = {
             "energy_j": sum(plan.energy_j for plan in plans) if is_complete else None,
@@ -570,11 +560,8 @@ def _epoch(
     return {
         "start_s": start_s,
         "length_s": length_s,
-        "power_w": plan.power_w,
-        "change_j": plan.change_j,
-        "energy_j": plan.energy_j,
-        "bound_j": plan.bound_j,
         "demand": {of.name: load._asdict() for of, load in demand.items()},
+        **vars(plan),
         "pools": [
             {
                 "longest": pool.longest.name,
@@ -607,61 +594,6 @@ def read_plan(path: Path) -> Mapping[str, Any]:
     """
     document = read_document(path, _FORMAT, _VERSION, ("digest", *_KEYS), (), PlanError)
     return check_digest(document, _digest, "planner inference plan")
-
-
-def plan_policy(
-    policy: str,
-    profile: InferenceProfile,
-    demand: Mapping[RequestClass, Load],
-    gpus: int | None,
-    period_s: float,
-    before: Sequence[Pool] | None = None,
-    costs: ChangeCosts = PUBLISHED,
-    gap: float = 1e-7,
-) -> PoolPlan:
-    """Return the pools of least energy among those that a policy allows; arguments and errors as
-    in `plan_pools`.
-    """
-    only = allowed(policy, profile, demand)
-    if policy == "hierarchical":
-        first = plan_pools(
-            profile, demand, gpus, period_s, only=allowed("degree", profile, demand), gap=gap
-        )
-        degrees = {
-            request_class: {
-                pool.at.tensor_degree for pool in first.pools if request_class in pool.serves
-            }
-            for request_class in demand
-        }
-        only = {
-            request_class: [
-                configuration
-                for configuration in profile.configurations
-                if configuration.tensor_degree in degrees[request_class]
-            ]
-            for request_class in demand
-        }
-    return plan_pools(
-        profile, demand, gpus, period_s, only=only, before=before, costs=costs, gap=gap
-    )
-
-
-def allowed(
-    policy: str, profile: InferenceProfile, demand: Mapping[RequestClass, Load]
-) -> dict[RequestClass, list[Configuration]] | None:
-    """Return the configurations that a policy allows each class; None for all."""
-    every = profile.configurations
-    degree, setting = map(max, zip(*every, strict=True))
-    fixed_degree, fixed_setting = policy in (BASELINE, "clock"), policy in (BASELINE, "degree")
-    if not (fixed_degree or fixed_setting):
-        return None
-    chosen = [
-        at
-        for at in every
-        if (at.tensor_degree == degree or not fixed_degree)
-        and (at.setting == setting or not fixed_setting)
-    ]
-    return dict.fromkeys(demand, chosen)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

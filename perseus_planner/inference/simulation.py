@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, starmap
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,19 +36,20 @@ from perseus_planner.inference.plan import (
     PUBLISHED,
     ChangeCosts,
     Pool,
-    allowed,
     changed_gpus,
     largest_share,
-    plan_policy,
+    plan_pools,
 )
-from perseus_planner.inference.workload import Load, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
     from perseus_planner.inference.workload import (
         Configuration,
         InferenceProfile,
+        Load,
         RequestClass,
         Trace,
     )
@@ -263,14 +266,13 @@ class Fluid(Instance):
     def __init__(self, pool: Pool, from_s: float, profile: InferenceProfile) -> None:
         super().__init__(pool, from_s)
         self._profile, self._now_s = profile, from_s
-        self._got: dict[RequestClass, list[float]] = {}  #: requests, input and output tokens
+        #: requests, input and output tokens
+        self._got: dict[RequestClass, npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
 
     def add(self, request: Request) -> None:
         """Take a request; see `Instance.add`."""
         super().add(request)
-        got = self._got.setdefault(request.of, [0.0, 0.0, 0.0])
-        for place, value in enumerate((1.0, request.input_tokens, request.output_tokens)):
-            got[place] += value
+        self._got[request.of] += (1.0, request.input_tokens, request.output_tokens)
 
     def advance(self, until_s: float) -> Iterator[Served]:
         """Count the energy since the last time, at the mean load since then."""
@@ -283,25 +285,22 @@ class Fluid(Instance):
 
     def _power_w(self, length_s: float) -> float:
         """Return the mean power: each class has its share of the instance's time, on its curve."""
-        idle_w, parts = self._profile.idle_w(self.pool.at), []
+        at, parts = self.pool.at, []
+        idle_w = self._profile.idle_w(at)
         for of, (count, inputs, outputs) in self._got.items():
-            cells = self._profile.feasible(of, self.pool.at)
-            cells = cells or self._profile.feasible(self.pool.longest, self.pool.at)
-            points = [cell.carried(inputs / count, outputs / count) for cell in cells]
-            parts.append(((inputs + outputs) / length_s / points[-1].tokens_per_s, points))
-        load, power_w = sum(share for share, _ in parts), 0.0
-        for share, points in parts:
-            x = min(1.0, load) * points[-1].tokens_per_s
-            below, w = 0.0, idle_w
-            for point in points:
-                if x <= point.tokens_per_s:
-                    part = (x - below) / (point.tokens_per_s - below)
-                    w += part * (point.power_w - w)
-                    break
-                below, w = point
-            # More than it carries is carried by what another one would need.
-            power_w += share / load * w * max(1.0, load)
-        return power_w if parts else idle_w
+            cells = self._profile.feasible(of, at) or self._profile.feasible(self.pool.longest, at)
+            points = (cell.carried(inputs / count, outputs / count) for cell in cells)
+            loads, powers_w = zip((0.0, idle_w), *points, strict=True)
+            parts.append(((inputs + outputs) / length_s / loads[-1], loads, powers_w))
+        load = sum(share for share, _, _ in parts)
+        if not load:
+            return idle_w
+        # More than it carries is carried by what another one would need.
+        power_w: float = max(1.0, load) * sum(
+            share / load * np.interp(min(1.0, load) * loads[-1], loads, powers_w)
+            for share, loads, powers_w in parts
+        )
+        return power_w
 
 
 CHANGES = ("instance_changes", "sharding_changes", "clock_changes")
@@ -370,73 +369,56 @@ class _Cluster:
         self.instances: list[Instance] = []
         self.ended_j = self.change_j = 0.0
         self.changes, self.short_periods = [0, 0, 0], 0
-        self.latencies_s: dict[int, tuple[float, float]] = {}
+        #: of each request, to its first token and between tokens
+        self.latencies_s = np.zeros((len(trace.times_s), 2))
 
     def run(self) -> dict[str, Any]:
         trace, settings = self.trace, self.settings
-        periods, before_j, request = [], 0.0, 0
+        periods, before_j = list[dict[str, Any]](), 0.0
         length_s = min(_TICK_S, settings.epoch_s)
-        ticks = int(trace.end_s // length_s) + 1
         every = max(1, round(settings.epoch_s / length_s))
-        starts = list[int]()
-        for tick in range(ticks):
-            now_s = tick * length_s
+        starts_s = length_s * np.arange(int(trace.end_s // length_s) + 2)
+        edges = np.searchsorted(trace.times_s, starts_s).tolist()
+        for tick, requests in enumerate(starmap(range, pairwise(edges))):
+            now_s = float(starts_s[tick])
             if tick % every == 0:
                 self._plan(now_s, every * length_s)
-            starts.append(request)
-            while request < len(trace.times_s) and trace.times_s[request] < now_s + length_s:
-                self._arrive(request)
-                request += 1
+            for number in requests:
+                self._arrive(number)
             end_s = min(now_s + length_s, max(trace.end_s, now_s + 1.0))
             gpus = self._advance(self.instances, end_s)
             energy_j = self._energy_j()
-            periods.append((now_s, (energy_j - before_j) / (end_s - now_s), gpus))
-            before_j = energy_j
-        self._advance(self.instances, float("inf"))
-        late = self._late() if self.has_times else None
+            power_w, before_j = (energy_j - before_j) / (end_s - now_s), energy_j
+            periods.append(
+                {"start_s": now_s, "power_w": power_w, "gpus": gpus, "requests": len(requests)}
+            )
+        self._advance(self.instances, math.inf)
+        late: list[Any] = [None] * len(periods)
+        total, p95s_s = None, (None, None)
+        if self.has_times:
+            ttfts_s, tbts_s = self.latencies_s.T
+            most_s = np.array([self.profile.ttft_s(of) for of in self.profile.classes])
+            is_late = ttfts_s > most_s[self.classes]
+            is_late |= tbts_s > self.profile.objectives.tbt_s
+            late = [int(is_late[first:last].sum()) for first, last in pairwise(edges)]
+            total, p95s_s = sum(late), np.quantile(self.latencies_s, 0.95, axis=0).tolist()
         return {
             "policy": self.policy,
             "description": POLICIES[self.policy],
-            "late": None if late is None else len(late),
-            "late_share": None if late is None else len(late) / request,
-            "ttft_p95_s": self._quantile(0),
-            "tbt_p95_s": self._quantile(1),
+            "late": total,
+            "ttft_p95_s": p95s_s[0],
+            "tbt_p95_s": p95s_s[1],
             "energy_j": self._energy_j(),
             "change_j": self.change_j,
-            "gpus": sum(gpus for _, _, gpus in periods) / len(periods),
-            "most_gpus": max(gpus for _, _, gpus in periods),
+            "gpus": fmean(period["gpus"] for period in periods),
+            "most_gpus": max(period["gpus"] for period in periods),
             **dict(zip(CHANGES, self.changes, strict=True)),
             "short_periods": self.short_periods,
-            "periods": [
-                {
-                    "start_s": start_s,
-                    "power_w": power_w,
-                    "gpus": gpus,
-                    "requests": end - start,
-                    "late": None if late is None else sum(start <= each < end for each in late),
-                }
-                for (start_s, power_w, gpus), start, end in zip(
-                    periods, starts, [*starts[1:], request], strict=True
-                )
-            ],
+            "periods": [{**period, "late": n} for period, n in zip(periods, late, strict=True)],
         }
 
     def _energy_j(self) -> float:
         return self.ended_j + self.change_j + sum(each.energy_j for each in self.instances)
-
-    def _quantile(self, which: int) -> float | None:
-        if not self.has_times:
-            return None
-        return float(np.quantile([times_s[which] for times_s in self.latencies_s.values()], 0.95))
-
-    def _late(self) -> list[int]:
-        """Return the numbers of the requests that were later than their objectives."""
-        most_s = [self.profile.ttft_s(of) for of in self.profile.classes]
-        return [
-            number
-            for number, (ttft_s, tbt_s) in self.latencies_s.items()
-            if ttft_s > most_s[self.classes[number]] or tbt_s > self.profile.objectives.tbt_s
-        ]
 
     def _advance(self, instances: Iterable[Instance], until_s: float) -> int:
         """Let instances go on; return the GPUs of those that go on after that."""
@@ -452,31 +434,33 @@ class _Cluster:
 
     def _plan(self, now_s: float, length_s: float) -> None:
         """Plan the next period, and begin to change to it."""
-        demand = self._predict(now_s, length_s)
-        if not demand:
-            return
-        before, settings = self.pools, self.settings
-        options = (length_s, before or None, settings.costs, _GAP)
+        demand, settings, before = self._predict(now_s, length_s), self.settings, self.pools
+        plan_for = partial(
+            plan_pools,
+            self.profile,
+            gpus=settings.gpus,
+            period_s=length_s,
+            policy=self.policy,
+            before=before or None,
+            costs=settings.costs,
+            gap=_GAP,
+        )
         try:
-            plan = plan_policy(self.policy, self.profile, demand, settings.gpus, *options)
+            plan = plan_for(demand)
         except InfeasibleGpus:
             self.short_periods += 1
-            only = allowed(self.policy, self.profile, demand)
-            share = largest_share(self.profile, demand, settings.gpus, only) * _SPARE
-            if share <= 0 and not before:
-                raise
+            share = largest_share(self.profile, demand, settings.gpus, self.policy) * _SPARE
             if share <= 0:
-                return
-            demand = scaled(demand, share)
-            plan = plan_policy(self.policy, self.profile, demand, settings.gpus, *options)
+                if before:
+                    return
+                raise
+            plan = plan_for({of: load.scaled(share) for of, load in demand.items()})
         self.change_j += plan.change_j
-        changed, resharded, new = changed_gpus(before, plan.pools) if before else (0, 0, 0)
-        if changed:
-            self.changes[0 if new else 1 if resharded else 2] += 1
-        costs = settings.costs
-        change = costs.instance if new else costs.resharding if resharded else costs.clock
+        new, resharded, changed = changed_gpus(before, plan.pools) if before else (0, 0, 0)
+        kind = 0 if new else 1 if resharded else 2
+        self.changes[kind] += changed > 0
         free = settings.gpus - sum(pool.gpus for pool in before) >= resharded
-        ready_s = now_s + (change.time_s if before else 0.0)
+        ready_s = now_s + (settings.costs.times_s[kind] if before else 0.0)
         self._use(plan.pools, now_s, ready_s, ready_s if free else now_s)
 
     def _use(self, pools: tuple[Pool, ...], now_s: float, ready_s: float, stop_s: float) -> None:
@@ -484,8 +468,7 @@ class _Cluster:
         `ready_s`, and others stop at `stop_s`.
         """
         self.pools = pools
-        had = [instance for instance in self.instances if instance.until_s == float("inf")]
-        wanted = [pool for pool in pools for _ in range(pool.instances)]
+        had = [instance for instance in self.instances if instance.until_s == math.inf]
         for pool in pools:
             same = [each for each in had if each.pool.at.tensor_degree == pool.at.tensor_degree]
             same.sort(key=lambda each: (each.pool.longest != pool.longest, each.pool.at != pool.at))
@@ -493,10 +476,10 @@ class _Cluster:
                 self._advance([instance], now_s)
                 instance.plan(pool, min(instance.from_s, ready_s))
                 had.remove(instance)
-                wanted.remove(pool)
+            missing = pool.instances - len(same)
+            self.instances += [self._new(pool, ready_s) for _ in range(missing)]
         for instance in had:
             instance.until_s = stop_s
-        self.instances += [self._new(pool, ready_s) for pool in wanted]
 
     def _new(self, pool: Pool, from_s: float) -> Instance:
         if not self.has_times:
@@ -510,38 +493,32 @@ class _Cluster:
         """Return the load of the period that begins now; classes that were seen before have one
         request at least.
         """
+        demand = partial(self.trace.demand, self.profile, self.classes)
         begin_s = now_s if now_s == 0 or self.settings.prediction == "perfect" else now_s - length_s
-        demand = self.trace.demand(self.profile, self.classes, begin_s, begin_s + length_s)
-        count = int(np.searchsorted(self.trace.times_s, now_s))
-        for number, seen in Counter(self.classes[:count].tolist()).items():
-            chosen = self.classes[:count] == number
-            inputs = float(self.trace.input_tokens[:count][chosen].sum()) / seen
-            tokens = max(1.0, float(self.trace.tokens[:count][chosen].sum()) / seen)
-            load = Load(1 / length_s, tokens / length_s, 1.0, inputs / length_s)
-            demand.setdefault(self.profile.classes[number], load)
-        return demand
+        one = {
+            of: load.scaled(1 / (length_s * load.requests_per_s))._replace(peak=1.0)
+            for of, load in demand(0.0, now_s).items()
+        }
+        return one | demand(begin_s, begin_s + length_s)
 
     def _arrive(self, number: int) -> None:
         """Give a request to an instance."""
         of, now_s = self.profile.classes[self.classes[number]], float(self.trace.times_s[number])
+
+        def rank(each: Instance) -> tuple[float, ...]:
+            """Return how well its pool fits; instances that are there now come first."""
+            wait_s = max(0.0, each.from_s - now_s)
+            fits = of not in each.pool.serves, not each.pool.longest.covers(of)
+            return wait_s > 0, *fits, wait_s
+
         there = [instance for instance in self.instances if instance.until_s > now_s]
-        planned = [instance for instance in there if of in instance.pool.serves]
-        longer = [instance for instance in there if instance.pool.longest.covers(of)]
-        # Those that are there now, else the first ones that will be.
-        candidates = next(
-            (
-                ready
-                for group in (planned, longer, there)
-                if (ready := [instance for instance in group if instance.from_s <= now_s])
-            ),
-            planned or longer or there,
-        )
+        best = min(map(rank, there))
+        candidates = [instance for instance in there if rank(instance) == best]
         if self.has_times:
             self._advance(candidates, now_s)
         chosen = min(
             candidates,
             key=lambda each: (
-                each.from_s > now_s and each.from_s,
                 each.count / each.planned_tokens_per_s,
                 each.given / each.planned_tokens_per_s,
             ),

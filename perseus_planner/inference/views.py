@@ -183,7 +183,7 @@ def simulation_text(view: dict[str, Any]) -> str:
     columns = lay_out(
         rows,
         *_SAVING,
-        Column("late %", lambda row: row["late_share"] and 100 * row["late_share"], ".2f"),
+        Column("late %", lambda row: row["late"] and 100 * row["late"] / view["requests"], ".2f"),
         Column("TTFT p95 (ms)", lambda row: row["ttft_p95_s"] and 1e3 * row["ttft_p95_s"], ".4g"),
         Column("TBT p95", lambda row: row["tbt_p95_s"] and 1e3 * row["tbt_p95_s"], ".4g"),
         Column("GPUs", "gpus", ".0f"),

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -191,6 +191,14 @@ class InferenceProfile:
             for cell in cells
         )
 
+    def only(self, allows: Callable[[RequestClass, Configuration], bool]) -> InferenceProfile:
+        """Return the profile in which no other classes and configurations meet their objectives."""
+        cells = {
+            key: cells if allows(*key) else tuple(cell._replace(energy_j=None) for cell in cells)
+            for key, cells in self.cells.items()
+        }
+        return replace(self, cells=cells)
+
     @cached_property
     def _inputs(self) -> list[float]:
         return sorted({request_class.input_tokens for request_class in self.classes})
@@ -329,6 +337,16 @@ class Load(NamedTuple):
         else:
             inputs = tokens * of.input_tokens / (of.input_tokens + of.output_tokens)
         return inputs, tokens - inputs
+
+    def scaled(self, share: float) -> Load:
+        """Return `share` of all rates."""
+        inputs = self.input_tokens_per_s
+        return Load(
+            self.requests_per_s * share,
+            self.tokens_per_s * share,
+            self.peak,
+            inputs and inputs * share,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -512,18 +530,6 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
     if not demand:
         raise UsageError(f"{path}: has no requests; write a row for each class")
     return demand
-
-
-def scaled(demand: Mapping[RequestClass, Load], share: float) -> dict[RequestClass, Load]:
-    """Return the demand with `share` of all rates."""
-    return {
-        request_class: load._replace(
-            requests_per_s=load.requests_per_s * share,
-            tokens_per_s=load.tokens_per_s * share,
-            input_tokens_per_s=load.input_tokens_per_s and load.input_tokens_per_s * share,
-        )
-        for request_class, load in demand.items()
-    }
 
 
 def _parse_time(text: str) -> tuple[float, bool] | None:

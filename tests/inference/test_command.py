@@ -86,9 +86,8 @@ def test_a_policy_that_cannot_serve_the_trace_is_left_out_with_the_reason(folder
     Path("inference.csv").write_text(rows)
     found = json.loads(done("inference simulate inference.csv trace.csv --gpus 16 --json"))
     assert found["left_out"] == [
-        "highest clock, largest tensor degree: class 4096/100: no configuration of those allowed "
-        "meets its latency objective; measure a higher clock or tensor degree, or loosen the "
-        "objective"
+        "highest clock, largest tensor degree: class 4096/100: no configuration meets its "
+        "latency objective; measure a higher clock or tensor degree, or loosen the objective"
     ]
     assert {each["saved_share"] for each in found["policies"]} == {None}
 

@@ -16,11 +16,9 @@ from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.inference.plan import (
     POLICIES,
-    Change,
     ChangeCosts,
     Pool,
     make_plan,
-    plan_policy,
     plan_pools,
 )
 from perseus_planner.inference.workload import (
@@ -98,9 +96,8 @@ def test_more_gpus_and_looser_objectives_never_cost_energy(
 @given(profile=profiles(), demand=demands(), share=st.floats(0.0, 1.0))
 def test_cheaper_changes_never_cost_energy(profile: InferenceProfile, demand: Demand, share: float):
     before = [Pool(LONG, Configuration(2, 2000), 2)]
-    costs = [Change(1.0, joules) for joules in (90000.0, 30000.0, 10.0)]
-    cheap = ChangeCosts(*(Change(cost.time_s, cost.energy_j * share) for cost in costs))
-    dear_j = energy_j(profile, demand, 6, before=before, costs=ChangeCosts(*costs))
+    dear, cheap = (ChangeCosts((900.0, 300.0, 0.1), 100.0 * part) for part in (1.0, share))
+    dear_j = energy_j(profile, demand, 6, before=before, costs=dear)
     assert energy_j(profile, demand, 6, before=before, costs=cheap) <= dear_j * (1 + 1e-6)
 
 
@@ -111,7 +108,7 @@ def test_no_policy_needs_less_than_the_planner(profile: InferenceProfile, demand
     highest clock.
     """
     energies_j = {
-        name: plan_policy(name, profile, demand, None, _PERIOD_S).energy_j for name in POLICIES
+        name: plan_pools(profile, demand, math.inf, _PERIOD_S, name).energy_j for name in POLICIES
     }
     assert min(energies_j.values()) >= energies_j["planner"] * (1 - 1e-6)
     assert energies_j["highest"] >= max(energies_j["clock"], energies_j["degree"]) * (1 - 1e-6)
@@ -157,7 +154,7 @@ def test_pools_stay_where_changing_them_costs_more_than_it_saves():
     slow, fast = Configuration(2, 1000), Configuration(2, 2000)
     profile = profile_of((LONG, slow, 50.0), (LONG, fast, 51.0))
     demand, before = {LONG: Load(1, 700)}, [Pool(LONG, fast, 1)]
-    costs = ChangeCosts(clock=Change(0.05, 300.0))
+    costs = ChangeCosts((423.0, 33.0, 3.0))
     assert [
         pool.at for pool in plan_pools(profile, demand, 8, 599.0, before=before, costs=costs).pools
     ] == [fast]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inference_cases import LONG, PROFILE, SHORT, steady
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
-from perseus_planner.inference.plan import Change, ChangeCosts, Pool, plan_pools
+from perseus_planner.inference.plan import ChangeCosts, Pool, plan_pools
 from perseus_planner.inference.serving import Shape, save_served
 from perseus_planner.inference.simulation import (
     CHANGES,
@@ -220,7 +220,7 @@ def test_what_costs_more_than_it_saves_is_not_changed():
     def replayed(costs: ChangeCosts) -> dict[str, Any]:
         return replay(PLAIN, shifting(600), Settings(64, costs, 600.0, "perfect"))
 
-    cheap, dear = replayed(ChangeCosts()), replayed(ChangeCosts(*[Change(1.0, 1e9)] * 3))
+    cheap, dear = replayed(ChangeCosts()), replayed(ChangeCosts((1.0, 1.0, 1.0), 1e9))
     assert dear["change_j"] >= cheap["change_j"]
     assert dear["clock_changes"] == 0
 
