@@ -208,8 +208,7 @@ def profile(
         "Clocks in MHz, or power limits in W.  [default: six, down to 40 % of the highest]",
         Option("--at", default=()),
     ],
-    window_s: Annotated[Time, "Least time of a window.", Option(default="10s")],
-    windows: Annotated[Positive, "Windows a row.", Option(default=3)],
+    window_s: Annotated[Time, "Least time of a measurement.", Option(default="30s")],
     model: Annotated[
         str | None, "Model of the server.  [default: its first]", Option(metavar="NAME")
     ],
@@ -235,7 +234,7 @@ def profile(
         save_served,
     )
 
-    chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s, windows)
+    chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s)
     rows: list[ServedRow] = []
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(gpu)) for gpu in gpus]
@@ -296,22 +295,24 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
 
     columns = lay_out(
         rows,
-        Column("class", lambda row: "{}/{}".format(*row.shape)),
+        Column("class", lambda row: f"{row.input}/{row.output}"),
         Column(
             "load",
             lambda row: f"{row.rate_per_s:g}/s" if row.concurrency is None else row.concurrency,
         ),
         Column("W" if control == "power-limit" else "MHz", "setting"),
         Column("J/request", "energy_j", ".4g"),
-        Column("+- J", "error_j", ".2g"),
+        Column("+- J", "energy_error_j", ".2g"),
         Column("J/input token", "input_token_j", ".4g"),
         Column("J/output token", "output_token_j", ".4g"),
-        Column("tokens/J", "tokens_per_j", ".4g"),
+        Column(
+            "tokens/J", lambda row: row.energy_j and (row.input + row.output) / row.energy_j, ".4g"
+        ),
         Column("tokens/s", "tokens_per_s", ".4g"),
         Column("TTFT p50 (ms)", lambda row: 1e3 * row.ttft_p50_s, ".4g"),
-        Column("p95", lambda row: 1e3 * row.ttft_p95_s, ".4g"),
+        Column("p95", lambda row: 1e3 * row.ttft_s, ".4g"),
         Column("TBT p50 (ms)", lambda row: row.tbt_p50_s and 1e3 * row.tbt_p50_s, ".4g"),
-        Column("p95", lambda row: row.tbt_p95_s and 1e3 * row.tbt_p95_s, ".4g"),
+        Column("p95", lambda row: row.tbt_s and 1e3 * row.tbt_s, ".4g"),
     )
     gpus = rows[0].tensor_degree
     return (

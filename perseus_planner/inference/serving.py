@@ -30,7 +30,8 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -38,14 +39,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
 from perseus_planner import Monitor
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import write_file
 from perseus_planner.base.tables import csv_text
-from perseus_planner.base.units import Count, Seconds
+from perseus_planner.base.units import Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.inference.workload import Cell
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 
 if TYPE_CHECKING:
@@ -315,8 +318,7 @@ class ServingSettings(Checked):
     #: Clocks in MHz or power limits in watts, highest first; empty for six, down to 40 % of the
     #: highest.
     settings: tuple[int, ...] = ()
-    window_s: Seconds = 10.0  #: The length of a window, seconds; longer until there is an answer
-    windows: Count = 3  #: Number of windows of each measurement
+    window_s: Seconds = 30.0  #: The length of a measurement; longer until there is an answer
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -328,54 +330,38 @@ class ServingSettings(Checked):
             raise UsageError("control='observed' sets nothing; leave out the settings")
 
 
-@dataclass(frozen=True)
-class ServedRow:
-    """What requests of one class cost at one setting; seconds and joules, all GPUs together."""
+@dataclass(frozen=True, kw_only=True)
+class ServedRow(Cell):
+    """A row of an inference profile: what requests of one class cost at one setting. Latencies are
+    the 95th percentiles of requests.
+    """
 
-    shape: Shape  #: The class of requests
-    concurrency: int | None  #: How many were in flight; None for an open loop
-    rate_per_s: float | None  #: How many arrived in a second; None for a closed loop
+    input: int  #: Tokens of a request
+    output: int
     tensor_degree: int  #: Number of GPUs
     setting: int  #: Clock in MHz or power limit in watts; the achieved clock if nothing is set
-    requests_per_s: float  #: How many were served in a second
-    energy_j: float | None  #: Energy of one request; None if it was not measured
-    #: Its error at most: what the energy counters did not show at the edges of windows.
-    error_j: float | None
-    #: Time to the first token.
+    rate_per_s: float | None  #: How many requests arrived in a second; None for a closed loop
+    #: What the energy counters did not show at the edges of windows, at most; None if unknown.
+    energy_error_j: float | None = None
     ttft_p50_s: float
-    ttft_p95_s: float
-    #: Mean time between the tokens of a request; None if there is one token.
-    tbt_p50_s: float | None
-    tbt_p95_s: float | None
-    idle_w: float | None  #: Power of the GPUs without requests
-    #: Energy, and time of the server, of an input token, and of an output token after the first;
-    #: None if unknown.
-    input_token_j: float | None = None
-    output_token_j: float | None = None
-    input_token_s: float | None = None
-    output_token_s: float | None = None
+    tbt_p50_s: float | None  #: None if there is one token
 
     @property
-    def tokens_per_s(self) -> float:
-        """Input and output tokens of all requests in a second."""
-        return self.requests_per_s * sum(self.shape)
-
-    @property
-    def tokens_per_j(self) -> float | None:
-        """Input and output tokens per joule, which is also tokens/s per watt."""
-        return sum(self.shape) / self.energy_j if self.energy_j else None
+    def requests_per_s(self) -> float:
+        """How many were served in a second."""
+        return self.tokens_per_s / (self.input + self.output)
 
     def with_tokens(self, first: ServedRow) -> ServedRow:
         """Return the row with the costs of tokens, given that of requests of one output token."""
-        inputs, after = self.shape.input_tokens, self.shape.output_tokens - 1
+        after = self.output - 1
         if not after or self.energy_j is None or first.energy_j is None:
             return self
         first_s, all_s = 1 / first.requests_per_s, 1 / self.requests_per_s
         return replace(
             self,
-            input_token_j=first.energy_j / inputs,
+            input_token_j=first.energy_j / self.input,
             output_token_j=max(0.0, self.energy_j - first.energy_j) / after,
-            input_token_s=first_s / inputs,
+            input_token_s=first_s / self.input,
             output_token_s=max(0.0, all_s - first_s) / after,
         )
 
@@ -383,7 +369,12 @@ class ServedRow:
         """Return the row of an open loop with costs of tokens like those of the closed loop of the
         nearest throughput.
         """
-        known = [row for row in closed if row.shape == self.shape and row.input_token_j is not None]
+        shape = self.input, self.output
+        known = [
+            row
+            for row in closed
+            if (row.input, row.output) == shape and row.input_token_j is not None
+        ]
         if not known:
             return self
         nearest = min(known, key=lambda row: abs(math.log(row.tokens_per_s / self.tokens_per_s)))
@@ -414,22 +405,17 @@ class Traffic:
         self._target, self._shape = target, shape
         self.answers: list[Answer] = []
         self._ending, self._problem = threading.Event(), list[BaseException]()
-        self._has_answer = threading.Condition()
-        loops: list[Callable[[], None]] = [self._repeat] * (concurrency or 0)
-        if rate_per_s is not None:
-            loops = [lambda: self._arrive(rate_per_s)]
         self._is_open, self._warm = rate_per_s is not None, concurrency or 1
         self._threads: list[threading.Thread] = []
-        for loop in loops:
-            self._threads.append(self._started(loop))
+        for _ in range(self._warm):
+            self._start(self._repeat if rate_per_s is None else partial(self._arrive, rate_per_s))
 
     def warm_up(self) -> None:
         """Wait until traffic is as it stays: each of a closed loop has had an answer; an open one
         has gone on for twice the time of its first answer.
         """
-        with self._has_answer:
-            self._has_answer.wait_for(lambda: len(self.answers) >= self._warm or self._problem)
-        self.check()
+        while len(self.answers) < self._warm:
+            self.wait(_CLOCK_EVERY_S)
         if self._is_open:
             first = self.answers[0]
             self.wait(2 * (first.times_s[-1] - first.begin_s))
@@ -437,41 +423,31 @@ class Traffic:
     def wait(self, time_s: float) -> None:
         """Let it go on for a time, seconds; raises what went wrong meanwhile."""
         self._ending.wait(time_s)
-        self.check()
+        if self._problem:
+            raise self._problem[0]
 
     def stop(self) -> list[Answer]:
         """Send no more, wait for all answers, and return them."""
         self._ending.set()
         while self._threads:  # those of an open loop may still begin one
             self._threads.pop(0).join()
-        self.check()
+        self.wait(0.0)
         return self.answers
 
-    def check(self) -> None:
-        """Raise what went wrong, if anything."""
-        if self._problem:
-            self._ending.set()
-            raise self._problem[0]
-
-    def _started(self, function: Callable[[], None]) -> threading.Thread:
+    def _start(self, function: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 function()
             except BaseException as error:
                 self._problem.append(error)
                 self._ending.set()
-                with self._has_answer:
-                    self._has_answer.notify_all()
 
         thread = threading.Thread(target=run, name="requests", daemon=True)
+        self._threads.append(thread)
         thread.start()
-        return thread
 
     def _one(self) -> None:
-        answer = self._target.complete(*self._shape)
-        with self._has_answer:
-            self.answers.append(answer)
-            self._has_answer.notify_all()
+        self.answers.append(self._target.complete(*self._shape))
 
     def _repeat(self) -> None:
         while not self._ending.is_set():
@@ -480,7 +456,7 @@ class Traffic:
     def _arrive(self, rate_per_s: float) -> None:
         at_s = time.monotonic()
         while not self._ending.wait(at_s - time.monotonic()):
-            self._threads.append(self._started(self._one))
+            self._start(self._one)
             at_s += random.expovariate(rate_per_s)
 
 
@@ -504,23 +480,20 @@ def measure_serving(
         GpuError: If a GPU cannot be read or set, or if clock locks have no effect.
     """
     with ExitStack() as stack:
-        chosen: Sequence[int | None] = (None,)
-        set_to: list[Callable[[int], None]] = []
         if settings.control != "observed":
             stack.enter_context(lease_gpus(gpus, power_limit=settings.control == "power-limit"))
-            controls = [stack.enter_context(opened_control(gpu, settings.control)) for gpu in gpus]
-            set_to = [control for _, control in controls]
-            chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
+        controls = [stack.enter_context(opened_control(gpu, settings.control)) for gpu in gpus]
+        chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
         meter = _Meter(target, gpus, stack.enter_context(Monitor(list(gpus))), settings)
         locks = LockCheck(gpus[0].text)
-        for number, setting in enumerate(chosen):
-            for set_one in set_to:
-                set_one(setting)  # type: ignore[arg-type]
+        for number, setting in enumerate(chosen, 1):
+            for _, set_one in controls:
+                set_one(setting)
             yield from meter.rows(setting)
-            if settings.control == "clock" and setting is not None:
+            if settings.control == "clock":
                 locks.add(setting, meter.achieved_mhz, ())
             if progress is not None:
-                progress(number + 1, len(chosen))
+                progress(number, len(chosen))
         locks.finish()
 
 
@@ -533,7 +506,7 @@ class _Meter:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
         self.achieved_mhz = self._idle_w = 0.0
 
-    def rows(self, setting: int | None) -> Iterator[ServedRow]:
+    def rows(self, setting: int) -> Iterator[ServedRow]:
         """Yield a row of each traffic and class."""
         shapes = sorted(set(self._settings.shapes))
         self._target.complete(*shapes[0])  # the first request of a server is slow
@@ -542,80 +515,58 @@ class _Meter:
         self._idle_w = window.average_w
         closed = list[ServedRow]()
         for concurrency in self._settings.concurrencies:
-            firsts: dict[int, ServedRow] = {}
+            measured = cache(partial(self._measure, setting, concurrency, None))
             for shape in shapes:
-                if shape.input_tokens not in firsts:
-                    first = Shape(shape.input_tokens, 1)
-                    firsts[shape.input_tokens] = self._measure(setting, first, concurrency, None)
-                row = first_row = firsts[shape.input_tokens]
-                if shape.output_tokens > 1:
-                    measured = self._measure(setting, shape, concurrency, None)
-                    row = measured.with_tokens(first_row)
-                closed.append(row)
-                yield row
+                first = measured(Shape(shape.input_tokens, 1))
+                closed.append(measured(shape).with_tokens(first))
+                yield closed[-1]
         for rate_per_s in self._settings.rates:
             for shape in shapes:
-                yield self._measure(setting, shape, None, rate_per_s).with_tokens_as(closed)
+                yield self._measure(setting, None, rate_per_s, shape).with_tokens_as(closed)
 
     def _measure(
-        self, setting: int | None, shape: Shape, concurrency: int | None, rate_per_s: float | None
+        self, setting: int, concurrency: int | None, rate_per_s: float | None, shape: Shape
     ) -> ServedRow:
-        """Measure some windows of traffic."""
+        """Measure a window of traffic."""
         traffic = Traffic(self._target, shape, concurrency, rate_per_s)
-        edges_s = list[tuple[float, float]]()
-        energy_j = error_j = 0.0
         clocks_mhz = list[int]()
         try:
             traffic.warm_up()
-            for _ in range(self._settings.windows):
-                begin_s = time.monotonic()
-                left_s = self._settings.window_s
-                with self._monitor.window() as window:
-                    while left_s > 0 or traffic.answers[-1].times_s[-1] < begin_s:
-                        traffic.wait(min(_CLOCK_EVERY_S, left_s if left_s > 0 else _CLOCK_EVERY_S))
-                        clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
-                        left_s = begin_s + self._settings.window_s - time.monotonic()
-                edges_s.append((begin_s, time.monotonic()))
-                energy_j += window.energy_j
-                # windows begin at different phases of the counters
-                error_j = math.hypot(error_j, window.error_j)
+            begin_s = time.monotonic()
+            with self._monitor.window() as window:
+                while (
+                    time.monotonic() < begin_s + self._settings.window_s
+                    or traffic.answers[-1].times_s[-1] < begin_s
+                ):
+                    traffic.wait(_CLOCK_EVERY_S)
+                    clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
+            end_s = time.monotonic()
         finally:
             answers = traffic.stop()
-        served, within = _within(answers, edges_s)
         self.achieved_mhz = fmean(clocks_mhz)
-        time_s = sum(end_s - begin_s for begin_s, end_s in edges_s)
-        ttfts_s = [answer.ttft_s for answer in within]
-        tbts_s = [answer.tbt_s for answer in within if answer.tbt_s is not None]
+        counts = [sum(begin_s <= at_s < end_s for at_s in each.times_s) for each in answers]
+        within = [answer for answer, count in zip(answers, counts, strict=True) if count]
+        served = sum(
+            count / len(answer.times_s) for answer, count in zip(answers, counts, strict=True)
+        )
+        ttfts_s = _quantiles([answer.ttft_s for answer in within])
+        tbts_s = _quantiles([answer.tbt_s for answer in within if answer.tbt_s is not None])
         return ServedRow(
-            shape=shape,
+            input=shape.input_tokens,
+            output=shape.output_tokens,
             concurrency=concurrency,
             rate_per_s=rate_per_s,
             tensor_degree=len(self._gpus),
-            setting=round(self.achieved_mhz) if setting is None else setting,
-            requests_per_s=served / time_s,
-            energy_j=energy_j / served,
-            error_j=error_j / served,
-            ttft_p50_s=_quantile(ttfts_s, 0.5),
-            ttft_p95_s=_quantile(ttfts_s, 0.95),
-            tbt_p50_s=_quantile(tbts_s, 0.5) if tbts_s else None,
-            tbt_p95_s=_quantile(tbts_s, 0.95) if tbts_s else None,
+            setting=setting or round(self.achieved_mhz),
+            tokens_per_s=served * sum(shape) / (end_s - begin_s),
+            energy_j=window.energy_j / served,
+            energy_error_j=window.error_j / served,
+            ttft_p50_s=ttfts_s[0],
+            ttft_s=ttfts_s[1],
+            tbt_p50_s=tbts_s[0],
+            tbt_s=tbts_s[1],
             idle_w=self._idle_w,
         )
-
-
-def _within(
-    answers: Sequence[Answer], edges_s: Sequence[tuple[float, float]]
-) -> tuple[float, list[Answer]]:
-    """Return how many requests were served within windows, by the shares of their events; and
-    those with an event there.
-    """
-    served, some = 0.0, []
-    for answer in answers:
-        count = sum(begin <= at < end for at in answer.times_s for begin, end in edges_s)
-        if count:
-            served += count / len(answer.times_s)
-            some.append(answer)
-    return served, some
 
 
 def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
@@ -635,47 +586,30 @@ def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
     return sorted(set(settings.settings), reverse=True)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
+def _quantiles(values: Sequence[float]) -> Any:
+    """Return the median and the 95th percentile, of those that there are."""
+    if not values:
+        return None, None
+    return np.quantile(values, (0.5, 0.95), method="inverted_cdf").tolist()
+
+
+_FIRST = ("input", "output", "tensor_degree", "setting")  # columns
 
 
 def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path) -> None:
-    """Write an inference profile as `planner inference plan` reads it; latencies are the 95th
-    percentiles.
+    """Write an inference profile as `planner inference plan` reads it.
 
     Raises:
         UsageError: If the file cannot be written.
     """
-    columns = {
-        "input": "shape.input_tokens",
-        "output": "shape.output_tokens",
-        "tensor_degree": "tensor_degree",
-        "power_limit_w" if control == "power-limit" else "clock_mhz": "setting",
-        "tokens_per_s": "tokens_per_s",
-        "energy_j": "energy_j",
-        "ttft_s": "ttft_p95_s",
-        "tbt_s": "tbt_p95_s",
-        "idle_w": "idle_w",
-        "concurrency": "concurrency",
-        "rate_per_s": "rate_per_s",
-        "input_token_j": "input_token_j",
-        "output_token_j": "output_token_j",
-        "input_token_s": "input_token_s",
-        "output_token_s": "output_token_s",
-        "energy_error_j": "error_j",
-        "ttft_p50_s": "ttft_p50_s",
-        "tbt_p50_s": "tbt_p50_s",
-    }
-    values = map(attrgetter(*columns.values()), rows)
+    names = [*dict.fromkeys((*_FIRST, *(field.name for field in fields(ServedRow))))]
+    setting = "power_limit_w" if control == "power-limit" else "clock_mhz"
     cells = (
-        [
-            "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
-            for value in row
-        ]
-        for row in values
+        [f"{value:.6g}" if isinstance(value, float) else value for value in row]
+        for row in map(attrgetter(*names), rows)
     )
-    text = f"# {origin} by planner inference profile\n{csv_text([columns, *cells])}"
-    write_file(path, text, UsageError)
+    table = csv_text([[setting if name == "setting" else name for name in names], *cells])
+    write_file(path, f"# {origin} by planner inference profile\n{table}", UsageError)
 
 
 def read_results(
@@ -697,90 +631,94 @@ def read_results(
     Raises:
         UsageError: If the file cannot be read, or is none of these.
     """
+
+    def row(load: _Load) -> ServedRow:
+        of = load.value
+        inputs, outputs = shape or (round(of("inputs", "mean")), round(of("outputs", "mean")))
+        return ServedRow(
+            input=inputs,
+            output=outputs,
+            tensor_degree=tensor_degree,
+            setting=setting,
+            concurrency=load.concurrency,
+            rate_per_s=load.rate_per_s,
+            tokens_per_s=load.requests_per_s * (inputs + outputs),
+            energy_j=None if power_w is None else power_w / load.requests_per_s,
+            ttft_p50_s=of("ttft", "p50"),
+            ttft_s=of("ttft", "p95"),
+            tbt_p50_s=of("tbt", "p50"),
+            tbt_s=of("tbt", "p95"),
+        )
+
     try:
-        content = msgspec.json.decode(path.read_bytes())
-        loads = list(_loads(content))
+        return [row(load) for load in _loads(msgspec.json.decode(path.read_bytes()))]
     except (OSError, msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path}: cannot be read as a result of genai-perf, guidellm or vllm bench serve "
             f"({error!r}); give the JSON file that one of them writes"
         ) from error
-    rows = []
-    for load in loads:
-        lengths = Shape(round(load.pop("inputs")), round(load.pop("outputs")))
-        energy_j = power_w / load["requests_per_s"] if power_w is not None else None
-        rows.append(
-            ServedRow(
-                shape or lengths,
-                tensor_degree=tensor_degree,
-                setting=setting,
-                energy_j=energy_j,
-                error_j=None,
-                idle_w=None,
-                **load,
-            )
-        )
-    return rows
 
 
-def _loads(content: Any) -> Iterator[dict[str, Any]]:
-    """Yield the fields of a row for each load."""
+class _Load(NamedTuple):
+    """A load in a file."""
+
+    concurrency: int | None
+    rate_per_s: float | None
+    requests_per_s: float
+    #: Returns "mean", "p50" or "p95" of "inputs", "outputs" (tokens), "ttft" or "tbt" (seconds).
+    value: Callable[[str, str], float]
+
+
+def _loads(content: Any) -> list[_Load]:
     if "benchmarks" in content:
-        for benchmark in content["benchmarks"]:
-            yield _guidellm(benchmark)
-    elif "request_throughput" in content and isinstance(content["request_throughput"], dict):
-        yield _genai_perf(content)
-    else:
-        yield _vllm(content)
+        return [_guidellm(benchmark) for benchmark in content["benchmarks"]]
+    is_genai_perf = isinstance(content["request_throughput"], dict)
+    return [_genai_perf(content) if is_genai_perf else _vllm(content)]
 
 
-def _vllm(content: Mapping[str, Any]) -> dict[str, Any]:
+def _vllm(content: Mapping[str, Any]) -> _Load:
     count, concurrency = content["completed"], content.get("max_concurrency")
     rate = content["request_rate"]
     is_open = concurrency is None and rate != "inf"
+    names = {"inputs": "input", "outputs": "output", "tbt": "tpot"}
 
-    def high_s(name: str) -> float:
-        key = f"p95_{name}_ms"
-        return float(content[key if key in content else f"p99_{name}_ms"]) / 1e3
+    def value(of: str, what: str) -> float:
+        name = names.get(of, of)
+        if what == "mean":
+            return float(content[f"total_{name}_tokens"] / count)
+        high = "p95" if f"p95_{name}_ms" in content else "p99"
+        return float(content[f"{'median' if what == 'p50' else high}_{name}_ms"] / 1e3)
 
-    return {
-        "concurrency": None if is_open else int(concurrency or count),
-        "rate_per_s": float(rate) if is_open else None,
-        "requests_per_s": float(content["request_throughput"]),
-        "inputs": content["total_input_tokens"] / count,
-        "outputs": content["total_output_tokens"] / count,
-        "ttft_p50_s": content["median_ttft_ms"] / 1e3,
-        "ttft_p95_s": high_s("ttft"),
-        "tbt_p50_s": content["median_tpot_ms"] / 1e3,
-        "tbt_p95_s": high_s("tpot"),
-    }
+    return _Load(
+        None if is_open else int(concurrency or count),
+        float(rate) if is_open else None,
+        float(content["request_throughput"]),
+        value,
+    )
 
 
-def _genai_perf(content: Mapping[str, Any]) -> dict[str, Any]:
+def _genai_perf(content: Mapping[str, Any]) -> _Load:
     asked = content["input_config"]
     loop = (asked.get("perf_analyzer") or {}).get("stimulus") or asked
     concurrency, rate = loop.get("concurrency"), loop.get("request_rate")
     if (concurrency is None) == (rate is None):
         raise ValueError("its input_config has no concurrency or request_rate")
-
-    def of(name: str, what: str) -> float:
-        scale = {"ms": 1e3, "us": 1e6, "ns": 1e9}.get(content[name]["unit"], 1.0)
-        return float(content[name][what]) / scale
-
-    return {
-        "concurrency": concurrency,
-        "rate_per_s": rate,
-        "requests_per_s": of("request_throughput", "avg"),
-        "inputs": of("input_sequence_length", "avg"),
-        "outputs": of("output_sequence_length", "avg"),
-        "ttft_p50_s": of("time_to_first_token", "p50"),
-        "ttft_p95_s": of("time_to_first_token", "p95"),
-        "tbt_p50_s": of("inter_token_latency", "p50"),
-        "tbt_p95_s": of("inter_token_latency", "p95"),
+    names = {
+        "inputs": "input_sequence_length",
+        "outputs": "output_sequence_length",
+        "ttft": "time_to_first_token",
+        "tbt": "inter_token_latency",
     }
 
+    def value(of: str, what: str) -> float:
+        found = content[names[of]]
+        scale = {"ms": 1e3, "us": 1e6, "ns": 1e9}.get(found["unit"], 1.0)
+        return float(found["avg" if what == "mean" else what] / scale)
 
-def _guidellm(benchmark: Mapping[str, Any]) -> dict[str, Any]:
+    return _Load(concurrency, rate, float(content["request_throughput"]["avg"]), value)
+
+
+def _guidellm(benchmark: Mapping[str, Any]) -> _Load:
     places = (benchmark.get(name) or {} for name in ("config", "args", "scheduler"))
     strategy = next(place["strategy"] for place in places if place.get("strategy"))
     kind = strategy["type_"]
@@ -788,19 +726,20 @@ def _guidellm(benchmark: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "throughput":
         concurrency = strategy.get("max_concurrency")
     metrics = benchmark["metrics"]
-
-    def of(name: str, percentile: str = "") -> float:
-        found = metrics[name]["successful"]
-        return float(found["percentiles"][percentile] if percentile else found["mean"])
-
-    return {
-        "concurrency": concurrency,
-        "rate_per_s": None if concurrency else float(strategy["rate"]),
-        "requests_per_s": of("requests_per_second"),
-        "inputs": of("prompt_token_count"),
-        "outputs": of("output_token_count"),
-        "ttft_p50_s": of("time_to_first_token_ms", "p50") / 1e3,
-        "ttft_p95_s": of("time_to_first_token_ms", "p95") / 1e3,
-        "tbt_p50_s": of("inter_token_latency_ms", "p50") / 1e3,
-        "tbt_p95_s": of("inter_token_latency_ms", "p95") / 1e3,
+    names = {
+        "inputs": "prompt_token_count",
+        "outputs": "output_token_count",
+        "ttft": "time_to_first_token_ms",
+        "tbt": "inter_token_latency_ms",
     }
+
+    def value(of: str, what: str) -> float:
+        found = metrics[names[of]]["successful"]
+        return float(found["mean"] if what == "mean" else found["percentiles"][what] / 1e3)
+
+    return _Load(
+        concurrency,
+        None if concurrency else float(strategy["rate"]),
+        float(metrics["requests_per_second"]["successful"]["mean"]),
+        value,
+    )

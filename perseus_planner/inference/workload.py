@@ -26,15 +26,27 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import ProfileError, UsageError, shown
+from perseus_planner.base.fields import rules
 from perseus_planner.base.files import sha256
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import CsvFile, CsvRow, Text
-from perseus_planner.base.units import CLOCK, COUNT, ENERGY, INDEX, LIMIT, POWER, TIME, WAIT, Rule
+from perseus_planner.base.units import (
+    CLOCK,
+    COUNT,
+    ENERGY,
+    INDEX,
+    LIMIT,
+    WAIT,
+    Count,
+    Rule,
+    Seconds,
+    Watts,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,21 +60,8 @@ _CLASS = (
     "a class of requests; write short, medium or long, or the most tokens of the class, such as 256"
 )
 _HEADER = "input,output,tensor_degree,clock_mhz,energy_j"
-_LOAD = Rule(float, False, "a load: write tokens per second above 0, such as 2000")
 _SETTINGS = {"clock_mhz": ("clock", CLOCK), "power_limit_w": ("power-limit", LIMIT)}
 _ENERGIES = {"energy_j": 1.0, "energy_wh": 3600.0}
-_TOKEN = Rule(float, True, "a cost of a token: write a number of 0 or more, or nothing")
-_OPTIONAL = {
-    "tokens_per_s": _LOAD,
-    "ttft_s": TIME,
-    "tbt_s": TIME,
-    "idle_w": POWER,
-    "concurrency": COUNT,
-    "input_token_j": _TOKEN,
-    "output_token_j": _TOKEN,
-    "input_token_s": _TOKEN,
-    "output_token_s": _TOKEN,
-}
 _ENERGY = ENERGY._replace(
     zero=False, wanted="an energy: write a number above 0, or nothing where it is too slow"
 )
@@ -99,22 +98,31 @@ class Point(NamedTuple):
     power_w: float  #: power of all its GPUs, watts
 
 
-class Cell(NamedTuple):
-    """An instance under load, as measured."""
+_Load = Annotated[
+    float, Rule(float, False, "a load: write tokens per second above 0, such as 2000")
+]
+_Cost = Annotated[
+    float, Rule(float, True, "a cost of a token: write a number of 0 or more, or nothing")
+]
 
-    tokens_per_s: float  #: input and output tokens of all requests of the instance in a second
+
+@dataclass(frozen=True)
+class Cell:
+    """An instance under load, as measured; its fields have the names of the columns."""
+
+    tokens_per_s: _Load  #: input and output tokens of all requests of the instance in a second
     #: joules of one request, all GPUs of the instance; None where the objective is violated.
     energy_j: float | None
-    ttft_s: float | None = None  #: time to the first token, seconds; None if unknown
-    tbt_s: float | None = None  #: time between tokens, seconds; None if unknown
-    idle_w: float = 0.0  #: watts of the instance without requests; 0 if unknown
+    ttft_s: Seconds | None = None  #: time to the first token, seconds; None if unknown
+    tbt_s: Seconds | None = None  #: time between tokens, seconds; None if unknown
+    idle_w: Watts = 0.0  #: watts of the instance without requests; 0 if unknown
     #: joules and seconds of the instance for an input token, and for an output token after the
     #: first; None if unknown.
-    input_token_j: float | None = None
-    output_token_j: float | None = None
-    input_token_s: float | None = None
-    output_token_s: float | None = None
-    concurrency: int | None = None  #: requests in flight of a closed loop; None for other traffic
+    input_token_j: _Cost | None = None
+    output_token_j: _Cost | None = None
+    input_token_s: _Cost | None = None
+    output_token_s: _Cost | None = None
+    concurrency: Count | None = None  #: requests in flight of a closed loop; None for other traffic
 
     def carried(self, input_tokens: float, output_tokens: float) -> Point:
         """Return what it carries of requests of so many tokens each, on average: like those that
@@ -194,7 +202,7 @@ class InferenceProfile:
     def only(self, allows: Callable[[RequestClass, Configuration], bool]) -> InferenceProfile:
         """Return the profile in which no other classes and configurations meet their objectives."""
         cells = {
-            key: cells if allows(*key) else tuple(cell._replace(energy_j=None) for cell in cells)
+            key: cells if allows(*key) else tuple(replace(cell, energy_j=None) for cell in cells)
             for key, cells in self.cells.items()
         }
         return replace(self, cells=cells)
@@ -219,7 +227,7 @@ class InferenceProfile:
             key: tuple(
                 sorted(
                     (cell for cell in counted(cells) if meets(cell, ttft_s[key[0]])),
-                    key=lambda cell: cell[0],
+                    key=lambda cell: cell.tokens_per_s,
                 )
             )
             for key, cells in self.cells.items()
@@ -260,7 +268,9 @@ def read_inference_profile(
         degree = row.read("tensor_degree", COUNT)
         configuration = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
         extra = {
-            name: row.read(name, rule) for name, rule in _OPTIONAL.items() if row.cells.get(name)
+            name: row.read(name, field.rule)
+            for name, field in rules(Cell).items()
+            if row.cells.get(name)
         }
         load = extra.pop("tokens_per_s", load_tokens_per_s)
         joules = row.read(energy, _ENERGY) * _ENERGIES[energy] if row[energy] else None

@@ -30,7 +30,7 @@ def test_pools_are_planned_on_what_was_measured():
         address = process.stdout.readline().strip()
         text = done(
             f"inference profile {address} --gpu {GPU} --class 32/4 --concurrency 2 --rate 5 "
-            "--at 1410,705 --window 0.4s --windows 1 -o inference.csv"
+            "--at 1410,705 --window 0.4s -o inference.csv"
         )
         process.terminate()
     title, _, heads, *rows = text.splitlines()

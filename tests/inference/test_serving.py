@@ -62,18 +62,20 @@ def serve(state: None) -> Iterator[Callable[..., str]]:
 
 
 def test_a_server_is_measured_at_several_clocks(serve: Callable[..., str], tmp_path: Path):
-    settings = ServingSettings((LONG, SHORT), (1, 4), (4.0,), "clock", (1410, 705), 0.4, 1)
+    settings = ServingSettings((LONG, SHORT), (1, 4), (4.0,), "clock", (1410, 705), 0.4)
     steps: list[tuple[int, int]] = []
     with open_gpu(GPU) as gpu, closing(Server(serve())) as target:
         rows = list(measure_serving(target, [gpu], settings, lambda *step: steps.append(step)))
-    assert [(row.setting, row.concurrency, row.rate_per_s, row.shape) for row in rows] == [
+    assert [
+        (row.setting, row.concurrency, row.rate_per_s, (row.input, row.output)) for row in rows
+    ] == [
         (clock, *loop, shape)
         for clock in (1410, 705)
         for loop in ((1, None), (4, None), (None, 4.0))
         for shape in (SHORT, LONG)
     ]
     assert steps == [(1, 2), (2, 2)]
-    by = {(row.setting, row.concurrency, row.shape): row for row in rows}
+    by = {(row.setting, row.concurrency, (row.input, row.output)): row for row in rows}
     fast, slow = by[1410, 1, LONG], by[705, 1, LONG]
     # The prefill is arithmetic, so half the clock makes it slower; it also needs less energy.
     assert slow.ttft_p50_s > 1.2 * fast.ttft_p50_s
@@ -86,7 +88,7 @@ def test_a_server_is_measured_at_several_clocks(serve: Callable[..., str], tmp_p
         assert first_s + after_s == pytest.approx(max(1 / row.requests_per_s, first_s))
     # In the open loop the GPU also waits.
     assert by[1410, None, LONG].energy_j > by[1410, 1, LONG].energy_j
-    assert all(row.error_j < 0.1 * row.energy_j for row in rows)
+    assert all(row.energy_error_j < 0.1 * row.energy_j for row in rows)
     with open_emulated(GPU.removeprefix("emulated:")) as after:
         assert after.clock_mhz() == 1410  # it is reset
 
@@ -230,9 +232,9 @@ def test_results_of_other_load_generators_are_rows(tmp_path: Path, result: dict[
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
     (row,) = read_results(path, 1410, 1, 300.0)
-    assert (row.shape, row.concurrency, row.rate_per_s) == (Shape(256, 100), 8, None)
+    assert (row.input, row.output, row.concurrency, row.rate_per_s) == (256, 100, 8, None)
     assert (row.energy_j, row.tokens_per_s) == (150.0, 712.0)
-    assert (row.ttft_p50_s, row.ttft_p95_s, row.tbt_p50_s, row.tbt_p95_s) == (
+    assert (row.ttft_p50_s, row.ttft_s, row.tbt_p50_s, row.tbt_s) == (
         0.09,
         0.12,
         0.02,

@@ -120,19 +120,19 @@ def measured(
     ttfts_s, tbts_s = (
         sorted(getattr(each, name) for each in requests) for name in ("ttft_s", "tbt_s")
     )
-    per_s = count / time_s
     return ServedRow(
-        shape=shape,
+        input=shape.input_tokens,
+        output=shape.output_tokens,
         concurrency=concurrency,
         rate_per_s=rate_per_s,
         tensor_degree=1,
         setting=setting,
-        requests_per_s=per_s,
+        tokens_per_s=count * sum(shape) / time_s,
         energy_j=energy_j / count,
-        error_j=0.0,
+        energy_error_j=0.0,
         ttft_p50_s=ttfts_s[count // 2],
-        ttft_p95_s=ttfts_s[int(0.95 * count)],
+        ttft_s=ttfts_s[int(0.95 * count)],
         tbt_p50_s=tbts_s[count // 2] if shape.output_tokens > 1 else None,
-        tbt_p95_s=tbts_s[int(0.95 * count)] if shape.output_tokens > 1 else None,
+        tbt_s=tbts_s[int(0.95 * count)] if shape.output_tokens > 1 else None,
         idle_w=idle_w,
     )
