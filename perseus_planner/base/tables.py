@@ -106,6 +106,17 @@ class CsvFile:
                 f"{shown(','.join(self.header))}; write {header}, separated by commas"
             )
 
+    def one_of(self, names: Iterable[str], header: str) -> str:
+        """Return the column that has one of the names; refuse a header with none or several of
+        them, where `header` is a right one.
+        """
+        columns = [name for name in self.header if name in names]
+        if len(columns) > 1:
+            both = " and ".join(map(repr, columns))
+            raise self._error(f"{self.where}: has the columns {both}; keep one of them")
+        self.need(columns or [" or ".join(names)], header)
+        return columns[0]
+
     def refuse_twice(self, columns: Iterable[str]) -> None:
         """Refuse a header that has one of the columns twice."""
         for name in columns:

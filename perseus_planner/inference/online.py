@@ -31,6 +31,7 @@ import random
 import re
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,7 +66,6 @@ _NAMES = {
     "tpot": ("vllm:request_time_per_output_token_seconds",),
 }
 """What is read -> its names, in versions of either server."""
-_HISTOGRAMS = ("ttft", "tbt", "tpot")
 _LINE = re.compile(
     r"^({})(_bucket|_sum|_count)?(?:\{{(.*)\}})? (\S+)".format(
         "|".join(name for names in _NAMES.values() for name in names)
@@ -135,29 +135,25 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
     Raises:
         UsageError: If it has not all that is needed.
     """
-    values: dict[str, float] = {}
-    buckets: dict[str, dict[float, float]] = {}
+    known: dict[str, Any] = defaultdict(float)
+    buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for name, part, labels, value in _LINE.findall(text):
         if part == "_bucket" and (bound := _BOUND.search(labels)):
-            counts = buckets.setdefault(name, {})
-            counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + float(value)
+            buckets[name][float(bound[1])] += float(value)
         else:
-            values[name + part] = values.get(name + part, 0.0) + float(value)
-    found: dict[str, float | Histogram] = {}
+            known[name + part] += float(value)
+    for name, counts in buckets.items():
+        bounds, below = zip(*sorted(counts.items()), strict=True)
+        known[name] = Histogram(bounds, below, known[f"{name}_sum"])
+    found: dict[str, Any] = {}
     for what, names in _NAMES.items():
-        if what in _HISTOGRAMS:
-            name = next((name for name in names if name in buckets), None)
-            if name is not None:
-                bounds, below = zip(*sorted(buckets[name].items()), strict=True)
-                found[what] = Histogram(bounds, below, values[f"{name}_sum"])
-        elif (name := next((name for name in names if name in values), None)) is not None:
-            found[what] = values[name]
-        if what not in found and what != "tpot":
+        found[what] = next((known[name] for name in names if name in known), None)
+        if found[what] is None and what != "tpot":
             raise UsageError(
                 f"{where}: has no {' or '.join(names)}; give the address of a server of vLLM or "
                 "SGLang (with --enable-metrics) of a version that has it"
             )
-    return ServerState(time_s, **found)  # type: ignore[arg-type]
+    return ServerState(time_s, **found)
 
 
 class MetricsReader:
@@ -243,7 +239,6 @@ class OnlineSettings(Checked):
     ttft_s: Seconds  #: most time to the first token, seconds
     tbt_s: Seconds  #: most time between tokens, seconds
     late: LateShare = 0.01  #: the share of requests that may be later, by either
-    seed: int = 0  #: of audits
 
 
 class _Iterations:
@@ -276,7 +271,7 @@ class ServerClock:
     def __init__(self, clocks_mhz: Sequence[int], settings: OnlineSettings) -> None:
         self.clocks_mhz = [mhz for mhz in clocks_mhz if mhz >= _LOWEST * clocks_mhz[0]]
         self.settings = settings
-        self._random = random.Random(settings.seed)
+        self._random = random.Random(0)  # of audits
         self._x = np.log(self.clocks_mhz[0] / np.array(self.clocks_mhz))
         self._slower, self._power = Curve(self._x, 0.3, 0.3), Curve(self._x, -1.2, 0.5)
         self._iterations = _Iterations()
@@ -398,18 +393,18 @@ class ServerClock:
 
     def _choose(self, state: ServerState) -> None:
         """Choose the clock from now on."""
-        settings, now_s = self.settings, state.time_s
+        now_s = state.time_s
         if self._iterations.windows < _FIRST or self._top_w is None:
             self._set(0, "learning")
         elif self.is_overdrawn:
             self._set(0, "paying")
         elif now_s < self._audit_until_s:
             self._set(0, "audit")
-        elif self.index and self._random.random() < self._audit_chance(now_s):
+        elif self.index and self._random.random() < _AUDITS * (now_s - self._changed_s) / _AUDIT_S:
             self._audit_until_s = now_s + _AUDIT_S
             self._set(0, "audit")
         else:
-            fits = self._fits(state, settings)
+            fits = self._fits(state)
             cost = np.where(fits, self._costs(state), np.inf)  # if none fits, the highest
             self._set(int(np.argmin(cost)), "following" if fits.any() else "full load")
         self._changed_s = now_s
@@ -423,10 +418,6 @@ class ServerClock:
     def _burst(self) -> float:
         return max(_BURST, _BURST_S * self.settings.late * float(self._rates[0]))
 
-    def _audit_chance(self, now_s: float) -> float:
-        """Return the chance that an audit begins now."""
-        return min(1.0, _AUDITS * max(0.0, now_s - self._changed_s) / _AUDIT_S)
-
     def _iteration_s(self, outputs: float, inputs: float) -> np.ndarray:
         """Return what an iteration takes at most at each clock, as far as is sure."""
         base_s, output_s, input_s = self._iterations.costs_s
@@ -435,7 +426,7 @@ class ServerClock:
         times_s: np.ndarray = slower * (base_s + outputs * output_s)
         return times_s + np.exp(self._x) * inputs * input_s
 
-    def _fits(self, state: ServerState, settings: OnlineSettings) -> np.ndarray:
+    def _fits(self, state: ServerState) -> np.ndarray:
         """Return whether each clock keeps the objectives."""
         requests, inputs, outputs = self._rates
         mean, square = self._length
@@ -455,8 +446,8 @@ class ServerClock:
             pending = there - (decoding - self._lost)
         first_s = (pending + 1) * long * input_s + 2 * iteration_s
         busy = requests * (mean * input_s + iteration_s)
-        fits: np.ndarray = between_s <= self._margins[1] * settings.tbt_s
-        fits &= first_s <= min(1.0, self._margins[0]) * settings.ttft_s
+        fits: np.ndarray = between_s <= self._margins[1] * self.settings.tbt_s
+        fits &= first_s <= min(1.0, self._margins[0]) * self.settings.ttft_s
         fits &= busy <= _BUSIEST
         return fits
 

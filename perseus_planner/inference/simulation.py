@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, starmap
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,6 +99,11 @@ class Pace(NamedTuple):
         return max(time_s, low[1]), max(energy_j, low[2])
 
 
+_LOOP = attrgetter(
+    "concurrency", "input_token_s", "input_token_j", "output_token_s", "output_token_j"
+)
+
+
 def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
     """Return what iterations take at each configuration that has closed loops with the costs of
     tokens.
@@ -105,29 +111,30 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
     paces = {}
     for at in profile.configurations:
         rows = [
-            (of, cell)
+            (of, *of_cell)
             for (of, configuration), cells in profile.cells.items()
-            for cell in cells
-            if configuration == at and cell.concurrency and cell.input_token_s is not None
+            for of_cell in map(_LOOP, cells)
+            if configuration == at and None not in of_cell
         ]
         if not rows:
             continue
         # With few prompts an iteration's own time counts as theirs: the least is that of tokens.
-        input_s = min(cell.input_token_s or 0.0 for _, cell in rows)
-        input_j = min(cell.input_token_j or 0.0 for _, cell in rows)
-        by_loop: dict[int, list[tuple[float, float, float]]] = {}
-        for of, cell in rows:
-            outputs, loop = of.output_tokens - 1, cell.concurrency or 1
+        least_s, least_j = (min(row[place] for row in rows) for place in (2, 3))
+        by_loop: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+        for of, loop, input_s, input_j, output_s, output_j in rows:
+            outputs = of.output_tokens - 1
             # One of its iterations computes its prompt, or the end of it.
             count, inputs = loop * outputs / of.output_tokens, of.input_tokens / outputs
-            time_s = (cell.output_token_s or 0.0) + inputs * ((cell.input_token_s or 0.0) - input_s)
-            joules = (cell.output_token_j or 0.0) + inputs * ((cell.input_token_j or 0.0) - input_j)
-            by_loop.setdefault(loop, []).append((count, count * time_s, count * joules))
+            time_s, joules = (
+                output_s + inputs * (input_s - least_s),
+                output_j + inputs * (input_j - least_j),
+            )
+            by_loop[loop].append((count, count * time_s, count * joules))
         decodes = sorted(
             (fmean(a), fmean(b), fmean(c))  # a row for each class
             for a, b, c in (zip(*loops, strict=True) for loops in by_loop.values())
         )
-        paces[at] = Pace(input_s, input_j, tuple(decodes), profile.idle_w(at))
+        paces[at] = Pace(least_s, least_j, tuple(decodes), profile.idle_w(at))
     return paces
 
 

@@ -124,6 +124,11 @@ class Cell:
     output_token_s: _Cost | None = None
     concurrency: Count | None = None  #: requests in flight of a closed loop; None for other traffic
 
+    def meets(self, ttft_s: float, tbt_s: float) -> bool:
+        """Return whether it meets objectives; what is unknown does."""
+        is_fast = (self.ttft_s or 0.0) <= ttft_s and (self.tbt_s or 0.0) <= tbt_s
+        return is_fast and self.energy_j is not None
+
     def carried(self, input_tokens: float, output_tokens: float) -> Point:
         """Return what it carries of requests of so many tokens each, on average: like those that
         were measured, unless the costs of tokens are known.
@@ -213,25 +218,13 @@ class InferenceProfile:
 
     @cached_property
     def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
-        def meets(cell: Cell, ttft_s: float) -> bool:
-            latencies = ((cell.ttft_s, ttft_s), (cell.tbt_s, self.objectives.tbt_s))
-            return cell.energy_j is not None and all(
-                took is None or took <= most for took, most in latencies
-            )
-
-        def counted(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
-            return tuple(cell for cell in cells if cell.concurrency is None) or cells
-
-        ttft_s = {request_class: self.ttft_s(request_class) for request_class in self.classes}
-        return {
-            key: tuple(
-                sorted(
-                    (cell for cell in counted(cells) if meets(cell, ttft_s[key[0]])),
-                    key=lambda cell: cell.tokens_per_s,
-                )
-            )
-            for key, cells in self.cells.items()
-        }
+        found = {}
+        for (of, at), cells in self.cells.items():
+            most_s = self.ttft_s(of), self.objectives.tbt_s
+            others = [cell for cell in cells if cell.concurrency is None] or cells
+            good = (cell for cell in others if cell.meets(*most_s))
+            found[of, at] = tuple(sorted(good, key=lambda cell: cell.tokens_per_s))
+        return found
 
 
 def read_inference_profile(
@@ -255,9 +248,11 @@ def read_inference_profile(
         ProfileError: If the file cannot be read, or a row is wrong.
     """
     table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
-    setting, energy = _checked_header(table)
+    table.refuse_twice(table.header)
+    table.need(("input", "output", "tensor_degree"), _HEADER)
+    setting, energy = (table.one_of(names, _HEADER) for names in (_SETTINGS, _ENERGIES))
     cells: dict[tuple[RequestClass, Configuration], dict[float, Cell]] = {}
-    rows, names = list[str](), dict[RequestClass, str]()
+    names: dict[RequestClass, str] = {}
     for row in table:
         longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
         request_class = RequestClass(*longest, f"{row['input']}/{row['output']}")
@@ -283,31 +278,18 @@ def read_inference_profile(
                 f"{load:g} tokens/s is there twice; keep one of them"
             )
         measured[load] = Cell(load, joules, **extra)
-        rows.append(",".join(row.cells.values()))
     if not cells:
         raise ProfileError(
             f"{path}: has no rows; write one for each class, tensor degree and {setting}"
         )
-    digest = sha256(",".join(table.header).encode(), *map(str.encode, rows))
     frozen = {key: tuple(by_load.values()) for key, by_load in cells.items()}
     return InferenceProfile(
-        frozen, _SETTINGS[setting][0], objectives, digest, "tokens_per_s" not in table.header
+        frozen,
+        _SETTINGS[setting][0],
+        objectives,
+        sha256(path.read_bytes()),
+        "tokens_per_s" not in table.header,
     )
-
-
-def _checked_header(table: CsvFile) -> tuple[str, str]:
-    """Return the columns of the setting and of the energy."""
-    table.refuse_twice(table.header)
-    choices, missing = list[str](), list[str]()
-    for names in (tuple(_SETTINGS), tuple(_ENERGIES)):
-        columns = [name for name in names if name in table.header]
-        if len(columns) > 1:
-            both = " and ".join(map(repr, columns))
-            raise ProfileError(f"{table.where}: has the columns {both}; keep one of them")
-        missing += [] if columns else [" or ".join(names)]
-        choices += columns
-    table.need(["input", "output", "tensor_degree", *missing], _HEADER)
-    return choices[0], choices[1]
 
 
 def _bound(row: CsvRow, column: str, bounds: Sequence[int]) -> float:
@@ -317,9 +299,9 @@ def _bound(row: CsvRow, column: str, bounds: Sequence[int]) -> float:
 
 
 _COLUMNS = (
-    ("time", "timestamp"),
-    ("input_tokens", "contexttokens"),
-    ("output_tokens", "generatedtokens"),
+    ("time", "TIMESTAMP"),
+    ("input_tokens", "ContextTokens"),
+    ("output_tokens", "GeneratedTokens"),
 )
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d+)?(?:Z|([+-]\d\d):?(\d\d))?")
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
@@ -393,21 +375,14 @@ class Trace:
             for most, tokens in zip(steps, (self.input_tokens, self.output_tokens), strict=True)
         ]
         table = np.array([[numbers.get((a, b), -1) for b in steps[1]] for a in steps[0]])
-        found = table[places[0], places[1]]
+        found: npt.NDArray[np.int64] = table[tuple(places)]
         if found.min() < 0:
             request = int(np.argmin(found))
-            missing = "/".join(
-                next(
-                    of.name.split("/")[k]
-                    for of, longest in zip(profile.classes, bounds, strict=True)
-                    if longest[k] == steps[k][places[k][request]]
-                )
-                for k in (0, 1)
-            )
+            names = ", ".join(of.name for of in profile.classes)
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
-                f"{self.output_tokens[request]} output tokens, but the profile has no class "
-                f"{missing}; measure it"
+                f"{self.output_tokens[request]} output tokens, but the profile has no such class, "
+                f"only {names}; measure it"
             )
         return found
 
@@ -473,7 +448,8 @@ def read_trace(path: Path) -> Trace:
         UsageError: If the file cannot be read, a row is wrong, or rows are out of order.
     """
     table = CsvFile(path, UsageError)
-    time, first, last = (_column_of(table, names) for names in _COLUMNS)
+    header = ",".join(names[0] for names in _COLUMNS)
+    time, first, last = (table.one_of(names, header) for names in _COLUMNS)
     times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
     for row in table:
         time_s, is_date = row.read(time, _TIME)
@@ -492,20 +468,6 @@ def read_trace(path: Path) -> Trace:
     if not times:
         raise UsageError(f"{path}: has no requests; write a row for each")
     return Trace(np.array(times) - times[0], np.array(inputs), np.array(outputs))
-
-
-def _column_of(table: CsvFile, names: Sequence[str]) -> str:
-    """Return the column of a trace that has one of the names."""
-    columns = [column for column in table.header if column.lower() in names]
-    if len(columns) != 1:
-        problem = (
-            f"columns {' and '.join(map(repr, columns))}" if columns else f"no column {names[0]!r}"
-        )
-        raise UsageError(
-            f"{table.where}: has {problem}; write the header time,input_tokens,output_tokens, or "
-            "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas"
-        )
-    return columns[0]
 
 
 def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load]:

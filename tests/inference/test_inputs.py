@@ -142,8 +142,9 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
     [
         (
             "when,input_tokens,output_tokens\n",
-            ", line 1: has no column 'time'; write the header time,input_tokens,output_tokens, or "
-            "TIMESTAMP,ContextTokens,GeneratedTokens, separated by commas",
+            ", line 1: no column 'time or TIMESTAMP' in the header "
+            "'when,input_tokens,output_tokens'; write time,input_tokens,output_tokens, separated "
+            "by commas",
         ),
         ("time,input_tokens,output_tokens\n", ": has no requests; write a row for each"),
         (
@@ -221,8 +222,8 @@ def test_a_trace_needs_a_class_of_the_profile(tmp_path: Path):
         text_file(tmp_path / "t.csv", "time,input_tokens,output_tokens\n0,10,10\n1,20,300\n")
     )
     assert refusal_of(UsageError, trace.classes, profile) == (
-        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no class "
-        "256/500; measure it"
+        "request 2 of the trace has 20 input and 300 output tokens, but the profile has no such "
+        "class, only 256/100, 1024/500; measure it"
     )
 
 
