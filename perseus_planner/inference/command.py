@@ -4,13 +4,12 @@ latency objectives.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +18,7 @@ import click
 
 from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.files import read_text
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
     BlockingPower,
@@ -88,21 +88,12 @@ _Class = Annotated[Any, Text("in/out", _read_class)]
 _Bounds = Annotated[Any, Text("tokens,tokens,…", _read_bounds)]
 
 
-def _read_key(_: click.Context, __: click.Parameter, key: str | None) -> str | None:
-    """Return the key that is given or stands in a file, or that of the environment."""
-    if key is None or not key.startswith("@"):
-        return key or os.environ.get("OPENAI_API_KEY")
-    try:
-        return Path(key[1:]).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key: cannot read {key[1:]} ({error}); name a file") from error
-
-
-_Key = Annotated[
-    str | None,
-    "Key of the server, or @FILE that has it.  [default: OPENAI_API_KEY]",
-    Option("--api-key", metavar="KEY", callback=_read_key),
+_Gpus = Annotated[
+    tuple[str, ...],
+    "GPU on which the server runs; can be repeated.",
+    Option("--gpu", metavar="GPU", required=True),
 ]
+_Policy = Literal["highest", "clock", "degree", "hierarchical", "planner"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +101,7 @@ class _Service:
     """What is served, on what, and what changes cost."""
 
     gpus: Annotated[Positive, "Number of GPUs."]
+    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")]
     ttft_s: Annotated[
         tuple[float, ...],
         Listed(units.DURATION, "time"),
@@ -151,25 +143,23 @@ class _Service:
         return ChangeCosts(times_s, self.change_power_w)
 
     def read_profile(self, path: Path) -> InferenceProfile:
-        """Return the inference profile in a file."""
+        """Return the inference profile in a file; say on stderr where a load is assumed."""
         from perseus_planner.inference.workload import Objectives, read_inference_profile
 
-        return read_inference_profile(
+        profile = read_inference_profile(
             path,
             Objectives(self.ttft_s, self.tbt_s),
             input_bounds=self.input_bounds,
             output_bounds=self.output_bounds,
             load_tokens_per_s=self.load,
         )
-
-    def warn(self, profile: InferenceProfile, path: Path) -> None:
-        """Say on stderr where a load was assumed."""
         if profile.assumed_load:
             click.echo(
                 f"planner: {path} has no column tokens_per_s; a load of {self.load:g} tokens/s is "
                 "assumed",
                 err=True,
             )
+        return profile
 
 
 @command(
@@ -179,11 +169,7 @@ class _Service:
 def profile(
     server: str,
     *,
-    gpus: Annotated[
-        tuple[str, ...],
-        "GPU on which the server runs; can be repeated.",
-        Option("--gpu", metavar="GPU", required=True),
-    ],
+    gpus: _Gpus,
     shapes: Annotated[
         tuple[_Class, ...],
         "Class of requests: input and output tokens; repeat it for several.",
@@ -214,7 +200,11 @@ def profile(
     ],
     chat: Annotated[bool, "Ask for chat completions."],
     text: Annotated[bool, "Send prompts as text, not as numbers of tokens."],
-    key: _Key,
+    key: Annotated[
+        str | None,
+        "Key of the server, or @FILE that has it.  [default: OPENAI_API_KEY]",
+        Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY"),
+    ],
     limit_s: Annotated[
         Time, "Longest time between two events of an answer.", Option("--timeout", default="10min")
     ],
@@ -234,6 +224,8 @@ def profile(
         save_served,
     )
 
+    if key is not None and key.startswith("@"):
+        key = read_text(Path(key[1:]), UsageError, "the key of the server").strip()
     chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s)
     rows: list[ServedRow] = []
     with ExitStack() as stack:
@@ -246,7 +238,7 @@ def profile(
         for row in stack.enter_context(closing(measured)):
             rows.append(row)
             save_served(rows, control, origin, output)
-    summary = {"origin": origin, "control": control, "rows": [asdict(row) for row in rows]}
+    summary = {"origin": origin, "control": control, "rows": rows}
     console.report(summary, _text(rows, control, origin), [output])
 
 
@@ -286,8 +278,7 @@ def read(
             "planner: rows without an energy count as too slow; give their power as MHZ@WATTS",
             err=True,
         )
-    summary = {"rows": [asdict(row) for row in rows]}
-    console.report(summary, _text(rows, "clock", "read from files"), [output])
+    console.report({"rows": rows}, _text(rows, "clock", "read from files"), [output])
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -327,7 +318,6 @@ def plan(
     *,
     trace: Annotated[Path | None, "CSV of requests, e.g. an Azure LLM inference trace."],
     rates: Annotated[Path | None, "CSV with the requests and tokens of each class."],
-    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
     service: _Service,
     output: Annotated[Path, output_file("the plan", ".yaml", ".yml")],
 ) -> None:
@@ -347,14 +337,13 @@ def plan(
     costs = service.costs()
     measured = service.read_profile(profile)
     if trace is not None:
-        periods = periods_of(read_trace(trace), measured, epoch_s)
+        periods = periods_of(read_trace(trace), measured, service.epoch_s)
     elif rates is not None:
-        periods = [(0.0, epoch_s, read_rates(rates, measured))]
+        periods = [(0.0, service.epoch_s, read_rates(rates, measured))]
     with console.progress("Planning"):
         inference_plan = make_plan(measured, periods, service.gpus, costs)
     save_plan(inference_plan, output)
     view = plan_view(inference_plan)
-    service.warn(measured, profile)
     console.report(view, plan_text(view), [output])
 
 
@@ -368,15 +357,12 @@ def simulate(
         "What a period is predicted from: the one before, or itself.",
         Option(default="last"),
     ],
-    epoch_s: Annotated[Time, "How long pools stay as they are.", Option(default="30min")],
-    chunk: Annotated[int, "Most input tokens of an iteration.", Option(metavar="N", default=2048)],
-    most: Annotated[
-        int, "Most requests of a server at once.", Option("--batch", metavar="N", default=256)
-    ],
+    chunk: Annotated[Positive, "Most input tokens of an iteration.", Option(default=2048)],
+    most: Annotated[Positive, "Most requests of a server at once.", Option("--batch", default=256)],
     policies: Annotated[
-        tuple[str, ...],
-        "highest, clock, degree, hierarchical or planner; can be repeated.  [default: all]",
-        Option("--policy", metavar="NAME"),
+        tuple[_Policy, ...],
+        "How configurations are chosen; can be repeated.  [default: all]",
+        Option("--policy"),
     ],
     plot: Annotated[Annotated[Path, OutputFile()] | None, "Write a figure."],
     service: _Service,
@@ -397,15 +383,12 @@ def simulate(
     if plot is not None:
         check_figure_path(plot, "--plot")
         refuse_same((profile, trace), plot, "--plot")
-    for name in policies:
-        if name not in POLICIES:
-            raise UsageError(f"--policy: {name!r} is none; give {', '.join(POLICIES)}")
     costs = service.costs()
     measured = service.read_profile(profile)
     settings = Settings(
         gpus=service.gpus,
         costs=costs,
-        epoch_s=epoch_s,
+        epoch_s=service.epoch_s,
         prediction=prediction,
         chunk_tokens=chunk,
         most_requests=most,
@@ -418,7 +401,6 @@ def simulate(
             if name in policies or name == "planner":
                 raise
             left_out.append(f"{POLICIES[name]}: {error}")
-    service.warn(measured, profile)
     result = views.simulation_view(requests, settings, replays, left_out)
     if plot is not None:
         save_figure(views.simulation_figure(result), plot)
@@ -429,11 +411,7 @@ def simulate(
 class _Kept:
     """What a server keeps, and where it runs."""
 
-    gpus: Annotated[
-        tuple[str, ...],
-        "GPU that the server runs on; repeat it for several.",
-        Option("--gpu", metavar="GPU", required=True),
-    ]
+    gpus: _Gpus
     ttft_s: Annotated[Time, "Longest time to the first token.", Option(required=True)]
     tbt_s: Annotated[Time, "Longest time between tokens.", Option(required=True)]
     late: Annotated[
@@ -446,7 +424,6 @@ class _Kept:
         from perseus_planner.inference.online import OnlineSettings, attend
 
         settings = OnlineSettings(self.ttft_s, self.tbt_s, self.late)
-        reader.read()
         result = attend(
             reader,
             gpus,

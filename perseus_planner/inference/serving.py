@@ -49,6 +49,7 @@ from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.inference.workload import Cell
+from perseus_planner.profiler.choosing import descent
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 
 if TYPE_CHECKING:
@@ -292,7 +293,6 @@ class Server:
 
 
 _CLOCK_EVERY_S = 0.05
-_SETTINGS = 6  # that are measured unless they are given
 _LOWEST = 0.4  # of the highest setting: below, requests are slow and no cheaper
 
 
@@ -573,10 +573,7 @@ def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
     """Return the settings to measure, highest first."""
     if not settings.settings:
         fitting = [candidate for candidate in possible if candidate >= _LOWEST * possible[0]]
-        steps = min(_SETTINGS, len(fitting))
-        return [
-            fitting[round(step * (len(fitting) - 1) / max(1, steps - 1))] for step in range(steps)
-        ]
+        return descent(fitting, fitting[0])
     for wanted in settings.settings:
         if wanted not in possible and settings.control == "clock":
             nearest = min(possible, key=lambda setting: abs(setting - wanted))

@@ -67,6 +67,7 @@ def test_results_of_another_program_become_a_profile():
             "--class 32 -o a.csv",
             "--class: '32' is not a class; write input/output tokens, as 256/100",
         ),
+        ("--class 32/4 --api-key @key -o a.csv", "key: no such file; check the path"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(arguments: str, problem: str):
