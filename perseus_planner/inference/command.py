@@ -283,6 +283,7 @@ def read(
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
     from perseus_planner.base.tables import Column, lay_out, table
+    from perseus_planner.profiles.csv_file import unit_of
 
     columns = lay_out(
         rows,
@@ -291,7 +292,7 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
             "load",
             lambda row: f"{row.rate_per_s:g}/s" if row.concurrency is None else row.concurrency,
         ),
-        Column("W" if control == "power-limit" else "MHz", "setting"),
+        Column(unit_of(control), "setting"),
         Column("J/request", "energy_j", ".4g"),
         Column("+- J", "energy_error_j", ".2g"),
         Column("J/input token", "input_token_j", ".4g"),

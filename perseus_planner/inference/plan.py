@@ -297,6 +297,7 @@ class _Model:
             for of, load in demand.items()
             for at in profile.configurations
         }
+        carried: dict[RequestClass, dict[int, float]] = {of: {} for of in demand}
         for (longest, at), of_longest in points.items():
             for segment in range(len(of_longest)):
                 group = _Group(self._add(integer=True), longest, at, segment, [])
@@ -305,23 +306,20 @@ class _Model:
                     if longest.covers(of) and len(served) > segment:
                         for point in served[max(0, segment - 1) : segment + 1]:
                             filled = load.peak * point.tokens_per_s / served[-1].tokens_per_s
-                            group.entries.append(_Entry(self._add(), of, point, filled))
+                            entry = _Entry(self._add(), of, point, filled)
+                            group.entries.append(entry)
+                            carried[of][entry.column] = point.tokens_per_s
                 self._add_group(group)
-        for of, load in demand.items():
-            loads = {
-                entry.column: entry.point.tokens_per_s
-                for group in self._groups
-                for entry in group.entries
-                if entry.of == of
-            }
+        for of, loads in carried.items():
             if not loads:
                 raise UsageError(
                     f"class {of.name}: no configuration meets its latency objective; measure a "
                     "higher clock or tensor degree, or loosen the objective"
                 )
             most = max(loads.values())
-            row = {column: carried / most for column, carried in loads.items()}
-            self._rows.append(({**row, self.share: -load.tokens_per_s / most}, 0.0, 0.0))
+            loads[self.share] = -demand[of].tokens_per_s
+            row = {column: load / most for column, load in loads.items()}
+            self._rows.append((row, 0.0, 0.0))
         if before is not None:
             self._add_changes(before)
 
@@ -565,8 +563,7 @@ def _epoch(
         "pools": [
             {
                 "longest": pool.longest.name,
-                "tensor_degree": pool.at.tensor_degree,
-                "setting": pool.at.setting,
+                **pool.at._asdict(),
                 "instances": pool.instances,
                 "serves": {of.name: tokens for of, tokens in pool.serves.items()},
             }

@@ -3,8 +3,8 @@ other load generators measured.
 
 Traffic is a closed loop, where so many requests are in flight at any time, or an open loop, where
 requests arrive at random at a rate (Poisson), as genai-perf, guidellm and `vllm bench serve` have
-them. It goes on from before the first window to after the last one. A `Monitor` measures the energy
-of a window; a request counts in it by the share of its events that came in it.
+them. It goes on from before the window that is measured to after it. A `Monitor` measures its energy;
+a request counts in it by the share of its events that came in it.
 
 In a closed loop, requests of one output token give the cost of an input token, and what longer
 requests need beyond that is the cost of their output tokens. An open loop also has times without
