@@ -3,8 +3,8 @@ other load generators measured.
 
 Traffic is a closed loop, where so many requests are in flight at any time, or an open loop, where
 requests arrive at random at a rate (Poisson), as genai-perf, guidellm and `vllm bench serve` have
-them. It goes on from before the window that is measured to after it. A `Monitor` measures its energy;
-a request counts in it by the share of its events that came in it.
+them. It goes on from before the window that is measured to after it. A `Monitor` measures its
+energy; a request counts in it by the share of its events that came in it.
 
 In a closed loop, requests of one output token give the cost of an input token, and what longer
 requests need beyond that is the cost of their output tokens. An open loop also has times without
@@ -55,8 +55,6 @@ from perseus_planner.profiler.control import LockCheck, common_settings, opened_
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
 
-LIMIT_S = 600.0
-"""The most seconds between two events of an answer, unless others are given."""
 _TOKENS = range(10, 1010)  # numbers of tokens that every vocabulary has
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be")
 _MOST_OFF = 0.1  # of the tokens of a request that a server may count otherwise
@@ -140,7 +138,7 @@ class Server:
         chat: bool = False,
         text: bool = False,
         key: str | None = None,
-        limit_s: float = LIMIT_S,
+        limit_s: float = 600.0,
     ) -> None:
         self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
         parts = urlsplit(self.address)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, starmap
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -516,9 +516,9 @@ class _Cluster:
             fits = of not in each.pool.serves, not each.pool.longest.covers(of)
             return wait_s > 0, *fits, wait_s
 
-        there = [instance for instance in self.instances if instance.until_s > now_s]
-        best = min(map(rank, there))
-        candidates = [instance for instance in there if rank(instance) == best]
+        ranks = [(rank(each), each) for each in self.instances if each.until_s > now_s]
+        best, _ = min(ranks, key=itemgetter(0))
+        candidates = [each for ranked, each in ranks if ranked == best]
         if self.has_times:
             self._advance(candidates, now_s)
         chosen = min(

@@ -350,11 +350,6 @@ class Trace:
     output_tokens: npt.NDArray[np.int64]  #: of each request
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """Input and output tokens of each request."""
-        return self.input_tokens + self.output_tokens
-
-    @property
     def end_s(self) -> float:
         """When the last request arrives, seconds after the first."""
         return float(self.times_s[-1])
@@ -410,14 +405,15 @@ class Trace:
         loads = {}
         for number in np.unique(classes[first:last]):
             chosen = classes[first:last] == number
-            tokens = self.tokens[first:last][chosen]
+            inputs = self.input_tokens[first:last][chosen]
+            tokens = inputs + self.output_tokens[first:last][chosen]
             busiest = np.bincount(slot[chosen], weights=tokens).max() * slots
             total = max(float(tokens.sum()), 1.0)
             load = Load(
                 len(tokens) / length_s,
                 total / length_s,
                 max(float(busiest) / total, 1.0),
-                float(self.input_tokens[first:last][chosen].sum()) / length_s,
+                float(inputs.sum()) / length_s,
             )
             loads[profile.classes[number]] = load
         return loads
@@ -478,8 +474,8 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
     """
     table = CsvFile(path, UsageError)
     wanted = ("input", "output", "requests_per_s", "tokens_per_s")
-    if sorted(table.header) != sorted(wanted):
-        raise UsageError(f"{table.where}: is not a header of rates; write {','.join(wanted)}")
+    table.refuse_twice(wanted)
+    table.need(wanted, ",".join(wanted))
     names = {request_class.name: request_class for request_class in profile.classes}
     demand: dict[RequestClass, Load] = {}
     for row in table:
