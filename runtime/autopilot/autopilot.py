@@ -147,6 +147,7 @@ _AGAIN = 4
 #: a search for the same costs waits for the next iteration; later for that share of all of them.
 #: Costs are the same if none differs by more, relative
 _REST, _SAME = 1 / 200, 0.001
+_FRESH = 2  #: how often a fresh plan is polished before it is compared with the running one
 #: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
 #: compare lower ones with; half as often later
 _CHECK = 4
@@ -518,7 +519,10 @@ class Autopilot:
         starts = [search.repaired(before, costs)]
         if solve:
             fresh = search.solve(costs, deadline_s, iteration)
-            starts += [] if fresh is None else [fresh]
+            if fresh is not None:
+                for _ in range(_FRESH):
+                    fresh, _ = self._polished([fresh], costs, deadline_s)
+                starts.append(fresh)
         best, worth_j = self._polished(starts, costs, deadline_s)
         full = search.full()
         return full if worth_j >= search.replay(full, mean)[1] else best
