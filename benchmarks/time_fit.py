@@ -1,4 +1,4 @@
-"""Fits the constants of `perseus_planner/estimate/operations.py` to measured iteration times of
+"""Fits the speeds in `perseus_planner/gpu/simulated/gpus.yaml` to measured iteration times of
 A100s, and to published throughputs of H100, B200 and GB200; needs scipy.
 
     python benchmarks/time_fit.py

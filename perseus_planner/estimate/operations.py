@@ -25,11 +25,8 @@ a tensor to sum it. Where GPUs of several nodes share a layer, they sum in each 
 between nodes; tokens go to each node of their experts once, and there to the experts. A layer takes
 the longer of its kernels and of the host that launches them.
 
-A system is GPUs, the links between them, and how fast the kernels of training run there.
-Constants of the A100 are fitted to measured iteration times of GPT models on 2 to 512 A100s
-(vTrain, MICRO 2024), those of Hopper and Blackwell to published throughputs on H100, B200 and
-GB200, by `benchmarks/time_fit.py`. Other GPUs of a generation have the same shares of their own
-peaks, which is an assumption.
+A system is GPUs, the links between them, and how fast the kernels of training run there, by
+`gpus.yaml` of `perseus_planner/gpu/simulated`, which also says what its numbers are fitted to.
 
 System files hold measured kernels, as `planner calibrate --kernels` writes them:
 
@@ -174,95 +171,37 @@ NUMBERS = tuple(each.name for each in fields(System) if each.name not in ("gpu",
 """The attributes that are numbers, as a system file has them."""
 
 
-# Measured all-reduces of 2, 4 and 8 A100 of a node, 1 MiB to 1 GiB (NCCL, vTrain), within 13 %.
-_EXCHANGE_S, _EXCHANGE_GPU_S, _LINK_SHARE, _LINK_LOST = 35.2e-6, 6.4e-6, 0.797, 0.536
-_NETWORK_SHARE = 0.72  # of the nominal bandwidth, fitted to iterations of vTrain on 64 to 512 A100
-
-# The speed of kernels by generation; `efficiency` is the share of the peak that products reach.
-_AMPERE: Mapping[str, float] = {
-    # Fitted to measured iterations (vTrain). The host's times are those of unfused kernels of 2021.
-    "efficiency": 0.88,
-    "host_forward_s": 0.71e-3,
-    "host_backward_s": 2.28e-3,
-    "host_exchange_s": 0.1e-3,
-    # FlashAttention-2's 225 TFLOPS of the A100's 312 (Dao, 2023). Its power is assumed.
-    "fused_share": 0.7,
-    "fused_activity": 0.4,
-}
-_HOPPER: Mapping[str, float] = {
-    # Fitted to published throughputs (modern_gpus.csv), with twice the speed in FP8, as the
-    # datasheet has it. Long products alone reach 0.80 (H200, NVIDIA aiconfigurator).
-    "efficiency": 0.68,
-    "fp8_speedup": 2.0,
-    "fused_share": 0.7,
-    # Attention draws 71 % of the limit (H200) at the top clock.
-    "fused_activity": 0.37,
-}
-_BLACKWELL: Mapping[str, float] = {
-    # As Hopper's; long products alone reach 0.73 (B200). FP4 by the datasheet, not measured.
-    **_HOPPER,
-    "efficiency": 0.60,
-    "fp4_speedup": 4.0,
-    # 89 % of the limit (B200) and 82 % (GB200).
-    "fused_activity": 0.46,
-}
-_KERNELS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}
-
-
 def _system(
     name: str,
     *,
-    kernels: str,
     memory_mib: float,
     link_gb_per_s: float,
+    link_share: float,
     node_gb_per_s: float,
+    network_share: float,
     overhead_w: tuple[float, float],
-    gpus_per_node: int = 8,
-    **changes: float,
+    **numbers: Any,
 ) -> System:
     """Return the system of one kind of GPU, as `gpus.yaml` says of it.
 
     Args:
         name: The GPU.
-        kernels: The generation whose speeds kernels have.
         memory_mib: Device memory that nvidia-smi reports, MiB.
         link_gb_per_s: Bandwidth of a GPU to its node, GB/s each way, by the datasheet.
+        link_share: Share of it that many GPUs reach.
         node_gb_per_s: Bandwidth of a node's network, GB/s each way, by the datasheet.
+        network_share: Share of it that is reached.
         overhead_w: The least and the most of a node's power beside its GPUs, watts.
-        gpus_per_node: As in `System`.
-        changes: Other numbers.
+        numbers: Other numbers of the system.
     """
-    numbers: dict[str, Any] = {
-        "fp8_speedup": 1.0,
-        "fp4_speedup": 1.0,
-        "host_forward_s": 0.0,
-        "host_backward_s": 0.0,
-        "host_exchange_s": 0.0,
-        "grouped_share": 0.92,
-        "dispatch_share": 0.75,
-        **_KERNELS[kernels],
-        **changes,
-    }
-    gpu, efficiency = GPUS[name], numbers.pop("efficiency")
+    gpu = CATALOG[name]
     return System(
-        gpu=CATALOG[name],
+        gpu=gpu,
         memory_bytes=memory_mib * 2**20,
-        product_flops_per_cycle=efficiency * gpu["peak_tflops"] * 1e12 / (gpu["peak_mhz"] * 1e6),
-        unaligned_share=0.254,  # fitted to measured iterations (vTrain), as are the passes
-        memory_share=0.85,  # assumed
-        passes=1.88,
-        launch_s=3e-6,
-        exchange_s=_EXCHANGE_S,
-        exchange_gpu_s=_EXCHANGE_GPU_S,
-        link_bytes_per_s=_LINK_SHARE * link_gb_per_s * 1e9,
-        link_lost=_LINK_LOST,
-        transfer_bytes_per_s=15e9,  # NCCL's send and receive on measured A100s
-        gpus_per_node=gpus_per_node,
-        node_bytes_per_s=_NETWORK_SHARE * node_gb_per_s * 1e9,
-        network_s=15e-6,
-        # Adam: four in float32 read, three written, the parameter written in bf16; gradients are
-        # made float32 first
-        optimizer_bytes=36.0,
+        product_flops_per_cycle=gpu.flops_per_cycle,
+        memory_share=gpu.memory_share,
+        link_bytes_per_s=link_share * link_gb_per_s * 1e9,
+        node_bytes_per_s=network_share * node_gb_per_s * 1e9,
         node_overhead_w=overhead_w[0],
         node_overhead_most_w=overhead_w[1],
         **numbers,

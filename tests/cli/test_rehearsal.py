@@ -58,7 +58,7 @@ def test_a_lock_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SimulatedGpu, "set_clock_mhz", lambda *_: None)
     (problem,) = rehearsed().problems
     assert problem.startswith(
-        "simulated:a100-sxm: its SM clock was locked at 705 MHz, and under load ran at 13"
+        "simulated:a100-sxm: its SM clock was locked at 705 MHz, and under load ran at 1410 MHz, "
     )
     assert (
         "so the lock has no effect; see whether Slurm (--gpu-freq), DCGM or a host sets the clock"

@@ -11,16 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.estimate.operations import Total, stage_totals
+from perseus_planner.estimate.operations import (
+    SYSTEMS,
+    Phases,
+    System,
+    Total,
+    layer_times,
+    stage_totals,
+)
 from perseus_planner.estimate.transformer import (
     CHOICES,
     PRESETS,
     Transformer,
     check_split,
+    shared_by,
     split_layers,
 )
+from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiler.simulated_pipeline import _small_gpt
 
+A100 = SYSTEMS["a100-sxm"]
 SMALL = Transformer(
     layers=4,
     hidden=32,
@@ -283,9 +293,50 @@ def test_every_word_has_its_choices():
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_simulated_pipeline_costs_what_its_model_does(stages: int):
-    model = replace(PRESETS["gpt3-2.7b"], layers=8 * stages, microbatch=4)
-    totals = stage_totals(model, (8,) * stages)
-    for cost, total in zip(_small_gpt(stages), totals, strict=True):
-        assert {kind: (each.flops, each.bytes) for kind, each in cost.items()} == {
-            kind: (each.flops, each.bytes) for kind, each in total.items()
-        }
+    model, split = pipeline_model(stages), (8,) * stages
+    phases = layer_times(model, A100).stages(split)
+    for cost, total, times in zip(
+        _small_gpt(stages), stage_totals(model, split), phases, strict=True
+    ):
+        for kind, each in cost.items():
+            moved = times[kind].memory_s * A100.memory_share * A100.gpu.bytes_per_s
+            assert each.flops == total[kind].flops
+            assert each.bytes == pytest.approx(moved, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_simulated_gpu_takes_what_its_estimate_does(name: str):
+    system = SYSTEMS[name]
+    stages = layer_times(pipeline_model(3), system).stages((8, 8, 8))
+    for costs, phases in zip(_small_gpt(3), stages, strict=True):
+        for kind, cost in costs.items():
+            # In the estimate fused attention is slow and draws little, and launches take time.
+            assert_near(system, cost, phases[kind], 0.065)
+
+
+@pytest.mark.parametrize("name", ["a100-sxm", "a40", "h100-sxm", "b200"])
+def test_a_torch_stage_on_a_simulated_gpu_takes_about_what_its_estimate_does(name: str):
+    modules = pytest.importorskip(
+        "transformer_modules", reason="torch is not installed", exc_type=ImportError
+    )
+    shape, system = replace(pipeline_model(3), layers=3, attention="flash"), SYSTEMS[name]
+    stages = layer_times(shape, system).stages((1, 1, 1))
+    for cost, phases in zip(modules.counted_costs(shape, (1, 1, 1)), stages, strict=True):
+        # The factors of products are counted too, and elementwise operations as torch runs them.
+        assert_near(system, cost.forward, phases["F"], 0.15)
+        assert_near(system, cost.backward, phases["B"], 0.15)
+
+
+def pipeline_model(stages: int) -> Transformer:
+    """Return the model whose stages are simulated."""
+    model = shared_by(PRESETS["gpt3-2.7b"], 1)  # its vocabulary padded
+    return replace(model, layers=8 * stages, microbatch=4)
+
+
+def assert_near(system: System, cost: OpCost, phases: Phases, share: float) -> None:
+    """Check times and energies from half the top clock on."""
+    simulated, estimated = system.gpu.load(cost), phases.load(system)
+    for clock_mhz in (0.5 * system.top_mhz, 0.75 * system.top_mhz, system.top_mhz):
+        assert simulated.time_s(clock_mhz) == pytest.approx(estimated.time_s(clock_mhz), rel=share)
+        energy_j = estimated.energy_j(clock_mhz)
+        assert simulated.energy_j(clock_mhz) == pytest.approx(energy_j, rel=share)

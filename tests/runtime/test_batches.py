@@ -65,7 +65,7 @@ PROFILE = profile_of(2)
 SCHEDULE = schedules.one_f_one_b(2, MICROBATCHES)
 SETTINGS = AutopilotSettings(learn=False)
 UNEQUAL = [[1.0] * MICROBATCHES, [2.0] * MICROBATCHES]  #: work of two pipelines
-SCALE = 2.0  #: of computations of which the energy is told
+SCALE = 3.0  #: of computations of which the energy is told
 KNOWN = 20  #: iterations after which clocks follow
 
 

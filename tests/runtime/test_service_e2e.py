@@ -334,7 +334,7 @@ def test_a_power_limit_that_a_site_sets_has_the_job_planned_again_within_it(
             for rows in frontier.profile.measurements.values()
             for row in rows
         ]
-        limit_w = float(int(0.8 * max(powers_w)))
+        limit_w = float(int(0.6 * max(powers_w)))
         with open_gpu(f"emulated:{GPU.replace('?', '/3?')}") as gpu:
             gpu.set_power_limit_w(limit_w)
             limited = within_power_limit(frontier.profile, limit_w)

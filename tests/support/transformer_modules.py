@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from perseus_planner.engines.microbatch import StageOpCost, stage_op_cost
 from perseus_planner.estimate.transformer import Transformer
 
 _OPTIONS: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}  # shapes without numbers
@@ -130,13 +131,27 @@ def counted_flops(shape: Transformer, split: tuple[int, ...]) -> list[dict[str, 
     return stages
 
 
-def _counted(stage: Stage) -> tuple[int, int]:
-    """Return the FLOPs of a forward and of its backward for all gradients."""
+def counted_costs(shape: Transformer, split: tuple[int, ...]) -> list[StageOpCost]:
+    """Return what the planner counts of each stage of `split`."""
+    costs = []
+    for number, layers in enumerate(split):
+        first, last = number == 0, number == len(split) - 1
+        stage = Stage(shape, layers, first=first, last=last)
+        loss = torch.sum if last else None  # of what is the loss already
+        costs.append(stage_op_cost(stage, _given(stage), loss, first=first))
+    return costs
+
+
+def _given(stage: Stage) -> Any:
     size = (stage.shape.microbatch, stage.shape.sequence)
     if stage.embedding is not None:
-        given = torch.zeros(size, device="meta", dtype=torch.long)
-    else:
-        given = torch.zeros((*size, stage.shape.hidden), requires_grad=True, **_OPTIONS)
+        return torch.zeros(size, device="meta", dtype=torch.long)
+    return torch.zeros((*size, stage.shape.hidden), requires_grad=True, **_OPTIONS)
+
+
+def _counted(stage: Stage) -> tuple[int, int]:
+    """Return the FLOPs of a forward and of its backward for all gradients."""
+    given = _given(stage)
     # torch's checkpoints end when the last tensor that is needed is there; Megatron's compute all
     # of the layer.
     with FlopCounterMode(display=False) as forward, set_checkpoint_early_stop(False):

@@ -76,7 +76,7 @@ Replayed from a measured profile; blocking power 100 W.
 Baseline of every saving: all clocks at maximum, 14.25 s and 6900 J per iteration.
 
  time s  x baseline  bound J  saved J  saved %
-14.2500      1.0000  6450.00   450.00     6.52    fastest; no slower than full clocks
+14.2500      1.0000  6450.00   450.00     6.52    fastest; time of full clocks
 14.3925      1.0100  6432.90   467.10     6.77
 14.5350      1.0200  6415.80   484.20     7.02
 14.9625      1.0500  6364.50   535.50     7.76
@@ -228,7 +228,7 @@ def test_a_straggler_makes_both_wait(plan: Plan):
 def test_points_that_coincide_share_a_row():
     marks = [point.mark for point in summarize_frontier(solved(CURVES)).points if point.mark]
     assert marks == [
-        "fastest; no slower than full clocks",
+        "fastest; time of full clocks",
         "least energy",
     ]
     assert len(summarize_frontier(solved(SINGLE)).points) == 1

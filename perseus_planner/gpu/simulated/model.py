@@ -119,8 +119,9 @@ class GpuModel:
     idle_power_w: float  #: Power of an idle GPU
     static_power_w: float  #: Power of a busy GPU at any clock, at `REFERENCE_C`
     blocking_power_w: float  #: Power at the top clock while waiting for a neighbour's message
-    flops_per_cycle: float  #: FLOPs that training kernels reach, over all SMs
-    bytes_per_s: float  #: Bandwidth of the device memory
+    flops_per_cycle: float  #: bf16 FLOPs that long matrix products reach, over all SMs
+    bytes_per_s: float  #: Bandwidth of the device memory, by the datasheet
+    memory_share: float  #: Share of it that kernels reach
     arithmetic_w_per_mhz: float  #: The `a` of the formula
     memory_w_per_mhz: float  #: The `m` of the formula
     ridge_mhz: float  #: Clock up to which the voltage is constant
@@ -147,7 +148,7 @@ class GpuModel:
         """
         top_mhz = self.memory_clocks_mhz[0]
         return self._load(
-            work.bytes / self.bytes_per_s * top_mhz / (memory_mhz or top_mhz),
+            work.bytes / (self.memory_share * self.bytes_per_s) * top_mhz / (memory_mhz or top_mhz),
             work.flops / self.flops_per_cycle / 1e6,
             self.arithmetic_w_per_mhz,
             self.memory_w_per_mhz,
@@ -217,15 +218,12 @@ REFERENCE_C = 60.0
 
 # Assumptions for all GPUs, unless their entry in `gpus.yaml` says otherwise:
 #
-# - Training kernels reach 62 % of the peak (Narayanan et al., SC'21, report 52 % over whole
-#   iterations with bubbles).
 # - The voltage ridge is at 77 % of the top clock, and power rises about four times as steeply above
 #   it: the curve that Kernel Tuner measured on an RTX A4000 (its test data, synthetic FP32).
 # - Above the static power, memory-bound phases draw half of what arithmetic draws.
 # - At the default power limit the core gets 45 K warmer than the air, half of it within 25 s. Each
 #   kelvin adds 0.5 % to the static power.
 
-_EFFICIENCY = 0.62
 _RIDGE = 0.77
 _SLOPE = 1.06  # of the voltage, over the whole range of clocks
 _MEMORY_ACTIVITY = 0.5
@@ -238,6 +236,8 @@ def _model(
     peak_tflops: float,
     peak_mhz: float,
     bytes_per_s: float,
+    efficiency: float,
+    memory_share: float,
     power_limits_w: tuple[float, float],
     idle_power_w: float,
     static_power_w: float | None = None,
@@ -261,8 +261,9 @@ def _model(
         idle_power_w=float(idle_power_w),
         static_power_w=static_w,
         blocking_power_w=85 / 50 * idle_power_w if blocking_power_w is None else blocking_power_w,
-        flops_per_cycle=_EFFICIENCY * peak_tflops * 1e12 / (peak_mhz * 1e6),
+        flops_per_cycle=efficiency * peak_tflops * 1e12 / (peak_mhz * 1e6),
         bytes_per_s=bytes_per_s,
+        memory_share=memory_share,
         arithmetic_w_per_mhz=w_per_mhz,
         memory_w_per_mhz=_MEMORY_ACTIVITY * w_per_mhz,
         ridge_mhz=_RIDGE * top_mhz,
@@ -276,10 +277,21 @@ def _model(
     )
 
 
-GPUS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    yaml.load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"), LOADER)
+_SPEEDS, _ROWS = yaml.load_all(
+    Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"), LOADER
 )
-"""What `gpus.yaml` says of each GPU, by name."""
+
+
+def _with_speed(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    every, generation = _SPEEDS["every"], _SPEEDS[row["generation"]]
+    system = {**every["system"], **generation["system"], **row["system"]}
+    return {**every, **generation, **row, "system": system}
+
+
+GPUS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {name: _with_speed(row) for name, row in _ROWS.items()}
+)
+"""What `gpus.yaml` says of each GPU and its generation, by name of the GPU."""
 
 CATALOG: Mapping[str, GpuModel] = MappingProxyType(
     {name: _model(name, **row) for name, row in GPUS.items()}
