@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     """What came of a request; times in seconds of the monotonic clock."""
 
     begin_s: float  #: when it was sent
-    times_s: tuple[float, ...]  #: when each event with text came
+    times_s: tuple[float, ...]  #: when each event with text came, and the end
     input_tokens: int  #: as the server counts them
     output_tokens: int  #: likewise
 
@@ -190,7 +190,7 @@ class Server:
             "ignore_eos": True,
         }
         path = "/chat/completions" if self._chat else "/completions"
-        times_s, usage, finish = list[float](), None, "no reason given"
+        times_s, end_s, usage, finish = list[float](), 0.0, None, "no reason given"
         encoded, begin_s = msgspec.json.encode(body), time.monotonic()
         with self._answered("POST", path, encoded) as response:
             for now_s, event in self._events(response):
@@ -199,7 +199,8 @@ class Server:
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
-                    finish = choice.finish_reason or finish
+                    if choice.finish_reason:
+                        finish, end_s = choice.finish_reason, now_s
                 usage = event.usage or usage
         if usage is None and len(times_s) == output_tokens:
             usage = _Usage(input_tokens, output_tokens)
@@ -208,7 +209,7 @@ class Server:
                 f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how many "
                 "tokens they have (stream_options.include_usage)"
             )
-        if not times_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
+        if not (times_s or end_s) or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
             raise UsageError(
                 f"{self.address}: the server ended a request after {usage.completion_tokens} of "
                 f"{output_tokens} tokens, {len(times_s)} events of which had text ({finish}); let "
@@ -219,6 +220,8 @@ class Server:
                 f"{self.address}: counts {usage.prompt_tokens} tokens in a prompt of "
                 f"{input_tokens}; send numbers of tokens, or another class"
             )
+        if end_s > max(times_s, default=0.0):  # the last tokens had no text, as half a character
+            times_s.append(end_s)
         return Answer(begin_s, tuple(times_s), usage.prompt_tokens, usage.completion_tokens)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[float, _Event]]:

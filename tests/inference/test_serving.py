@@ -118,6 +118,19 @@ def test_tokens_are_those_that_the_server_counts(
         assert 0 < first.tbt_s < first.ttft_s
 
 
+def test_tokens_without_text_end_when_the_answer_does(serve: Callable[..., str]):
+    for kind in ({}, {"chat": True}):
+        with closing(Server(serve("texts=0"), **kind)) as server:
+            answer = server.complete(64, 1)
+        assert (answer.output_tokens, len(answer.times_s)) == (1, 1)
+        assert answer.ttft_s > 0.015
+        with closing(Server(serve("texts=2"), **kind)) as server:
+            answer = server.complete(64, 8)
+        assert len(answer.times_s) == 3
+        # 64 input tokens take 24 ms, and each iteration after that 2 ms
+        assert answer.times_s[-1] - answer.begin_s > 0.034
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
