@@ -199,17 +199,16 @@ class Server:
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
-                    if choice.finish_reason:
-                        finish, end_s = choice.finish_reason, now_s
+                    finish, end_s = choice.finish_reason or finish, now_s
                 usage = event.usage or usage
-        if usage is None and len(times_s) == output_tokens:
-            usage = _Usage(input_tokens, output_tokens)
         if usage is None:
-            raise self._problem(
-                f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how many "
-                "tokens they have (stream_options.include_usage)"
-            )
-        if not (times_s or end_s) or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
+            if len(times_s) != output_tokens:
+                raise self._problem(
+                    f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how "
+                    "many tokens they have (stream_options.include_usage)"
+                )
+            usage = _Usage(input_tokens, output_tokens)
+        if not end_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
             raise UsageError(
                 f"{self.address}: the server ended a request after {usage.completion_tokens} of "
                 f"{output_tokens} tokens, {len(times_s)} events of which had text ({finish}); let "
@@ -220,7 +219,7 @@ class Server:
                 f"{self.address}: counts {usage.prompt_tokens} tokens in a prompt of "
                 f"{input_tokens}; send numbers of tokens, or another class"
             )
-        if end_s > max(times_s, default=0.0):  # the last tokens had no text, as half a character
+        if end_s not in times_s:  # the last tokens had no text, as half a character
             times_s.append(end_s)
         return Answer(begin_s, tuple(times_s), usage.prompt_tokens, usage.completion_tokens)
 
