@@ -29,14 +29,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import numpy as np
@@ -115,6 +115,21 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+def split_address(address: str, *schemes: str) -> SplitResult:
+    """Return the parts of the address of a server.
+
+    Raises:
+        UsageError: If this is no address.
+    """
+    with suppress(ValueError):  # its port is no number
+        parts = urlsplit(address)
+        if parts.scheme in schemes and parts.hostname and parts.port != 0:
+            return parts
+    raise UsageError(
+        f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000"
+    )
+
+
 class Server:
     """A server at an address such as "http://127.0.0.1:8000/v1"; connections are kept alive.
 
@@ -141,12 +156,7 @@ class Server:
         limit_s: float = 600.0,
     ) -> None:
         self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
-        parts = urlsplit(self.address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000/v1"
-            )
-        self._parts, self._limit_s = parts, limit_s
+        self._parts, self._limit_s = split_address(self.address, "http", "https"), limit_s
         self._chat, self._text = chat, text or chat
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -268,8 +278,7 @@ class Server:
             except IndexError:
                 secure = self._parts.scheme == "https"
                 kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-                host, port = self._parts.hostname or "", self._parts.port
-                connection, is_new = kind(host, port, timeout=self._limit_s), True
+                connection, is_new = kind(self._parts.netloc, timeout=self._limit_s), True
             try:
                 connection.request(method, path, body, self._headers)
                 return connection, connection.getresponse()
