@@ -463,7 +463,7 @@ def attach(server: str, *, kept: _Kept) -> None:
     """
     from perseus_planner.inference.online import MetricsReader
 
-    with kept.opened(server) as gpus, closing(MetricsReader(server, _ANSWER_S)) as reader:
+    with closing(MetricsReader(server, _ANSWER_S)) as reader, kept.opened(server) as gpus:
         try:
             reader.read()
         except (OSError, HTTPException) as error:

@@ -45,6 +45,7 @@ from perseus_planner.base.errors import GpuNotSupported, UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import Rule, Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.inference.serving import split_address
 from perseus_planner.profiler.control import common_settings
 from perseus_planner.runtime.autopilot.one_clock import Curve
 
@@ -169,13 +170,9 @@ class MetricsReader:
 
     def __init__(self, address: str, limit_s: float) -> None:
         base = address.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
-        self.where, parts = f"{base}/metrics", urlsplit(base)
-        if parts.scheme != "http" or not parts.hostname:
-            raise UsageError(
-                f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000"
-            )
+        self.where, parts = f"{base}/metrics", split_address(base, "http")
         self._path = f"{parts.path}/metrics"
-        self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=limit_s)
+        self._http = http.client.HTTPConnection(parts.netloc, timeout=limit_s)
 
     def close(self) -> None:
         """Close the connection."""

@@ -29,14 +29,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     """What came of a request; times in seconds of the monotonic clock."""
 
     begin_s: float  #: when it was sent
-    times_s: tuple[float, ...]  #: when each event with text came
+    times_s: tuple[float, ...]  #: when each event with text came, and the end
     input_tokens: int  #: as the server counts them
     output_tokens: int  #: likewise
 
@@ -115,6 +115,21 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+def split_address(address: str, *schemes: str) -> SplitResult:
+    """Return the parts of the address of a server.
+
+    Raises:
+        UsageError: If this is no address.
+    """
+    with suppress(ValueError):  # its port is no number
+        parts = urlsplit(address)
+        if parts.scheme in schemes and parts.hostname and parts.port != 0:
+            return parts
+    raise UsageError(
+        f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000"
+    )
+
+
 class Server:
     """A server at an address such as "http://127.0.0.1:8000/v1"; connections are kept alive.
 
@@ -141,12 +156,7 @@ class Server:
         limit_s: float = 600.0,
     ) -> None:
         self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
-        parts = urlsplit(self.address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000/v1"
-            )
-        self._parts, self._limit_s = parts, limit_s
+        self._parts, self._limit_s = split_address(self.address, "http", "https"), limit_s
         self._chat, self._text = chat, text or chat
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -190,7 +200,7 @@ class Server:
             "ignore_eos": True,
         }
         path = "/chat/completions" if self._chat else "/completions"
-        times_s, usage, finish = list[float](), None, "no reason given"
+        times_s, end_s, usage, finish = list[float](), 0.0, None, "no reason given"
         encoded, begin_s = msgspec.json.encode(body), time.monotonic()
         with self._answered("POST", path, encoded) as response:
             for now_s, event in self._events(response):
@@ -199,16 +209,16 @@ class Server:
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
-                    finish = choice.finish_reason or finish
+                    finish, end_s = choice.finish_reason or finish, now_s
                 usage = event.usage or usage
-        if usage is None and len(times_s) == output_tokens:
-            usage = _Usage(input_tokens, output_tokens)
         if usage is None:
-            raise self._problem(
-                f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how many "
-                "tokens they have (stream_options.include_usage)"
-            )
-        if not times_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
+            if len(times_s) != output_tokens:
+                raise self._problem(
+                    f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how "
+                    "many tokens they have (stream_options.include_usage)"
+                )
+            usage = _Usage(input_tokens, output_tokens)
+        if not end_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
             raise UsageError(
                 f"{self.address}: the server ended a request after {usage.completion_tokens} of "
                 f"{output_tokens} tokens, {len(times_s)} events of which had text ({finish}); let "
@@ -219,6 +229,8 @@ class Server:
                 f"{self.address}: counts {usage.prompt_tokens} tokens in a prompt of "
                 f"{input_tokens}; send numbers of tokens, or another class"
             )
+        if end_s not in times_s:  # the last tokens had no text, as half a character
+            times_s.append(end_s)
         return Answer(begin_s, tuple(times_s), usage.prompt_tokens, usage.completion_tokens)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[float, _Event]]:
@@ -266,8 +278,7 @@ class Server:
             except IndexError:
                 secure = self._parts.scheme == "https"
                 kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-                host, port = self._parts.hostname or "", self._parts.port
-                connection, is_new = kind(host, port, timeout=self._limit_s), True
+                connection, is_new = kind(self._parts.netloc, timeout=self._limit_s), True
             try:
                 connection.request(method, path, body, self._headers)
                 return connection, connection.getresponse()

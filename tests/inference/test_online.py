@@ -271,6 +271,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_set(
         (other, "has no vllm:num_requests_running or sglang:num_running_reqs; give the address of"),
         (without, "answers 404; start the server with its metrics (vLLM has them, SGLang with"),
         ("http://127.0.0.1:9", "does not answer (ConnectionRefusedError"),
+        ("http://127.0.0.1:99999", "'http://127.0.0.1:99999' is no address of a server; write"),
     ):
         status, _, text = refusal(f"inference attach {address} {kept}")
         assert status == 2

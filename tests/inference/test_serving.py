@@ -118,6 +118,19 @@ def test_tokens_are_those_that_the_server_counts(
         assert 0 < first.tbt_s < first.ttft_s
 
 
+def test_tokens_without_text_end_when_the_answer_does(serve: Callable[..., str]):
+    for kind in ({}, {"chat": True}):
+        with closing(Server(serve("texts=0"), **kind)) as server:
+            answer = server.complete(64, 1)
+        assert (answer.output_tokens, len(answer.times_s)) == (1, 1)
+        assert answer.ttft_s > 0.015
+        with closing(Server(serve("texts=2"), **kind)) as server:
+            answer = server.complete(64, 8)
+        assert len(answer.times_s) == 3
+        # 64 input tokens take 24 ms, and each iteration after that 2 ms
+        assert answer.times_s[-1] - answer.begin_s > 0.034
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -153,8 +166,9 @@ def test_a_server_that_cannot_be_measured_is_refused(serve: Callable[..., str]):
         UsageError, match=r"does not answer as OpenAI's API does \(.*\); start the server, and give"
     ):
         Server("http://127.0.0.1:9")
-    with pytest.raises(UsageError, match=r"^'serving:f' is no address of a server; write one such"):
-        Server("serving:f")
+    for wrong in ("serving:f", "http://localhost:80x", "http://localhost:99999", "http://[::1"):
+        with pytest.raises(UsageError, match=r" is no address of a server; write one such as http"):
+            Server(wrong)
 
 
 def answering(*parts: bytes, ends: bool) -> str:

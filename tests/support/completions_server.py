@@ -10,6 +10,7 @@ follow https://platform.openai.com/docs/api-reference; `/metrics` has the names 
 
     burst=3      several tokens an event, as with speculative decoding
     empty=1      an event without text before the first token
+    texts=2      only so many events have text; says at the end why it ends
     usage=0      never says how many tokens there were
     early=2      ends each answer after so many tokens
     metrics=no   none; metrics=other: of another program
@@ -206,8 +207,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if "empty" in self.options:
             self._choice(chat, "")
+        texts = int(self.options.get("texts", most))
         while new := sequence.events.get():
-            self._choice(chat, " word" * new)
+            self._choice(chat, " word" * new if texts > 0 else "")
+            texts -= 1
+        if "texts" in self.options:
+            self._choice(chat, "", "length")
         if (
             asked.get("stream_options", {}).get("include_usage")
             and self.options.get("usage") != "0"
@@ -220,9 +225,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Stay silent."""
 
-    def _choice(self, chat: bool, text: str) -> None:
+    def _choice(self, chat: bool, text: str, finish: str | None = None) -> None:
         said = {"delta": {"content": text}} if chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": None}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
         self._event(json.dumps({"model": "tiny", "choices": [choice], "usage": None}))
 
     def _event(self, data: str) -> None:
