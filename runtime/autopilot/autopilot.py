@@ -520,8 +520,10 @@ class Autopilot:
         if solve:
             fresh = search.solve(costs, deadline_s, iteration)
             if fresh is not None:
-                for _ in range(_FRESH):
-                    fresh, _ = self._polished([fresh], costs, deadline_s)
+                for again in range(_FRESH):
+                    fresh, _, _ = search.polish(
+                        fresh, costs, deadline_s, _FRESH * iteration + again
+                    )
                 starts.append(fresh)
         best, worth_j = self._polished(starts, costs, deadline_s)
         full = search.full()
