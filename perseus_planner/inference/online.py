@@ -331,6 +331,7 @@ class ServerClock:
         else:
             tpot = state.tpot.since(before.tpot)
             ended, slow = tpot.seen, tpot.above(self.settings.tbt_s)
+            self._lost = max(self._lost, state.ttft.seen - state.tpot.seen - state.running)
         late = np.array((ttft.above(self.settings.ttft_s), slow))
         self.late += late[0]
         self.ended += ended
@@ -438,9 +439,7 @@ class ServerClock:
         # What has no token yet and one prompt more, in an iteration of the batch each time.
         pending = state.waiting
         if state.tpot is not None:
-            decoding = state.ttft.seen - state.tpot.seen
-            self._lost = max(self._lost, decoding - state.running)
-            pending = there - (decoding - self._lost)
+            pending = there - (state.ttft.seen - state.tpot.seen - self._lost)
         first_s = (pending + 1) * long * input_s + 2 * iteration_s
         busy = requests * (mean * input_s + iteration_s)
         fits: np.ndarray = between_s <= self._margins[1] * self.settings.tbt_s

@@ -98,6 +98,7 @@ def test_less_energy_is_needed_and_no_more_is_late_than_agreed(kind: str):
     assert full.late <= SETTINGS[kind].late
     assert kept.energy_j < (0.65 if kind == "idle" else 0.9) * full.energy_j
     assert chooser.late <= SETTINGS[kind].late * chooser.requests + 5
+    assert chooser.slow <= SETTINGS[kind].late * chooser.ended + 5
 
 
 def busy_state(time_s: float, waiting: float = 0.0) -> ServerState:
