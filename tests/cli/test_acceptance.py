@@ -29,6 +29,7 @@ from perseus_planner.acceptance.steps import (
     _trainings,
     alike,
     mark_error_s,
+    throughput_problem,
 )
 from perseus_planner.base.checks import CheckResult, run_check
 from perseus_planner.base.errors import GpuError, RankError
@@ -229,3 +230,13 @@ def test_pipelines_fill_the_ranks():
 )
 def test_options_that_do_not_fit_are_refused(command: str, message: str):
     assert refused(f"doctor {command}").startswith(message)
+
+
+def test_throughput_is_compared_where_equal_trainings_are_equally_fast():
+    # Of an H200 in a virtual machine whose processors other machines used too.
+    unsteady, planned = (0.298, 0.300, 0.338), (0.358, 0.326, 0.354)
+    assert "0.338 s without the runtime" in throughput_problem(unsteady, planned)
+    assert throughput_problem(unsteady, (0.301, 0.299, 0.340)) == ""
+    for plain, slower in (((0.298, 0.300, 0.299), planned), (unsteady, (0.35, 0.36, 0.37))):
+        with pytest.raises(RankError, match="more than 2%"):
+            throughput_problem(plain, slower)
