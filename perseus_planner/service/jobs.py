@@ -738,19 +738,17 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
     was, now = before.decision.stragglers, after.decision.stragglers
     slow: dict[tuple[str, str], list[int]] = {}
-    for pipeline, key in now.items():
-        old = was.get(pipeline)
-        if old != key and (old is None or _slow(before, old) != _slow(after, key)):
-            slow.setdefault(_slow(after, key), []).append(pipeline)
+    for pipeline in [number for number, key in now.items() if was.get(number) != key]:
+        what, old = _slow(after, now[pipeline]), was.get(pipeline)
+        if old is None or _slow(before, old) != what:
+            slow.setdefault(what, []).append(pipeline)
     changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
-    recovered = [pipeline for pipeline in was if pipeline not in now]
+    recovered = sorted(was.keys() - now.keys())
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
     moved: dict[float, list[int]] = {}
     if before.decision.asked != after.decision.asked:
-        old_s, new_s = (
-            [target.time_s for target in state.decision.each] for state in (before, after)
-        )
+        old_s, new_s = ([*_times_s(state.decision)] for state in (before, after))
         for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
             if pipeline not in now:
                 moved.setdefault(new_s[pipeline], []).append(pipeline)
@@ -760,6 +758,11 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
         )
         changes.append(f"{whom} moved to {_time(time_s)}")
     return [", ".join(changes)] if changes else []
+
+
+def _times_s(decision: Decision) -> Iterable[float]:
+    times_s = [target.time_s for target in decision.targets]
+    return map(times_s.__getitem__, decision.of_pipeline)
 
 
 def _slow(state: JobState, key: str) -> tuple[str, str]:

@@ -50,6 +50,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
@@ -300,7 +301,8 @@ def decide(
     stragglers, expire_s = dict[int, str](), list[float]()
     for pipeline, members in reported:
         if (place := pipeline.worst) is not None:
-            stragglers |= {number: reports[place].key for number, reports in members.items()}
+            keys = map(attrgetter("key"), map(itemgetter(place), members.values()))
+            stragglers |= zip(members, keys, strict=True)
             if pipeline.takes_s == time_s:
                 expire_s += [reports[place].expires_s for reports in members.values()]
     times_s = [
@@ -334,8 +336,9 @@ def decide(
         ]
         of_pipeline = list(map(of_calm.__getitem__, earlier))
         for pipeline, members in reported:
+            of_members = [place_of.get((pipeline, index), 0) for index in range(len(of_calm))]
             for number in members:
-                of_pipeline[number] = place_of[pipeline, earlier[number]]
+                of_pipeline[number] = of_members[earlier[number]]
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
     if before is not None and has_moved and (stragglers or before.stragglers):
