@@ -1,4 +1,4 @@
-"""Draws savings.svg: savings over the iteration time, from the latest planning benchmark.
+"""Draws savings.svg: savings over the iteration time, from the latest runs of numbers 3 and 8.
 
 python docs/figures/savings.py
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RESULT = HERE.parents[1] / "benchmarks" / "results" / "planning_amd-epyc_2026-11-21.json"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+FILES = ("plans_intel-xeon_2026-11-27.json", "switches_intel-xeon_2026-11-27.json")
 PROFILES = ("GPT-3 175B, A100 SXM", "Bloom 176B, A40")
 MICROBATCHES, BUDGET = 96, "8"
 
@@ -42,7 +43,8 @@ def lines() -> list[Line]:
     """Return lines for each profile: plans with any number of clock changes, and with at most 8."""
     sections = {
         section["number"]: section["tables"][0]["rows"]
-        for section in json.loads(RESULT.read_text())["sections"]
+        for file in FILES
+        for section in json.loads((RESULTS / file).read_text())["sections"]
     }
     within = [row for row in sections[8] if row["budget"] == BUDGET]
     found = []
