@@ -64,9 +64,7 @@ class StageBuilder:
         """
         name, colon, attribute = text.partition(":")
         if not (name and colon and attribute):
-            raise UsageError(
-                f"stage {text!r} does not name a function; write package.module:build_stage"
-            )
+            raise UsageError(f"{text!r} does not name a function; write package.module:function")
         folders = [str(path) for path in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
         sys.path[:0] = [path for path in folders if path not in sys.path]
         try:
@@ -74,20 +72,21 @@ class StageBuilder:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise UsageError(
-                    f"stage {text!r}: there is no module {error.name!r} in {', in '.join(folders)} "
-                    "or on sys.path"
+                    f"function {text!r}: there is no module {error.name!r} in "
+                    f"{', in '.join(folders)} or on sys.path"
                 ) from None
             raise UsageError(
-                f"stage {text!r}: importing {name} failed: {_reason(error)}"
+                f"function {text!r}: importing {name} failed: {_reason(error)}"
             ) from error
         except Exception as error:  # the user's code may raise anything
             raise UsageError(
-                f"stage {text!r}: importing {name} failed: {_reason(error)}"
+                f"function {text!r}: importing {name} failed: {_reason(error)}"
             ) from error
         function = getattr(module, attribute, None)
         if not callable(function):
             raise UsageError(
-                f"stage {text!r}: {name} has no function {attribute!r}; define it, or name another"
+                f"function {text!r}: {name} has no function {attribute!r}; define it, or name "
+                "another"
             )
         of_modes = None if modes is None else cls.load(modes, folder).function
         return cls(text, function, of_modes)

@@ -123,10 +123,11 @@ def split_address(address: str, *schemes: str) -> SplitResult:
     """
     with suppress(ValueError):  # its port is no number
         parts = urlsplit(address)
-        if parts.scheme in schemes and parts.hostname and parts.port != 0:
+        if parts.scheme in schemes and parts.hostname and parts.port != 0 and not parts.username:
             return parts
     raise UsageError(
-        f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000"
+        f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000, "
+        "without a user"
     )
 
 

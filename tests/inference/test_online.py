@@ -273,6 +273,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_set(
         (without, "answers 404; start the server with its metrics (vLLM has them, SGLang with"),
         ("http://127.0.0.1:9", "does not answer (ConnectionRefusedError"),
         ("http://127.0.0.1:99999", "'http://127.0.0.1:99999' is no address of a server; write"),
+        ("http://me:secret@127.0.0.1:80", "127.0.0.1:8000, without a user"),
     ):
         status, _, text = refusal(f"inference attach {address} {kept}")
         assert status == 2

@@ -83,20 +83,17 @@ def test_a_function_gets_the_arguments_that_it_takes(
 
 def test_a_text_that_names_no_function_is_refused(own: Path) -> None:
     for text in ("own", "own:", ":build_stage"):
-        assert (
-            refusal(text)
-            == f"stage {text!r} does not name a function; write package.module:build_stage"
-        )
+        assert refusal(text) == f"{text!r} does not name a function; write package.module:function"
     assert refusal("own_stages:build") == (
-        f"stage 'own_stages:build': there is no module 'own_stages' in {own} or on sys.path"
+        f"function 'own_stages:build': there is no module 'own_stages' in {own} or on sys.path"
     )
     assert (
         refusal("own:build")
-        == "stage 'own:build': own has no function 'build'; define it, or name another"
+        == "function 'own:build': own has no function 'build'; define it, or name another"
     )
     assert (
         refusal("own:constant")
-        == "stage 'own:constant': own has no function 'constant'; define it, or name another"
+        == "function 'own:constant': own has no function 'constant'; define it, or name another"
     )
 
 
@@ -110,7 +107,7 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path) ->
         sys.modules.pop("broken", None)
         text = refusal("broken:build")
         assert text.startswith(
-            f"stage 'broken:build': importing broken failed: {own / 'broken.py'}{message}"
+            f"function 'broken:build': importing broken failed: {own / 'broken.py'}{message}"
         ), text
 
 
@@ -144,7 +141,7 @@ def test_a_module_is_found_in_the_given_folder_before_the_current_one(own: Path)
     with pytest.raises(UsageError) as error:
         StageBuilder.load("own_stages:build", beside)
     assert str(error.value) == (
-        f"stage 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on "
+        f"function 'own_stages:build': there is no module 'own_stages' in {beside}, in {own} or on "
         "sys.path"
     )
 
