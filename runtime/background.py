@@ -50,6 +50,10 @@ this many seconds.
 
 PERIOD_S = 0.05
 """Seconds between two rounds if nothing wakes the thread."""
+REST_S = 0.02
+"""Seconds after a round before messages wake the thread. The controller answers each clock change,
+and while the thread reads what it says, the training thread cannot run Python.
+"""
 STOP_S = 2.0
 """How long the end of training waits for a round."""
 

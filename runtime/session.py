@@ -19,7 +19,7 @@ from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
 from perseus_planner.runtime.autopilot.ranks.messages import Programs, ServiceExchange
 from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
-from perseus_planner.runtime.background import PERIOD_S, STOP_S, BackgroundWork
+from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.batches.work import load_work
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.follower import Follower, RankLedger
@@ -280,6 +280,7 @@ class _Session:
             "perseus-planner runtime",
             PERIOD_S,
             descriptors=self._work.descriptors,
+            rest_s=REST_S,
         )
 
     def _lose_modes(self, text: str) -> None:

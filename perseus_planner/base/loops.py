@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -118,6 +118,7 @@ class Loop:
         name: Name of the thread.
         period_s: Seconds between calls; None to be called only when woken.
         descriptors: Returns descriptors that wake the thread when they can be read.
+        rest_s: For how long after a call they do not, seconds.
         on_error: Called with an exception of `step`, which ends the loop; by default it is logged.
     """
 
@@ -128,10 +129,11 @@ class Loop:
         period_s: float | None = None,
         *,
         descriptors: Callable[[], Iterable[int]] = tuple,
+        rest_s: float = 0.0,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._steps = step if isinstance(step, Generator) else _calls(step)
-        self._period_s = period_s
+        self._period_s, self._rest_s = period_s, rest_s
         self._descriptors, self._on_error = descriptors, on_error
         self._is_ending = False
         self._lock = threading.Lock()  #: of what wakes the thread
@@ -184,9 +186,12 @@ class Loop:
     def _wait(self, pause_s: float | None) -> None:
         assert self._waker is not None  # closed when the thread has ended
         poller = select.poll()  # unlike select, takes descriptors of any number
-        for descriptor in (self._waker, *self._descriptors()):
-            poller.register(descriptor, select.POLLIN)
-        if self._waker in dict(poller.poll(None if pause_s is None else 1e3 * pause_s)):
+        poller.register(self._waker, select.POLLIN)
+        if not poller.poll(1e3 * self._rest_s):
+            for descriptor in self._descriptors():
+                poller.register(descriptor, select.POLLIN)
+            poller.poll(None if pause_s is None else 1e3 * max(pause_s - self._rest_s, 0.0))
+        with suppress(BlockingIOError):  # nobody woke it
             os.eventfd_read(self._waker)
 
 

@@ -41,6 +41,20 @@ def test_a_descriptor_wakes_a_loop():
     os.close(writer)
 
 
+def test_a_descriptor_does_not_wake_a_loop_that_rests():
+    reader, writer = os.pipe()
+    os.write(writer, b"1")  # which nobody reads
+    calls: queue.SimpleQueue[int] = queue.SimpleQueue()
+    loop = Loop(lambda: calls.put(1), "test", descriptors=lambda: [reader], rest_s=LONG_S).start()
+    calls.get(timeout=LONG_S)
+    loop.wake()
+    calls.get(timeout=LONG_S)
+    assert loop.stop(LONG_S)
+    assert calls.empty()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_loop_ends_with_its_generator_which_is_closed():
     ended = threading.Event()
 
