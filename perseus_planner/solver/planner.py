@@ -301,7 +301,7 @@ _BOUND_GUIDES = (
 )  #: relaxed solutions of which the bound for operating points is made; nodes of them all
 _QUICK = 0.1  #: part of the effort of a rough plan
 _QUICK_ANCHORS = 4  #: relaxed solutions near the deadline that it begins with, at most
-_RETRIES = 2  #: how often a plan that clock changes make late is made again for an earlier deadline
+_RETRIES = 3  #: how often a plan that clock changes make late is made again for an earlier deadline
 
 Key = tuple[int, str]
 
@@ -376,19 +376,18 @@ class Planner:
         best = self._best(plans.values(), deadline_s)
         aims = {level: [deadline_s] for level, _ in plans}
         while True:
-            late = {
-                level: plan
-                for (level, _), plan in sorted(plans.items(), key=lambda entry: -entry[1].time_s)
+            late = [
+                (level, plan)
+                for (level, _), plan in plans.items()
                 if plan.time_s > deadline_s
                 and (best is None or self._effective_j(plan) < self._effective_j(best))
                 and len(aims[level]) <= _RETRIES
-            }
+            ]
             if not late:
                 break
-            level = min(
-                late, key=lambda level: self._effective_j(late[level])
-            )  # the most promising
-            aims[level].append(aims[level][-1] - (late[level].time_s - deadline_s))
+            level, plan = min(late, key=lambda entry: self._effective_j(entry[1]))  # most promising
+            # Each plan is late by another time: a second and a third one get room for that.
+            aims[level].append(aims[level][-1] - len(aims[level]) * (plan.time_s - deadline_s))
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
             if aims[level][-1] >= self._min_time_s:
                 plans |= self._candidates(aims[level][-1], deadline_s, [level])

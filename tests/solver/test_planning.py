@@ -18,6 +18,7 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.solver.frontier import Frontier, solve
+from perseus_planner.solver.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("little_effort")
 CHANGES = st.builds(
@@ -140,3 +141,19 @@ def test_a_switch_budget_holds_where_changes_cost_time(
         plan = frontier.plan_until(at_s, max_changes=most, on_time=None)
     assert max(plan.changes) <= most
     assert plan.time_s <= at_s
+
+
+def test_plans_that_changes_delay_by_other_times_each_are_made_again_until_one_is_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    frontier = costly(3, 4, ClockChange(0.001))
+    at_s = 1.05 * frontier.baseline_time_s
+    plan = frontier.plan_until(at_s, on_time=None)
+    delays_s = iter(at_s * part for part in (0.002, 0.003, 0.0035, 0.0))
+
+    def delayed(_: Planner, aim_s: float, *_rest: object) -> dict[tuple[None, bool], Plan]:
+        return {(None, False): replace(plan, time_s=aim_s + next(delays_s))}
+
+    monkeypatch.setattr(Planner, "_candidates", delayed)
+    again = Planner(frontier).plan(at_s, None)
+    assert 0.999 * at_s < again.time_s <= at_s
