@@ -761,6 +761,7 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
 
 
 def _times_s(decision: Decision) -> Iterable[float]:
+    """Return the time that each pipeline aims for, in order."""
     times_s = [target.time_s for target in decision.targets]
     return map(times_s.__getitem__, decision.of_pipeline)
 
