@@ -341,6 +341,7 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
         past=state.past,
         taken=state.taken,
         tally=state.tally,
+        events=state.events,
     )
 
 

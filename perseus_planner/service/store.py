@@ -629,8 +629,9 @@ class Storage:
                 row = (name, report.key, self._report_number, counts)
                 self.execute(_WRITE_REPORT, *row, to_json(report).decode())
         if before is not None and before.past is not after.past:
-            for key in before.past.keys() - after.past.keys() - after.reports.keys():
-                self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
+            for key in before.past:
+                if key not in after.past and key not in after.reports:
+                    self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
 
     def _sweep_frontiers(self) -> None:
         self.execute(

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
-_SHARE = 0.004  #: of iterations that begin an audit
+_SHARE = 0.0033  #: of iterations that begin an audit
 #: at first more, as least is known then: so much more, over how many iterations were planned
 _FIRST_SHARE, _FIRST = 0.3, 10
 _SUSPECTED_SHARE = 0.1  #: likewise while planned iterations seem longer
 _AROUND = 4  #: planned iterations on each side of an audit
 _RECENT = 32  #: planned iterations from which their noise is known
-_PAIRS = 8  #: audits that are remembered
+_PAIRS = 32  #: audits that are remembered
 _MOST = 3.0  #: standard errors for which one audit counts at most
-_SUSPECT, _SURE = 2.5, 4.0  #: standard errors from which it is doubted, and from which it counts
+_SUSPECT, _SURE = 1.7, 4.2  #: standard errors from which it is doubted, and from which it counts
 
 
 class Audits:
@@ -55,7 +55,10 @@ class Audits:
     feels those before it; the second one is compared with the planned iterations around it.
 
     `longer` is by how much planned iterations are longer than audited ones, as a share, beyond what
-    their computations explain; 0 unless that is sure.
+    their computations explain; 0 unless that is sure. What they show may have begun at any audit:
+    the last ones count, as many as tell the most. As soon as it is suspected, audits follow one
+    another (a sequential test: Wald, Sequential Analysis; the begin by maximum likelihood: Page,
+    Continuous Inspection Schemes).
     """
 
     def __init__(self) -> None:
@@ -65,9 +68,10 @@ class Audits:
         self._audited: list[float] = []  # those that wait for planned iterations after them
         self._before: list[float] = []  # planned iterations before them
         self._after: list[float] = []
-        self._differences: deque[float] = deque(maxlen=_PAIRS)
-        self._unsure = 0  # planned iterations since it was last known that they are not longer
-        self._number = 0  # of planned iterations
+        # of each audit, the planned iterations before the one before it, and by how much longer
+        # those around it were
+        self._pairs: deque[tuple[int, float]] = deque(maxlen=_PAIRS)
+        self._number = self._compared = 0  # planned iterations, and those before the last audit
         self._full = 0  # iterations at full clocks, one after the other
 
     @property
@@ -95,7 +99,6 @@ class Audits:
         self._full = 0
         self._number += 1
         self._planned.append(unexplained)
-        self._unsure += 1
         owed = self.longer
         if self._audited:
             self._after.append(unexplained)
@@ -106,18 +109,17 @@ class Audits:
     def _compare(self) -> float:
         """Compare the last audit; return what is owed for the planned iterations before it."""
         around = [*self._before, *self._after]
-        self._differences.append(median(around) - median(self._audited))
-        self._audited, self._after = [], []
+        self._pairs.append((self._compared, median(around) - median(self._audited)))
+        self._compared, self._audited, self._after = self._number, [], []
         steps = [abs(b - a) for a, b in zip(self._planned, list(self._planned)[1:], strict=False)]
         noise = 1.48 / math.sqrt(2) * median(steps) * math.sqrt(1 + 1 / len(around)) + 1e-4
-        sure = sum(min(max(each / noise, -_MOST), _MOST) for each in self._differences)
-        sure /= math.sqrt(len(self._differences))
-        was_longer, self._is_suspected = self.longer, sure > _SUSPECT
-        self.longer = max(0.0, median(self._differences)) if sure > _SURE else 0.0
-        unsure = self._unsure
-        if not self._is_suspected or self.longer:
-            self._unsure = 0
-        return 0.0 if was_longer else self.longer * unsure
+        begins, longer = zip(*reversed(self._pairs), strict=True)
+        counted = np.clip(np.array(longer) / noise, -_MOST, _MOST)
+        sure = np.cumsum(counted) / np.sqrt(np.arange(1, len(counted) + 1))
+        last = int(np.argmax(sure))
+        was_longer, self._is_suspected = self.longer, bool(sure[last] > _SUSPECT)
+        self.longer = max(0.0, median(longer[: last + 1])) if sure[last] > _SURE else 0.0
+        return 0.0 if was_longer else self.longer * (self._number - begins[last])
 
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial

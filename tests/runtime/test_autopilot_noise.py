@@ -4,6 +4,7 @@ the same noise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from autopilot_world import REAL, Physics, World
 from strategies import smooth_profile
 from virtual_training import job_of, train
 
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, Ledger
 from perseus_planner.runtime.autopilot.autopilot import Audits
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
@@ -71,6 +72,50 @@ def test_audits_are_sure_only_of_what_is_more_than_noise():
             owed += audits.add(unexplained, full_clocks=full)
         assert (audits.longer > 0.0) == found
         assert owed == pytest.approx(longer * 108, rel=0.15)
+
+
+def longer_share(effect: Callable[[int], float], seed: int) -> tuple[float, float]:
+    """By how much 2,000 iterations are longer by their clocks, as a share, if `effect` shows in
+    audits alone, and the share of audits; in noise of .5 %, where every tenth waits for data.
+    """
+    random, audits = np.random.default_rng(seed), Audits()
+    ledger = Ledger(1.0, 1.0, max_slowdown=0.005, burst_s=0.04)
+    late, due, longer_s, audited = int(random.integers(10)), 0, 0.0, 0
+    for number in range(2000):
+        if not ledger.is_overdrawn and not due and random.random() < audits.share:
+            due = 2
+        full = ledger.is_overdrawn or due > 0
+        if due and not ledger.is_overdrawn:
+            due, audited = due - 1, audited + 1
+        clocks_s, effect_s = (0.0, 0.0) if full else (0.0025, effect(number))
+        noise_s = random.normal(0.0, 0.005) + 0.05 * (number % 10 == late)
+        owed_s = clocks_s + audits.add(noise_s + effect_s, full_clocks=full)
+        ledger = ledger.add(1.0 + noise_s + clocks_s + effect_s, full_clocks=full, longer_s=owed_s)
+        longer_s += clocks_s + effect_s
+    return longer_s / 2000, audited / 2000
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        pytest.param(lambda _: 0.005, id="half a percent"),
+        pytest.param(lambda _: 0.01, id="1 percent"),
+        pytest.param(lambda _: 0.03, id="3 percent"),
+        pytest.param(lambda number: 1e-5 * number, id="more and more"),
+        pytest.param(lambda number: 0.02 * (number > 1000), id="2 percent from the middle on"),
+    ],
+)
+def test_what_only_audits_show_is_at_most_the_bound_and_a_fifth_of_a_percent_in_expectation(
+    effect: Callable[[int], float],
+):
+    shares = [longer_share(effect, seed)[0] for seed in range(60)]
+    assert 0.003 < np.mean(shares) < 0.005 + 0.002
+
+
+def test_audits_take_less_than_1_percent_where_nothing_is_longer_but_for_noise():
+    found = [longer_share(lambda _: 0.0, seed) for seed in range(60)]
+    assert np.mean([audits for _, audits in found]) < 0.01
+    assert min(longer for longer, _ in found) > 0.0023  # hardly any is forced to full clocks
 
 
 def test_noise_is_that_of_most_times_and_is_forgotten():

@@ -34,13 +34,14 @@ def test_a_job_goes_on_with_another_frontier_and_keeps_its_reports_and_totals(tm
         service.set_deadline("gpt", 1.1 * baseline_s()).result()
         planned(service)
         service.telemetry("gpt", Counters(run="run", iterations=7, time_s=7.0)).result()
-        before = service.status("gpt")
+        before, told = service.status("gpt"), service.history("gpt").events
         with pytest.raises(Conflict):
             service.register(job(), frontier_file(90))
         again = service.register(job(), frontier_file(90), take_over=True)
         planned(service)
         after = service.status("gpt")
         assert (first.is_new, again.is_new) == (True, False)
+        assert service.history("gpt").events[: len(told)] == told
         assert after.version > before.version
         assert after.job.frontier != before.job.frontier
         assert (after.job.since_s, after.job.deadline_s) == (before.job.since_s, 1.1 * baseline_s())
