@@ -412,13 +412,16 @@ class Agreement:
         """Return after how many iterations nearly all ranks know what is proposed now.
 
         A rank that is ahead, or hears of it late, takes it an iteration later: that costs a mixed
-        iteration at worst.
+        iteration at worst. What is proposed before the first iteration is run from then on.
         """
+        if self._begun < 0:
+            return 1
+        heard_s, elapsed_s = self._period_s + _PASS_S, self._now_s() - self._begun_s
         lasts_s = max(self._lasts_s, 1e-3)
-        if not math.isfinite(lasts_s):
-            return 2
-        left_s = self._begun_s + (1.0 - _AHEAD) * lasts_s - self._now_s()
-        return 1 + max(0, math.ceil((self._period_s + _PASS_S - left_s) / lasts_s))
+        if not math.isfinite(lasts_s):  # the first one is taken to last as long again
+            lasts_s = max(2.0 * elapsed_s, heard_s)
+        left_s = (1.0 - _AHEAD) * lasts_s - elapsed_s
+        return 1 + max(0, math.ceil((heard_s - left_s) / lasts_s))
 
     def _reject_queued(self, text: str) -> None:
         while self._queued:

@@ -980,6 +980,8 @@ class PowerBudget:
         """Return when another step is in force, by a clock that says `now_s` when it is `wall_s`;
         `now_s` if it is that now, infinite for never.
         """
+        if not self.schedule:
+            return math.inf
         due, later = split_at(self.schedule, wall_s)
         if due is not None and due.start_s != self.since_s:
             return now_s

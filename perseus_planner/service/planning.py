@@ -344,6 +344,7 @@ class Planning:
         self._run = run
         self._texts = Latest[PlanRequest, str](_KEPT)
         self._curves = Latest[tuple[str, Slow, float | None], Curve](_KEPT)
+        self._numbers = Latest[tuple[str, float | None], Numbers](_KEPT)
 
     def curve(self, digest: str, content: bytes) -> Curve:
         """Return the curve of a frontier that no job has yet.
@@ -365,6 +366,8 @@ class Planning:
             NotSolved: If it has not been solved under the power limit of the job's GPUs.
         """
         limit_w = job.gpu_power_limit_w
+        if (known := self._numbers.get((job.frontier, limit_w))) is not None:
+            return known
 
         def slowed(stages: Mapping[int, float]) -> Curve:
             slow = tuple(sorted(stages.items()))
@@ -373,7 +376,8 @@ class Planning:
                 raise NotSolved(slow)
             return found
 
-        return Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
+        numbers = Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
+        return self._numbers.put((job.frontier, limit_w), numbers)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
         """Solve the pipeline with these slow stages under its GPUs' power limit, so that

@@ -44,7 +44,15 @@ class Job:
     themselves.
     """
 
-    def __init__(self, size: int = 4, store: Any = None, readers: int = 0, nodes: int = 1):
+    def __init__(
+        self,
+        size: int = 4,
+        store: Any = None,
+        readers: int = 0,
+        nodes: int = 1,
+        *,
+        is_prompt: bool = False,
+    ):
         self.store = store or HashStore()
         self.stores = [Counted(self.store) for _ in range(size)]
         self.now_s = 0.0
@@ -55,6 +63,7 @@ class Job:
                 store,
                 lambda version, blob, rank=rank: self.given.append((rank, version, blob)),
                 NodeShare(nodes, rank < size - readers, self.memory),
+                is_prompt=is_prompt,
                 now_s=lambda: self.now_s,
             )
             for rank, store in enumerate(self.stores)
@@ -98,6 +107,28 @@ def test_a_plan_begins_when_all_nodes_have_had_time_to_look(nodes: int, lasts_s:
     proposal = job.agreements[0].propose(b"a plan")
     job.run(9, lasts_s=lasts_s)
     assert proposal.outcome == Acceptance(2, 9 + after)
+
+
+def test_a_prompt_plan_that_is_there_before_training_begins_is_run_from_the_first_iteration_on():
+    job = Job(is_prompt=True)
+    proposal = job.agreements[0].propose(b"a plan")
+    for agreement in job.agreements[:3]:
+        agreement.look()
+    assert proposal.outcome == Acceptance(2, 0)
+    assert job.run(0) == [2, 2, 2, 1]  # one has not heard of it
+    assert job.run(1) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("elapsed_s", "since"), [(0.0, 2), (0.1, 2), (0.5, 1), (20.0, 1)])
+def test_a_prompt_plan_of_the_first_iteration_is_run_from_the_next_one_on_if_it_is_long(
+    elapsed_s: float, since: int
+):
+    job = Job(is_prompt=True)
+    job.agreements[0].version_at(0)
+    job.now_s += elapsed_s
+    proposal = job.agreements[0].propose(b"a plan")
+    job.agreements[0].look()
+    assert proposal.outcome == Acceptance(2, since)
 
 
 def test_a_rank_that_hears_late_of_a_plan_takes_it_at_its_next_iteration():
