@@ -344,7 +344,6 @@ class Planning:
         self._run = run
         self._texts = Latest[PlanRequest, str](_KEPT)
         self._curves = Latest[tuple[str, Slow, float | None], Curve](_KEPT)
-        self._numbers = Latest[tuple[str, float | None], Numbers](_KEPT)
 
     def curve(self, digest: str, content: bytes) -> Curve:
         """Return the curve of a frontier that no job has yet.
@@ -366,8 +365,6 @@ class Planning:
             NotSolved: If it has not been solved under the power limit of the job's GPUs.
         """
         limit_w = job.gpu_power_limit_w
-        if (known := self._numbers.get((job.frontier, limit_w))) is not None:
-            return known
 
         def slowed(stages: Mapping[int, float]) -> Curve:
             slow = tuple(sorted(stages.items()))
@@ -376,8 +373,7 @@ class Planning:
                 raise NotSolved(slow)
             return found
 
-        numbers = Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
-        return self._numbers.put((job.frontier, limit_w), numbers)
+        return Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
         """Solve the pipeline with these slow stages under its GPUs' power limit, so that
