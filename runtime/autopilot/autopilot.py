@@ -71,7 +71,8 @@ class Audits:
         # of each audit, the planned iterations before the one before it, and by how much longer
         # those around it were
         self._pairs: deque[tuple[int, float]] = deque(maxlen=_PAIRS)
-        self._number = self._compared = 0  # planned iterations, and those before the last audit
+        # planned iterations; those before the last audit, and those that were charged by one
+        self._number = self._compared = self._charged = 0
         self._full = 0  # iterations at full clocks, one after the other
 
     @property
@@ -119,7 +120,10 @@ class Audits:
         last = int(np.argmax(sure))
         was_longer, self._is_suspected = self.longer, bool(sure[last] > _SUSPECT)
         self.longer = max(0.0, median(longer[: last + 1])) if sure[last] > _SURE else 0.0
-        return 0.0 if was_longer else self.longer * (self._number - begins[last])
+        uncharged = self._number - max(begins[last], self._charged)
+        if was_longer or self.longer:
+            self._charged = self._number
+        return 0.0 if was_longer else self.longer * uncharged
 
 
 _REFERENCES = 2  #: iterations at full clocks before the first trial
