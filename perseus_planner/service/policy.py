@@ -396,13 +396,13 @@ class _Group(NamedTuple):
 def _groups(
     calm: _Pipeline, reported: _Reported, earlier: Sequence[int], before: Decision | None
 ) -> list[_Group]:
-    calm_sizes = Counter(earlier)
     sizes: dict[tuple[_Pipeline, int], int] = {}
+    calm_sizes = Counter(earlier)
     for pipeline, members in reported:
-        for index, size in Counter(map(earlier.__getitem__, members)).items():
-            sizes[pipeline, index] = size
-            calm_sizes[index] -= size
-    sizes |= {(calm, index): size for index, size in calm_sizes.items() if size}
+        counts = Counter(map(earlier.__getitem__, members))
+        calm_sizes -= counts
+        sizes |= {(pipeline, index): size for index, size in counts.items()}
+    sizes |= {(calm, index): size for index, size in calm_sizes.items()}
     return [
         _Group(*key, key[0].own_s if before is None else before.targets[key[1]].time_s, size)
         for key, size in sizes.items()

@@ -55,10 +55,9 @@ class Audits:
     feels those before it; the second one is compared with the planned iterations around it.
 
     `longer` is by how much planned iterations are longer than audited ones, as a share, beyond what
-    their computations explain; 0 unless that is sure. What they show may have begun at any audit:
-    the last ones count, as many as tell the most. As soon as it is suspected, audits follow one
-    another (a sequential test: Wald, Sequential Analysis; the begin by maximum likelihood: Page,
-    Continuous Inspection Schemes).
+    their computations explain; 0 unless that is sure. An effect may have begun at any audit, so the
+    last ones count, as many as tell the most (Page, Continuous Inspection Schemes). More audits
+    are drawn as soon as an effect is suspected.
     """
 
     def __init__(self) -> None:
