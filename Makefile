@@ -1,11 +1,11 @@
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint size compiled clean
+.PHONY: help demo docs test test-newest test-oldest lint size compiled clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 
 help: ## list the targets
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed-plot ## profile a simulated GPU, solve, plan and report; writes to demo/
 	mkdir -p demo
@@ -32,6 +32,17 @@ test: .venv/installed-test ## run all checks and tests
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 		$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder
 
+# Each in an environment of its own, .venv-newest and .venv-oldest. Without the Python or the releases that it needs, a
+# sentence says so; with REQUIRED=1 it fails. RESULTS=benchmarks/results writes the table of engines there.
+test-newest: ## run the tests of the engines with their newest releases
+	@$(PYTHON) tests/worlds/environment.py $(if $(REQUIRED),--required) newest \
+		python tests/worlds/engines.py $(if $(RESULTS),--output $(RESULTS))
+
+test-oldest: ## run the demo with the oldest releases of all that it needs
+	@$(PYTHON) tests/worlds/environment.py $(if $(REQUIRED),--required) oldest \
+		sh -c 'mkdir -p build/oldest && $(MAKE) -C build/oldest -f ../../Makefile \
+		--assume-old=.venv/installed-plot demo BIN=$(CURDIR)/.venv-oldest/bin'
+
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -44,7 +55,7 @@ compiled: .venv/installed-test
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/planner warm-up
 
 clean: ## remove the environment, the demo and all caches
-	rm -rf .venv build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-oldest build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find perseus_planner profiler runtime tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed-%: pyproject.toml | $(BIN)/python
