@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
@@ -372,7 +372,7 @@ class Handshakes:
         """Return the descriptors that become readable when `serve` has something to do."""
         return [self._listener.fileno(), *(channel.fileno() for channel in self._pending)]
 
-    def serve(self, ready: set[int], now_ns: int) -> list[NewRank]:
+    def serve(self, ready: Set[int], now_ns: int) -> list[NewRank]:
         """Return the ranks whose attach request has arrived; `ready` are the readable
         descriptors.
         """

@@ -73,6 +73,8 @@ class ClockRequest(NamedTuple):
     is_new_iteration: bool  #: Whether the position has gone back since the last request
     is_new_program: bool = False  #: Whether another value was requested at this position before
     has_begun: bool = False  #: Whether it is known that its computation has begun
+    #: Whether another value is wanted than before, or may be, as the rank catches up.
+    is_change: bool = True
 
 
 class Rank:
@@ -103,7 +105,10 @@ class Rank:
         self.backoff = Backoff()
         self.changed_ns = 0
         self.sample_due_ns: int | None = None
+        self._word = shared.request
+        self._seen = NO_REQUEST  #: what `_word` was when it was looked at last
         self._request = NO_REQUEST
+        self._wanted = RESET  #: the value of the last request that had one
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
         self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last
@@ -172,7 +177,10 @@ class Rank:
         as an iteration is like the one before it. The positions at the end of an iteration are not
         known, so nothing is assumed about them.
         """
-        request = self.shared.request[0]
+        request = self._word[0]
+        if request == self._seen and (self._outside_ns is None or self._is_reset):
+            return None
+        self._seen = request
         self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
         request &= ~OUTSIDE
         position, value = parse_clock_request(request)
@@ -181,7 +189,9 @@ class Rank:
             self._is_reset or now_ns - self._outside_ns >= limit_ns
         )
         if position is None or is_outside:
-            was_reset, self._is_reset = self._is_reset, True
+            was_reset = self._is_reset
+            self._is_reset = True
+            self._wanted = RESET
             return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
         if request == self._request and not self._is_reset:
             return None
@@ -205,6 +215,8 @@ class Rank:
             else ()
         )
         is_new_program = self._values.get(position, value) != value
+        is_change = value != self._wanted
+        self._wanted = value
         if is_new_program:
             self._values.clear()
         if position < _MAX_POSITIONS:
@@ -219,6 +231,7 @@ class Rank:
             is_new_iteration,
             is_new_program,
             has_begun=bool(request & BEGUN),
+            is_change=is_change or table != 0,
         )
 
     def make(self, change: PendingChange) -> None:

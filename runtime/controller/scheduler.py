@@ -113,12 +113,10 @@ class ChangeScheduler(Generic[Key]):
         """Take the change to make now, which counts as made from then on; return None if none is
         allowed.
         """
-        if not self._is_within_rate(now_ns):
-            return None
         waiting = [
             (queue.turn, gpu) for gpu, queue in self._gpus.items() if queue.pending is not None
         ]
-        if not waiting:
+        if not waiting or not self._is_within_rate(now_ns):
             return None
         _, gpu = min(waiting, key=lambda item: item[0])
         queue = self._gpus[gpu]

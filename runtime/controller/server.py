@@ -1,9 +1,12 @@
 """The clock controller of a node: one thread that looks at what ranks request, and sets their GPUs.
 
 Each turn of its loop takes in ranks that attach, detach or end; looks at every clock request; sets
-one GPU or, if none is to be set, reads one; and writes a sign of life for every rank. A call of the
-driver takes milliseconds, so all requests are looked at again after each call, and the next call is
-for what is wanted then.
+one GPU or, if none is to be set, reads one. A call of the driver takes milliseconds, so all
+requests are looked at again after each call, and the next call is for what is wanted then. Every
+few milliseconds a turn also writes a sign of life for every rank.
+
+In most turns nothing has changed, so such a turn does little: it reads one number of each rank.
+Descriptors are registered only when there are others.
 
 When the changes of a GPU cannot keep up, its rank is told, which goes on with fewer. When a GPU
 cannot be set, it is reset, and set again after a pause (`backoff`); so is one whose iterations have
@@ -19,7 +22,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError
@@ -43,12 +46,20 @@ without them.
 ALONE_NS = 60_000_000_000
 """How long to wait for the first attach request."""
 
-_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 100e-6, 1e-3  #: between two turns, while ranks are attached
+_LEAST_PAUSE_S = 100e-6
+_LONGEST_PAUSE_S = 2e-3
+"""The pause between two turns, while ranks are attached: at least and at most."""
+_IDLE_PAUSE_S = 4e-3  #: the same while no rank wants anything else; less than a call of a driver
 _UNATTACHED_S = 0.02  #: the same while none is, so that only the sockets matter
-#: of the shortest recent time between two requests of a rank, by which a change may be seen late
-_SHARE = 0.05
+#: of the shortest recent time between two changes of what a rank wants: how late one may be seen
+_SHARE = 0.1
 _JUDGED_GAPS = 64  #: how many of these times count
+_IDLE_NS = 1_000_000_000  #: without a change after which these times no longer count
 _POLL_NS = 100_000_000  #: between two looks at processes whose end the kernel does not report
+_NOTHING: Set[int] = frozenset()
+_MOST_EVENTS = 32  #: that one look at descriptors returns; the others are returned by the next
+_SOCKETS_NS = 2_000_000  #: between two looks at descriptors, where turns follow faster
+_LIFE_NS = 5_000_000  #: between two signs of life, of which ranks miss none for seconds
 
 
 class Controller:
@@ -80,11 +91,15 @@ class Controller:
         self._has_leased = False
         self._is_over = False
         self._was_active = False  #: the last turn set or read a GPU, so there may be more to do
-        self._gaps_s: deque[float] = deque(
-            maxlen=_JUDGED_GAPS
-        )  #: recent times between two requests of a rank
+        #: recent times between two changes of what a rank wants
+        self._gaps_s: deque[float] = deque(maxlen=_JUDGED_GAPS)
         self._pause_s = _LONGEST_PAUSE_S
-        self._begun_ns = self._polled_ns = time.monotonic_ns()
+        self._poller: select.epoll | None = None  #: of all descriptors; None if there are others
+        self._changed_ns = 0  #: when a rank wanted something else last
+        self._begun_ns = time.monotonic_ns()
+        self._polled_ns = self._begun_ns
+        self._looked_ns = self._begun_ns  #: at descriptors
+        self._signed_ns = 0  #: when the last sign of life was written
 
     def run(self) -> None:
         """Serve until no rank is left."""
@@ -103,47 +118,62 @@ class Controller:
         self._serve(ready, now_ns)
         if self._waiting and self._is_complete(now_ns):
             self._attach_waiting()
-        self._look_at_requests(time.monotonic_ns())  # leasing GPUs may have taken a while
-        self._resume_failed(time.monotonic_ns())
-        self._was_active = self._set_one(time.monotonic_ns()) or self._sample_one()
-        self._write_sign_of_life()
+            now_ns = time.monotonic_ns()  # leasing GPUs may have taken a while
+        self._look_at_requests(now_ns)
+        self._resume_failed(now_ns)
+        self._was_active = self._set_one(now_ns) or self._sample_one()
+        if self._gaps_s and now_ns - self._changed_ns > _IDLE_NS:
+            self._gaps_s.clear()
+            self._pause_s = _IDLE_PAUSE_S
+        if now_ns - self._signed_ns > _LIFE_NS:
+            self._write_sign_of_life()
         if self._first_ns is None:
             is_abandoned = self._starter is not None and self._starter.has_ended()
             self._is_over = is_abandoned or now_ns - self._begun_ns > ALONE_NS
         elif not self._ranks():
             self._is_over = True
 
-    def _wait(self) -> set[int]:
+    def _wait(self) -> Set[int]:
         """Wait briefly, and return the descriptors that are readable.
 
         Requests come through memory, which wakes nobody: the pause is a small part of the time
         between them.
         """
-        if self._was_active:
-            timeout_s = 0.0
-        elif not self._attached:
+        timeout_s = 0.0
+        if not self._attached:
             timeout_s = _UNATTACHED_S
-        elif self._pause_s < _LONGEST_PAUSE_S:
-            timeout_s = 0.0
-            time.sleep(self._pause_s)  # poll takes whole milliseconds
-        else:
-            timeout_s = _LONGEST_PAUSE_S
+        elif not self._was_active and self._pause_s >= _LONGEST_PAUSE_S:
+            timeout_s = self._pause_s
+        elif not self._was_active:
+            time.sleep(self._pause_s)  # a poller takes whole milliseconds
+        now_ns = time.monotonic_ns()
+        if not timeout_s and now_ns - self._looked_ns < _SOCKETS_NS:
+            return _NOTHING
+        self._looked_ns = now_ns
+        if self._poller is None:
+            self._poller = self._registered()
+        ready = self._poller.poll(timeout_s, _MOST_EVENTS)
+        return {descriptor for descriptor, _ in ready} if ready else _NOTHING
+
+    def _registered(self) -> select.epoll:
+        """Return a poller of the descriptors that there are now."""
         descriptors = self._handshakes.descriptors()
         for rank in self._ranks():
             descriptors.append(rank.channel.fileno())
             descriptors += [
                 process.descriptor for process in rank.watched if process.descriptor is not None
             ]
-        poller = select.poll()  # unlike select, takes descriptors of any number
-        for descriptor in descriptors:
-            poller.register(descriptor, select.POLLIN)
-        return {descriptor for descriptor, _ in poller.poll(1e3 * timeout_s)}
+        poller = select.epoll()  # unlike poll, it costs the same for any number of descriptors
+        for descriptor in set(descriptors):
+            poller.register(descriptor, select.EPOLLIN)
+        return poller
 
-    def _serve(self, ready: set[int], now_ns: int) -> None:
+    def _serve(self, ready: Set[int], now_ns: int) -> None:
         """Take in new ranks, ended processes and messages."""
         is_poll_due = now_ns - self._polled_ns > _POLL_NS
         if not ready and not is_poll_due:
             return
+        self._poller = None  # whoever comes or goes has other descriptors
         if is_poll_due:
             self._polled_ns = now_ns
         for rank in self._ranks():
@@ -203,6 +233,7 @@ class Controller:
     def _attach_waiting(self) -> None:
         """Attach the ranks that wait, and refuse those that cannot be attached."""
         self._has_leased = True
+        self._poller = None
         self._write_sign_of_life()
         waiting, self._waiting = self._waiting, []
         opened = [rank for rank in waiting if _is_open(rank)]
@@ -231,7 +262,7 @@ class Controller:
             request = rank.poll_request(now_ns)
             if request is None:
                 continue
-            if not request.has_begun:  # it often follows at once
+            if request.is_change and not request.has_begun:  # that often follows at once
                 self._note_gap(rank, now_ns)
             if request.is_new_iteration:
                 rank.sample_due_ns = now_ns
@@ -256,9 +287,10 @@ class Controller:
             self._scheduler.judge_anew(rank)
 
     def _note_gap(self, rank: Rank, now_ns: int) -> None:
-        """Adapt the pause between turns to how often requests change."""
+        """Adapt the pause between turns to how often ranks want something else."""
         self._gaps_s.append((now_ns - rank.changed_ns) / 1e9)
         rank.changed_ns = now_ns
+        self._changed_ns = now_ns
         self._pause_s = min(max(_SHARE * min(self._gaps_s), _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _set_one(self, now_ns: int) -> bool:
@@ -290,7 +322,7 @@ class Controller:
     def _resume_failed(self, now_ns: int) -> None:
         """Set GPUs again whose pause after a failure is over, if they can be reset."""
         for rank in self._attached:
-            if rank.gpu_to_set is None or rank.is_set or not rank.backoff.is_due(now_ns / 1e9):
+            if rank.is_set or rank.gpu_to_set is None or not rank.backoff.is_due(now_ns / 1e9):
                 continue
             if rank.reset() is None:
                 rank.resume()
@@ -299,6 +331,7 @@ class Controller:
 
     def _detach(self, rank: Rank, *, is_requested: bool = False) -> None:
         """Reset the GPU of a rank that leaves or has ended, and close the connection."""
+        self._poller = None
         problem = None
         group = self._attached.pop(rank, None)
         if group is None:
@@ -326,6 +359,7 @@ class Controller:
 
     def _write_sign_of_life(self) -> None:
         now_ns = time.monotonic_ns()
+        self._signed_ns = now_ns
         for rank in self._ranks():
             rank.shared.alive_ns[0] = now_ns
             rank.send_news()
@@ -334,7 +368,7 @@ class Controller:
         return [*self._attached, *self._waiting]
 
 
-def _has_ended(process: WatchedProcess, ready: set[int], is_poll_due: bool) -> bool:
+def _has_ended(process: WatchedProcess, ready: Set[int], is_poll_due: bool) -> bool:
     return (
         is_poll_due and process.has_ended()
         if process.descriptor is None
