@@ -239,13 +239,13 @@ def _notes(load: _Load, power_w: float | None) -> Iterator[str]:
             f"are those of the {load.completed:.0f} that completed, which bear the energy of all"
         )
     latencies = {"time to the first token": load.ttft, "time between tokens": load.tbt}
-    others = {name: of for name, of in latencies.items() if of and of.percentile != _HIGH}
-    if others:
-        names = " and ".join(f"the {name}" for name in others)
-        highest = max(of.percentile for of in others.values())
+    read = sorted({of.percentile for of in latencies.values() if of} - {_HIGH})
+    for percentile in read:
+        names = [name for name, of in latencies.items() if of and of.percentile == percentile]
         yield (
-            f"has no {_HIGH:g}th percentile of {names}; the {highest:g}th is taken, which is no "
-            f"shorter (`vllm bench serve` has --metric-percentiles {_HIGH:g})"
+            f"has no {_HIGH:g}th percentile of the {' and the '.join(names)}; the "
+            f"{percentile:g}th is taken, which is no shorter (`vllm bench serve` has "
+            f"--metric-percentiles {_HIGH:g})"
         )
     if load.cached_tokens > _OFF * load.input_tokens:
         yield (
