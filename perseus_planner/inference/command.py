@@ -235,14 +235,15 @@ def profile(
         progress = stack.enter_context(console.progress("Measuring"))
         measured = measure_serving(target, opened, chosen, progress)
         origin = opened[0].origin
-        told: set[str] = set()
+        told: set[tuple[str, str]] = set()  # classes and kinds of notes, each of which is said once
         for row in stack.enter_context(closing(measured)):
             rows.append(row)
             save_served(rows, control, origin, output)
-            for note in _notes(row):
-                if note not in told:
-                    click.echo(f"planner: {note}", err=True)
-                    told.add(note)
+            name = f"class {row.input}/{row.output}"
+            for kind, note in _notes(row):
+                if (name, kind) not in told:
+                    click.echo(f"planner: {name}: {note}", err=True)
+                    told.add((name, kind))
     summary = {"origin": origin, "control": control, "rows": rows}
     console.report(summary, _text(rows, control, origin), [output])
 
@@ -294,16 +295,16 @@ def read(
 _CACHED = 0.01  # the share of input tokens that come from a cache, beyond which it is said
 
 
-def _notes(row: ServedRow) -> Iterator[str]:
-    """Yield what to know of a row that was measured."""
-    of = f"class {row.input}/{row.output}"
+def _notes(row: ServedRow) -> Iterator[tuple[str, str]]:
+    """Yield what to know of a row that was measured: its kind and a text."""
     if row.problem is not None:
-        yield f"{of}: {row.problem}"
+        yield "events", row.problem
     share = row.cached_tokens / row.input
     if share > _CACHED:
         yield (
-            f"{of}: {100 * share:.0f} % of the input tokens came from the server's cache, which "
-            "cost nothing; the cost of an input token is that of the others"
+            "cache",
+            f"{100 * share:.0f} % of the input tokens came from the server's cache, which cost "
+            "nothing; the cost of an input token is that of the others",
         )
 
 

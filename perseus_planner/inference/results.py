@@ -511,9 +511,9 @@ def _loop_of_phases(asked: _Part) -> tuple[int | None, float | None]:
 def _power_of_aiperf(part: _Part) -> tuple[float | None, list[str]]:
     """Return the mean power of all GPUs that AIPerf saw, watts, and what to know of it.
 
-    AIPerf 0.13 divides energy that it counted from its configuration on by the time of the
-    requests, so the average that it states is too high in short runs; the sum of the sensors' means
-    is not.
+    AIPerf 0.13 counts energy from its last reading before the first request, which may be seconds
+    before it, and divides it by the time of the requests: the average that it states may be too
+    high. The sum of the sensors' means is not.
     """
     sensors_w = [
         part.quantity(f"{vendor}_total_gpu_power", "avg", _POWER, _WATTS)
@@ -531,7 +531,7 @@ def _power_of_aiperf(part: _Part) -> tuple[float | None, list[str]]:
     if counted_w and abs(counted_w - power_w) > _OFF * power_w:
         return power_w, [
             f"its GPUs drew {power_w:.4g} W by their sensors and {counted_w:.4g} W by their energy "
-            "counters, which AIPerf also reads before the first request; the sensors' is taken"
+            "counters, which AIPerf may read long before the first request; the first is taken"
         ]
     return power_w, []
 

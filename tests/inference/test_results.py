@@ -218,7 +218,7 @@ def notes() -> list[tuple[dict[str, Any], str]]:
                 nvidia_total_gpu_power=metric("W", avg=300.0),
             ),
             "a.json: its GPUs drew 300 W by their sensors and 7874 W by their energy counters, "
-            "which AIPerf also reads before the first request; the sensors' is taken",
+            "which AIPerf may read long before the first request; the first is taken",
         ),
         (
             changed(GUIDELLM, benchmarks__0__config__strategy={"type_": "throughput"}),
