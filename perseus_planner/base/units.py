@@ -55,10 +55,9 @@ class Rule(NamedTuple):
         rule. A whole number may have a point and zeros: pandas writes 1410.0 where a column has a
         gap.
         """
-        if self.number_type is int:
-            text = _WHOLE.sub("", text)
+        written = _WHOLE.sub("", text) if self.number_type is int else text
         try:
-            return None if "_" in text else self.accept(self.number_type(text))
+            return None if "_" in text else self.accept(self.number_type(written))
         except ValueError:
             return None
 
