@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, shown
+from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, printable, shown
 from perseus_planner.base.fields import Check, FieldType, keys, types
 from perseus_planner.base.files import read_text, reading
 
@@ -58,7 +58,7 @@ class Document:
 
     def where(self, key: str) -> str:
         """Return the place of `key` for an error text: "profile.yaml, line 4, key 'gpu'"."""
-        return f"{self.path}, line {self.lines[key]}, key {key!r}{self._of}"
+        return f"{self.path}, line {self.lines[key]}, key {shown(key)}{self._of}"
 
     def refusal(self, key: str, problem: str) -> PlannerError:
         """Return the error to raise for a problem with the value of `key`, which must be
@@ -164,7 +164,7 @@ class Document:
     ) -> Document:
         known_keys = ", ".join([*required, *optional])
         if not isinstance(node, yaml.MappingNode):
-            place = f"{self.path}, line {node.start_mark.line + 1}, key {key!r}{self._of}"
+            place = f"{self.path}, line {node.start_mark.line + 1}, key {shown(key)}{self._of}"
             raise self.error(
                 f"{place}: {shown(value)} is not a mapping; write it with the keys {known_keys}"
             )
@@ -373,7 +373,8 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
             )
             if key in values:
                 raise error(
-                    f"{path}, line {line}: key {key!r} stands on line {lines[key]} too; keep one"
+                    f"{path}, line {line}: key {shown(key)} stands on line {lines[key]} too; keep "
+                    "one"
                 )
             values[key] = loader.construct_object(value_node, deep=True)
             lines[key], nodes[key] = line, value_node
@@ -400,7 +401,7 @@ def _yaml_complaint(path: Path, reason: Exception) -> str:
     place = (
         f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
     )
-    problem = " ".join(str(getattr(reason, "problem", None) or reason).split())
+    problem = printable(str(getattr(reason, "problem", None) or reason))
     if "nesting depth" in problem:  # of libyaml, which since PyYAML 6.0.4 ends at 1,000 levels
         return f"{path}: {_TOO_DEEP}"
     if isinstance(reason, yaml.constructor.ConstructorError):

@@ -38,13 +38,27 @@ from collections.abc import Callable, Iterable
 
 from perseus_planner.base.prefixes import si, si_unit
 
+QUOTED = 200
+"""The most characters of a file, or of another program, that an error text quotes."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` as error texts quote it: shortened if it is long."""
-    return _SHORT.repr(value)
+    """Return `repr(value)` as error texts quote it: at most `QUOTED` characters, without control
+    characters.
+    """
+    return printable(_SHORT.repr(value))
+
+
+def printable(text: str, most: int = QUOTED) -> str:
+    """Return the beginning of a text from outside as error texts quote it: at most `most`
+    characters on one line, without control characters.
+    """
+    words = "".join(each if each.isprintable() else " " for each in text[: 4 * most]).split(" ")
+    line = " ".join(filter(None, words))
+    is_whole = len(line) <= most and len(text) <= 4 * most
+    return line if is_whole else f"{line[: most - 1]}…"
 
 
 def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = str) -> str | None:

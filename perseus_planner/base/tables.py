@@ -67,7 +67,7 @@ class CsvRow:
 
     def place(self, column: str) -> str:
         """Return the place of a cell, for error texts."""
-        return f"{self.where}, column {column!r}"
+        return f"{self.where}, column {shown(column)}"
 
     def read(self, column: str, rule: Rule | Text) -> Any:
         """Return the value of a cell.
@@ -121,7 +121,9 @@ class CsvFile:
         """Refuse a header that has one of the columns twice."""
         for name in columns:
             if self.header.count(name) > 1:
-                raise self._error(f"{self.where}: column {name!r} is there twice; keep one of them")
+                raise self._error(
+                    f"{self.where}: column {shown(name)} is there twice; keep one of them"
+                )
 
     def __iter__(self) -> Iterator[CsvRow]:
         for where, cells in self._rows:

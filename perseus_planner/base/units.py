@@ -17,6 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 from perseus_planner.base.errors import PlannerError, UsageError, shown
 
+_WHOLE = re.compile(r"(?<=\d)\.0+\s*$")
+
 
 class Rule(NamedTuple):
     """What a number must be.
@@ -50,10 +52,12 @@ class Rule(NamedTuple):
 
     def parse(self, text: str) -> Any:
         """Return the number that `text` writes, or None if it is not a number or breaks the
-        rule.
+        rule. A whole number may have a point and zeros: pandas writes 1410.0 where a column has a
+        gap.
         """
+        written = _WHOLE.sub("", text) if self.number_type is int else text
         try:
-            return None if "_" in text else self.accept(self.number_type(text))
+            return None if "_" in text else self.accept(self.number_type(written))
         except ValueError:
             return None
 
@@ -133,7 +137,7 @@ class Quantity(NamedTuple):
             value = self.rule.accept(value * factor.numerator / factor.denominator)
             if value is not None:
                 return float(value)
-        raise UsageError(f"{name}: {text!r} is not {self.rule.wanted}")
+        raise UsageError(f"{name}: {shown(text)} is not {self.rule.wanted}")
 
 
 _WATTS = MappingProxyType(

@@ -175,8 +175,8 @@ def _straggler(row: CsvRow) -> Straggler:
     end_s = row.read("end", _END) if row["end"] else math.inf
     if end_s <= start_s:
         raise UsageError(
-            f"{row.place('end')}: {row['end']!r} is not after the start {row['start']!r}; correct "
-            "one of them"
+            f"{row.place('end')}: {shown(row['end'])} is not after the start "
+            f"{shown(row['start'])}; correct one of them"
         )
     slowdown = row.read("slowdown", _SLOWDOWN)
     stage = row.read("stage", _STAGE) if row["stage"] else None

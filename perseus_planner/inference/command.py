@@ -39,7 +39,7 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
-    from perseus_planner.inference.online import MetricsReader
+    from perseus_planner.inference.metrics import MetricsReader
     from perseus_planner.inference.plan import ChangeCosts
     from perseus_planner.inference.serving import ServedRow, Shape
     from perseus_planner.inference.workload import InferenceProfile
@@ -235,15 +235,22 @@ def profile(
         progress = stack.enter_context(console.progress("Measuring"))
         measured = measure_serving(target, opened, chosen, progress)
         origin = opened[0].origin
+        told: set[tuple[str, str]] = set()  # classes and kinds of notes, each of which is said once
         for row in stack.enter_context(closing(measured)):
             rows.append(row)
             save_served(rows, control, origin, output)
+            name = f"class {row.input}/{row.output}"
+            for kind, note in _notes(row):
+                if (name, kind) not in told:
+                    click.echo(f"planner: {name}: {note}", err=True)
+                    told.add((name, kind))
     summary = {"origin": origin, "control": control, "rows": rows}
     console.report(summary, _text(rows, control, origin), [output])
 
 
 @command(
-    "planner inference read 1410@312W=profile_export_genai_perf.json --degree 1 -o inference.csv",
+    "planner inference read 1410=profile_export_aiperf.json --degree 1 -o inference.csv",
+    "planner inference read 1410@312W=benchmarks.json --degree 1 -o inference.csv",
 )
 def read(
     results: Annotated[tuple[str, ...], Option(required=True, metavar="MHZ[@WATTS]=FILE...")],
@@ -256,14 +263,18 @@ def read(
     ],
     output: Annotated[Path, output_file("inference profile", ".csv")],
 ) -> None:
-    """Make an inference profile of what genai-perf, guidellm or `vllm bench serve` measured.
+    """Make an inference profile of what another load generator measured: AIPerf, GenAI-Perf,
+    guidellm, `vllm bench serve` or SGLang's bench_serving.
 
     Each file has the clock in MHz that was set, and the mean power of the server's GPUs meanwhile,
-    for example as `planner measure` prints it. Rows without a power have no energy.
+    for example as `planner measure` prints it. AIPerf's files have the power if it could read it.
+    Rows without a power have no energy.
     """
-    from perseus_planner.inference.serving import read_results, save_served
+    from perseus_planner.inference.results import read_results
+    from perseus_planner.inference.serving import save_served
 
     rows: list[ServedRow] = []
+    notes: list[str] = []
     for each in results:
         setting, _, file = each.partition("=")
         clock, _, power = setting.partition("@")
@@ -271,14 +282,30 @@ def read(
         power_w = units.POWER_BUDGET.read(power, each) if power else None
         if clock_mhz is None or not file:
             raise UsageError(f"{each!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
-        rows += read_results(Path(file), clock_mhz, degree, power_w, shape)
+        rows += read_results(Path(file), clock_mhz, degree, power_w, shape, tell=notes.append)
     save_served(rows, "clock", "read", output)
     if any(row.energy_j is None for row in rows):
-        click.echo(
-            "planner: rows without an energy count as too slow; give their power as MHZ@WATTS",
-            err=True,
+        notes.append("rows without an energy count as too slow; give their power as MHZ@WATTS")
+    for note in notes:
+        click.echo(f"planner: {note}", err=True)
+    summary = {"rows": rows, "notes": notes}
+    console.report(summary, _text(rows, "clock", "read from files"), [output])
+
+
+_CACHED = 0.01  # the share of input tokens that come from a cache, beyond which it is said
+
+
+def _notes(row: ServedRow) -> Iterator[tuple[str, str]]:
+    """Yield what to know of a row that was measured: its kind and a text."""
+    if row.problem is not None:
+        yield "events", row.problem
+    share = row.cached_tokens / row.input
+    if share > _CACHED:
+        yield (
+            "cache",
+            f"{100 * share:.0f} % of the input tokens came from the server's cache, which cost "
+            "nothing; the cost of an input token is that of the others",
         )
-    console.report({"rows": rows}, _text(rows, "clock", "read from files"), [output])
 
 
 def _text(rows: list[ServedRow], control: str, origin: str) -> str:
@@ -461,7 +488,7 @@ def attach(server: str, *, kept: _Kept) -> None:
     SERVER is the address of a server of vLLM or SGLang, whose metrics are read. The command runs
     until it is interrupted or gets SIGTERM.
     """
-    from perseus_planner.inference.online import MetricsReader
+    from perseus_planner.inference.metrics import MetricsReader
 
     with closing(MetricsReader(server, _ANSWER_S)) as reader, kept.opened(server) as gpus:
         try:
@@ -494,7 +521,7 @@ def run(
     COMMAND starts a server of vLLM or SGLang, whose metrics are read. The planner ends with the
     command, and with its exit status.
     """
-    from perseus_planner.inference.online import MetricsReader
+    from perseus_planner.inference.metrics import MetricsReader
 
     asked = list[int]()
     with (

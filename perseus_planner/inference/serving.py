@@ -1,24 +1,22 @@
-"""Measure what requests to a server cost under traffic, over clocks or power limits; or read what
-other load generators measured.
+"""Measure what requests to a server cost under traffic, over clocks or power limits.
 
 Traffic is a closed loop, where so many requests are in flight at any time, or an open loop, where
-requests arrive at random at a rate (Poisson), as genai-perf, guidellm and `vllm bench serve` have
+requests arrive at random at a rate (Poisson), as AIPerf, guidellm and `vllm bench serve` have
 them. It goes on from before the window that is measured to after it. A `Monitor` measures its
 energy; a request counts in it by the share of its events that came in it.
 
 In a closed loop, requests of one output token give the cost of an input token, and what longer
-requests need beyond that is the cost of their output tokens. An open loop also has times without
+requests need beyond that is the cost of their output tokens. Input tokens that came from the
+server's cache cost nothing, so they are told apart. An open loop also has times without
 requests, so its costs of tokens are those of the closed loop with the nearest throughput, times one
 factor.
 
 `Server` is a client of a server that speaks OpenAI's API, as vLLM, SGLang, TGI and llama.cpp serve
 it: `POST /v1/completions` or `/v1/chat/completions` with `stream`, answered by server-sent events
 (https://platform.openai.com/docs/api-reference/completions). Tokens are those that the server
-counts (`usage`): an event may have several, or no text.
-
-Other generators' files are the JSON of GenAI-Perf (`profile_export_genai_perf.json`), guidellm
-(`benchmarks.json`) and `vllm bench serve --save-result`. They have no energy: a sampler that ran
-beside them says the power.
+counts (`usage`): an event may have several, or no text. An event has text if anything in its delta
+is text, whatever the field is called: vLLM has renamed `reasoning_content` to `reasoning`, and
+calls of tools stream their arguments.
 """
 
 from __future__ import annotations
@@ -28,26 +26,26 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import numpy as np
 
 from perseus_planner import Monitor
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import QUOTED, UsageError, printable
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import write_file
 from perseus_planner.base.tables import csv_text
 from perseus_planner.base.units import Seconds
 from perseus_planner.gpu.lease.lease import lease_gpus
+from perseus_planner.inference.metrics import MetricsReader, ServerState, split_address
 from perseus_planner.inference.workload import Cell
 from perseus_planner.profiler.choosing import descent
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
@@ -58,6 +56,10 @@ if TYPE_CHECKING:
 _TOKENS = range(10, 1010)  # numbers of tokens that every vocabulary has
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be")
 _MOST_OFF = 0.1  # of the tokens of a request that a server may count otherwise
+_FEW_OFF = 2  # tokens without text of their own that every answer may have, such as its end
+# Fields of a delta that name what is sent; all other texts in it are what the model wrote.
+_NAMING = frozenset({"role", "id", "type", "index", "object", "format", "signature", "status"})
+_ANSWER_S = 1.0  # in which a server's metrics come
 
 
 class Answer(NamedTuple):
@@ -67,6 +69,8 @@ class Answer(NamedTuple):
     times_s: tuple[float, ...]  #: when each event with text came, and the end
     input_tokens: int  #: as the server counts them
     output_tokens: int  #: likewise
+    cached_tokens: int | None  #: input tokens that came from a cache; None if it does not say
+    events: int  #: how many events had text
 
     @property
     def ttft_s(self) -> float:
@@ -83,19 +87,24 @@ class Answer(NamedTuple):
         return (self.times_s[-1] - self.times_s[0]) / (self.output_tokens - 1)
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
 
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: dict[str, Any] | None = None
     finish_reason: str | None = None
 
 
@@ -106,29 +115,19 @@ class _Event(msgspec.Struct):
 
     @property
     def has_text(self) -> bool:
-        return any(
-            each.text or (each.delta and (each.delta.content or each.delta.reasoning_content))
-            for each in self.choices
-        )
+        return any(each.text or _is_written(each.delta) for each in self.choices)
+
+
+def _is_written(part: Any) -> bool:
+    """Return whether a part of a delta has text that the model wrote."""
+    if isinstance(part, dict):
+        return any(_is_written(value) for name, value in part.items() if name not in _NAMING)
+    if isinstance(part, list):
+        return any(map(_is_written, part))
+    return isinstance(part, str) and part != ""
 
 
 _decode = msgspec.json.Decoder(_Event).decode
-
-
-def split_address(address: str, *schemes: str) -> SplitResult:
-    """Return the parts of the address of a server.
-
-    Raises:
-        UsageError: If this is no address.
-    """
-    with suppress(ValueError):  # its port is no number
-        parts = urlsplit(address)
-        if parts.scheme in schemes and parts.hostname and parts.port != 0 and not parts.username:
-            return parts
-    raise UsageError(
-        f"{address!r} is no address of a server; write one such as http://127.0.0.1:8000, "
-        "without a user"
-    )
 
 
 class Server:
@@ -175,6 +174,11 @@ class Server:
                 f"{self.address}: has no model {model!r}; choose one of: {', '.join(names)}"
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it speaks HTTP without TLS."""
+        return self._parts.scheme == "http"
+
     def close(self) -> None:
         """Close all connections."""
         while self._free:
@@ -206,23 +210,25 @@ class Server:
         with self._answered("POST", path, encoded) as response:
             for now_s, event in self._events(response):
                 if event.error is not None:
-                    raise self._problem(f"ended a request with {str(event.error)[:200]}")
+                    said = printable(str(event.error))
+                    raise self._problem(f"ended a request with {said}")
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
                     finish, end_s = choice.finish_reason or finish, now_s
                 usage = event.usage or usage
+        events = len(times_s)
         if usage is None:
-            if len(times_s) != output_tokens:
+            if events != output_tokens:
                 raise self._problem(
-                    f"sent {len(times_s)} events for {output_tokens} tokens, and does not say how "
+                    f"sent {events} events for {output_tokens} tokens, and does not say how "
                     "many tokens they have (stream_options.include_usage)"
                 )
             usage = _Usage(input_tokens, output_tokens)
         if not end_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
             raise UsageError(
                 f"{self.address}: the server ended a request after {usage.completion_tokens} of "
-                f"{output_tokens} tokens, {len(times_s)} events of which had text ({finish}); let "
+                f"{output_tokens} tokens, {events} events of which had text ({finish}); let "
                 "it ignore the end of a text (ignore_eos), or ask for fewer"
             )
         if abs(usage.prompt_tokens - input_tokens) > max(_MOST_OFF * input_tokens, 64):
@@ -232,7 +238,14 @@ class Server:
             )
         if end_s not in times_s:  # the last tokens had no text, as half a character
             times_s.append(end_s)
-        return Answer(begin_s, tuple(times_s), usage.prompt_tokens, usage.completion_tokens)
+        return Answer(
+            begin_s,
+            tuple(times_s),
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            events,
+        )
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[float, _Event]]:
         """Yield when each server-sent event came, and what it says."""
@@ -290,7 +303,7 @@ class Server:
 
     def _check(self, response: http.client.HTTPResponse, path: str) -> None:
         if response.status != 200:
-            said = response.read(200).decode(errors="replace")
+            said = printable(response.read(QUOTED).decode(errors="replace"))
             raise UsageError(
                 f"{self.address}{path}: answers {response.status}: {said}; check the address, the "
                 "key and the model"
@@ -355,24 +368,45 @@ class ServedRow(Cell):
     energy_error_j: float | None = None
     ttft_p50_s: float
     tbt_p50_s: float | None  #: None if there is one token
+    #: Input tokens of a request that came from a cache, on average; 0 if the server does not say.
+    cached_tokens: float = 0.0
+    events: float | None = None  #: Events with text of a request, on average; None if unknown
 
     @property
     def requests_per_s(self) -> float:
         """How many were served in a second."""
         return self.tokens_per_s / (self.input + self.output)
 
+    @property
+    def problem(self) -> str | None:
+        """Why its latencies may be wrong; None if they fit what the server counted."""
+        if self.events is None:
+            return None
+        if abs(self.output - self.events) <= max(_FEW_OFF, _MOST_OFF * self.output):
+            return None
+        return (
+            f"answers of {self.output} tokens had {self.events:.4g} events with text: if the "
+            "server joins tokens (speculative decoding, a stream interval), latencies are right; "
+            "if it hides thoughts, the time to the first token is that of the first one shown, and "
+            "the time between tokens is too short"
+        )
+
     def with_tokens(self, first: ServedRow) -> ServedRow:
         """Return the row with the costs of tokens, given that of requests of one output token."""
         after = self.output - 1
-        if not after or self.energy_j is None or first.energy_j is None:
+        computed = first.input - first.cached_tokens
+        if not after or self.energy_j is None or first.energy_j is None or computed <= 0:
             return self
         first_s, all_s = 1 / first.requests_per_s, 1 / self.requests_per_s
+        input_j, input_s = first.energy_j / computed, first_s / computed
+        # What its own input costs, of which more or less may have come from a cache.
+        own = self.input - self.cached_tokens
         return replace(
             self,
-            input_token_j=first.energy_j / self.input,
-            output_token_j=max(0.0, self.energy_j - first.energy_j) / after,
-            input_token_s=first_s / self.input,
-            output_token_s=max(0.0, all_s - first_s) / after,
+            input_token_j=input_j,
+            output_token_j=max(0.0, self.energy_j - own * input_j) / after,
+            input_token_s=input_s,
+            output_token_s=max(0.0, all_s - own * input_s) / after,
         )
 
     def with_tokens_as(self, closed: Sequence[ServedRow]) -> ServedRow:
@@ -495,6 +529,7 @@ def measure_serving(
         controls = [stack.enter_context(opened_control(gpu, settings.control)) for gpu in gpus]
         chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
         meter = _Meter(target, gpus, stack.enter_context(Monitor(list(gpus))), settings)
+        stack.callback(meter.close)
         locks = LockCheck(gpus[0].text)
         for number, setting in enumerate(chosen, 1):
             for _, set_one in controls:
@@ -515,6 +550,7 @@ class _Meter:
     ) -> None:
         self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
         self.achieved_mhz = self._idle_w = 0.0
+        self._metrics = MetricsReader(target.address, _ANSWER_S) if target.is_plain else None
 
     def rows(self, setting: int) -> Iterator[ServedRow]:
         """Yield a row of each traffic and class."""
@@ -542,6 +578,7 @@ class _Meter:
         clocks_mhz = list[int]()
         try:
             traffic.warm_up()
+            before = self._state()
             begin_s = time.monotonic()
             with self._monitor.window() as window:
                 while (
@@ -551,11 +588,16 @@ class _Meter:
                     traffic.wait(_CLOCK_EVERY_S)
                     clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
             end_s = time.monotonic()
+            cached = _cached_share(before, self._state())
         finally:
             answers = traffic.stop()
         self.achieved_mhz = fmean(clocks_mhz)
         counts = [sum(begin_s <= at_s < end_s for at_s in each.times_s) for each in answers]
         within = [answer for answer, count in zip(answers, counts, strict=True) if count]
+        said = [each for each in within if each.cached_tokens is not None]
+        if said:  # each request says it, so this needs no metrics
+            cached = sum(each.cached_tokens or 0 for each in said)
+            cached /= max(1, sum(each.input_tokens for each in said))
         served = sum(
             count / len(answer.times_s) for answer, count in zip(answers, counts, strict=True)
         )
@@ -576,7 +618,34 @@ class _Meter:
             tbt_p50_s=tbts_s[0],
             tbt_s=tbts_s[1],
             idle_w=self._idle_w,
+            cached_tokens=cached * shape.input_tokens,
+            events=fmean(answer.events for answer in within),
         )
+
+    def close(self) -> None:
+        """Close the connection to the server's metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _state(self) -> ServerState | None:
+        """Return what the server says of itself; None if it says nothing, or speaks otherwise."""
+        if self._metrics is None:
+            return None
+        try:
+            return self._metrics.read()
+        except (OSError, http.client.HTTPException, UsageError):
+            self.close()
+            self._metrics = None
+            return None
+
+
+def _cached_share(before: ServerState | None, after: ServerState | None) -> float:
+    """Return the share of the input tokens that came from a cache meanwhile; 0 if it is unknown."""
+    if before is None or after is None:
+        return 0.0
+    cached = after.cached_tokens - before.cached_tokens
+    computed = after.input_tokens - before.input_tokens
+    return cached / (cached + computed) if cached > 0 and computed >= 0 else 0.0
 
 
 def _chosen(possible: Sequence[int], settings: ServingSettings) -> list[int]:
@@ -617,136 +686,3 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
     )
     table = csv_text([[setting if name == "setting" else name for name in names], *cells])
     write_file(path, f"# {origin} by planner inference profile\n{table}", UsageError)
-
-
-def read_results(
-    path: Path,
-    setting: int,
-    tensor_degree: int,
-    power_w: float | None = None,
-    shape: Shape | None = None,
-) -> list[ServedRow]:
-    """Return a row of each load in a file.
-
-    Args:
-        path: The file.
-        setting: The clock in MHz, or power limit in watts, that was set.
-        tensor_degree: Number of GPUs of the server.
-        power_w: Their mean power meanwhile, watts, all together; None if it is not known.
-        shape: The class of its requests; None for their mean lengths.
-
-    Raises:
-        UsageError: If the file cannot be read, or is none of these.
-    """
-
-    def row(load: _Load) -> ServedRow:
-        of = load.value
-        inputs, outputs = shape or (round(of("inputs", "mean")), round(of("outputs", "mean")))
-        return ServedRow(
-            input=inputs,
-            output=outputs,
-            tensor_degree=tensor_degree,
-            setting=setting,
-            concurrency=load.concurrency,
-            rate_per_s=load.rate_per_s,
-            tokens_per_s=load.requests_per_s * (inputs + outputs),
-            energy_j=None if power_w is None else power_w / load.requests_per_s,
-            ttft_p50_s=of("ttft", "p50"),
-            ttft_s=of("ttft", "p95"),
-            tbt_p50_s=of("tbt", "p50"),
-            tbt_s=of("tbt", "p95"),
-        )
-
-    try:
-        return [row(load) for load in _loads(msgspec.json.decode(path.read_bytes()))]
-    except (OSError, msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{path}: cannot be read as a result of genai-perf, guidellm or vllm bench serve "
-            f"({error!r}); give the JSON file that one of them writes"
-        ) from error
-
-
-class _Load(NamedTuple):
-    """A load in a file."""
-
-    concurrency: int | None
-    rate_per_s: float | None
-    requests_per_s: float
-    #: Returns "mean", "p50" or "p95" of "inputs", "outputs" (tokens), "ttft" or "tbt" (seconds).
-    value: Callable[[str, str], float]
-
-
-def _loads(content: Any) -> list[_Load]:
-    if "benchmarks" in content:
-        return [_guidellm(benchmark) for benchmark in content["benchmarks"]]
-    is_genai_perf = isinstance(content["request_throughput"], dict)
-    return [_genai_perf(content) if is_genai_perf else _vllm(content)]
-
-
-def _vllm(content: Mapping[str, Any]) -> _Load:
-    count, concurrency = content["completed"], content.get("max_concurrency")
-    rate = content["request_rate"]
-    is_open = concurrency is None and rate != "inf"
-    names = {"inputs": "input", "outputs": "output", "tbt": "tpot"}
-
-    def value(of: str, what: str) -> float:
-        name = names.get(of, of)
-        if what == "mean":
-            return float(content[f"total_{name}_tokens"] / count)
-        high = "p95" if f"p95_{name}_ms" in content else "p99"
-        return float(content[f"{'median' if what == 'p50' else high}_{name}_ms"] / 1e3)
-
-    return _Load(
-        None if is_open else int(concurrency or count),
-        float(rate) if is_open else None,
-        float(content["request_throughput"]),
-        value,
-    )
-
-
-def _genai_perf(content: Mapping[str, Any]) -> _Load:
-    asked = content["input_config"]
-    loop = (asked.get("perf_analyzer") or {}).get("stimulus") or asked
-    concurrency, rate = loop.get("concurrency"), loop.get("request_rate")
-    if (concurrency is None) == (rate is None):
-        raise ValueError("its input_config has no concurrency or request_rate")
-    names = {
-        "inputs": "input_sequence_length",
-        "outputs": "output_sequence_length",
-        "ttft": "time_to_first_token",
-        "tbt": "inter_token_latency",
-    }
-
-    def value(of: str, what: str) -> float:
-        found = content[names[of]]
-        scale = {"ms": 1e3, "us": 1e6, "ns": 1e9}.get(found["unit"], 1.0)
-        return float(found["avg" if what == "mean" else what] / scale)
-
-    return _Load(concurrency, rate, float(content["request_throughput"]["avg"]), value)
-
-
-def _guidellm(benchmark: Mapping[str, Any]) -> _Load:
-    places = (benchmark.get(name) or {} for name in ("config", "args", "scheduler"))
-    strategy = next(place["strategy"] for place in places if place.get("strategy"))
-    kind = strategy["type_"]
-    concurrency = 1 if kind == "synchronous" else strategy.get("streams")
-    if kind == "throughput":
-        concurrency = strategy.get("max_concurrency")
-    metrics = benchmark["metrics"]
-    names = {
-        "inputs": "prompt_token_count",
-        "outputs": "output_token_count",
-        "ttft": "time_to_first_token_ms",
-        "tbt": "inter_token_latency_ms",
-    }
-
-    def value(of: str, what: str) -> float:
-        found = metrics[names[of]]["successful"]
-        return float(found["mean"] if what == "mean" else found["percentiles"][what] / 1e3)
-
-    return _Load(
-        concurrency,
-        None if concurrency else float(strategy["rate"]),
-        float(metrics["requests_per_second"]["successful"]["mean"]),
-        value,
-    )

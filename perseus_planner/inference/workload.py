@@ -14,7 +14,8 @@ class, such as 256.
 
 A trace has a row for each request, in the order of time: its time, in seconds or as a date, its
 input tokens and its output tokens. The columns are `time`, `input_tokens` and `output_tokens`, or
-those of the Azure LLM inference traces, `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
+those of the Azure LLM inference traces, `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`. Numbers
+in `time` must be plausible as seconds; `time_s`, `time_ms`, `time_us` and `time_ns` say their unit.
 """
 
 from __future__ import annotations
@@ -298,14 +299,24 @@ def _bound(row: CsvRow, column: str, bounds: Sequence[int]) -> float:
     return float(row.read(column, Text(lambda text: words.get(text, COUNT.parse(text)), _CLASS)))
 
 
+_TIME_UNITS = {"time_s": 1, "time_ms": 10**3, "time_us": 10**6, "time_ns": 10**9}
+"""Columns that say the unit of their times -> how many of it are a second."""
 _COLUMNS = (
-    ("time", "TIMESTAMP"),
+    ("time", "TIMESTAMP", *_TIME_UNITS),
     ("input_tokens", "ContextTokens"),
     ("output_tokens", "GeneratedTokens"),
 )
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(\.\d+)?(?:Z|([+-]\d\d):?(\d\d))?")
 _TOKENS = INDEX._replace(wanted="a number of tokens: write a whole number of 0 or more")
 _RATE = Rule(float, True, "a rate: write a number of 0 or more in a second, such as 12.5")
+_SPARSE_S = 10.0
+"""Mean time between requests from which on it is asked whether times are seconds: a service that
+has fewer than six requests a minute needs no pools, and milliseconds make one of any load up to 100
+a second.
+"""
+_DENSE_S = 1e-3
+"""Mean time between requests that is plausible, when a unit is guessed."""
+_FEW = 10  # requests that tell nothing about a unit
 _BUSIEST_S = 60.0
 """The period whose load instances must carry: the busiest minute."""
 
@@ -463,7 +474,29 @@ def read_trace(path: Path) -> Trace:
         outputs.append(row.read(last, _TOKENS))
     if not times:
         raise UsageError(f"{path}: has no requests; write a row for each")
-    return Trace(np.array(times) - times[0], np.array(inputs), np.array(outputs))
+    times_s = np.array(times) - times[0]
+    if time in _TIME_UNITS:
+        times_s /= _TIME_UNITS[time]
+    elif not any(kinds):
+        _check_unit(path, time, times_s)
+    return Trace(times_s, np.array(inputs), np.array(outputs))
+
+
+def _check_unit(path: Path, column: str, times_s: npt.NDArray[np.float64]) -> None:
+    """Refuse times that are no seconds, as far as the time between requests tells."""
+    gaps = len(times_s) - 1
+    between_s = float(times_s[-1]) / max(1, gaps)
+    if gaps < _FEW or between_s < _SPARSE_S:
+        return
+    plausible = [
+        name for name, count in _TIME_UNITS.items() if _DENSE_S <= between_s / count < _SPARSE_S
+    ]
+    unit = plausible[0] if plausible else "time_ms"
+    raise UsageError(
+        f"{path}, column {column!r}: as seconds, these are {gaps + 1:,} requests in "
+        f"{si(float(times_s[-1]), 's', 6)}, one in {si(between_s, 's', 3)}; call the column {unit} "
+        "if that is its unit, or time_s if these are seconds"
+    )
 
 
 def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load]:

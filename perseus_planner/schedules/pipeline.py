@@ -347,7 +347,9 @@ def parse_stage_kind(text: str) -> tuple[int, str]:
     """
     match = _STAGE_KIND.fullmatch(text)
     if match is None:
-        raise ScheduleError(f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync")
+        raise ScheduleError(
+            f"{shown(text)} is not a stage and a kind; write them as 3B, or 3B.sync"
+        )
     return int(match[1]), match[2]
 
 

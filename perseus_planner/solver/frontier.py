@@ -27,6 +27,7 @@ from perseus_planner.base.errors import (
     PlanError,
     PlannerError,
     UsageError,
+    shown,
 )
 from perseus_planner.base.fields import restore, rules
 from perseus_planner.base.files import reading, replacing, sha256
@@ -159,12 +160,12 @@ def _check(path: Path, arrays: dict[str, Any]) -> None:
         ) from error
     if format_version[0] != _FORMAT:
         raise FrontierError(
-            f"{path}: holds {format_version[0]!r}, not a frontier; name a file that `planner "
+            f"{path}: holds {shown(format_version[0])}, not a frontier; name a file that `planner "
             "solve` wrote"
         )
     if format_version[1] != _VERSION:
         raise FrontierError(
-            f"{path}: is of version {format_version[1]!r} and this planner reads version "
+            f"{path}: is of version {shown(format_version[1])} and this planner reads version "
             f"{_VERSION}; "
             f"{_AGAIN}"
         )

@@ -5,6 +5,7 @@ named.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +143,8 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
     [
         (
             "when,input_tokens,output_tokens\n",
-            ", line 1: no column 'time or TIMESTAMP' in the header "
+            ", line 1: no column 'time or TIMESTAMP or time_s or time_ms or time_us or time_ns' in "
+            "the header "
             "'when,input_tokens,output_tokens'; write time,input_tokens,output_tokens, separated "
             "by commas",
         ),
@@ -176,6 +178,62 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
 def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, expected: str):
     path = text_file(tmp_path / "t.csv", text)
     assert refusal_of(UsageError, read_trace, path) == f"{path}{expected}"
+
+
+@pytest.mark.parametrize(
+    ("column", "scale", "offset"),
+    [
+        ("time", 1, 0),
+        ("time_s", 1, 0),
+        ("time_ms", 1e3, 0),
+        ("time_us", 1e6, 0),
+        ("time_ns", 1e9, 0),
+        ("time", 1, 1.7e9),
+        ("time_ms", 1e3, 1.7e12),
+    ],
+)
+def test_a_column_says_the_unit_of_its_times(
+    tmp_path: Path, column: str, scale: float, offset: float
+):
+    rows = "".join(f"{offset + 0.5 * each * scale:.3f},1,1\n" for each in range(100))
+    path = text_file(tmp_path / "t.csv", f"{column},input_tokens,output_tokens\n{rows}")
+    assert read_trace(path).times_s == pytest.approx(np.arange(100) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("between_s", [0.02, 0.3, 4.0])
+def test_times_that_cannot_be_seconds_are_asked_about(
+    tmp_path: Path, scale: float, between_s: float
+):
+    rows = "".join(f"{each * between_s * scale:.0f},1,1\n" for each in range(12031))
+    path = text_file(tmp_path / "t.csv", f"time,input_tokens,output_tokens\n{rows}")
+    text = refusal_of(UsageError, read_trace, path)
+    assert text.startswith(f"{path}, column 'time': as seconds, these are 12,031 requests in ")
+    assert re.search(r"; call the column time_[mun]s if that is its unit, or time_s if these", text)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [f"{each * 300},1,1" for each in range(8)],  # too few to tell
+        ["2026-05-01 00:00:00,1,1"],
+        [f"2026-05-{1 + each:02} 00:00:00,1,1" for each in range(30)],  # dates have no unit
+        [f"{each * 9},1,1" for each in range(50)],
+    ],
+)
+def test_plausible_times_are_not_asked_about(tmp_path: Path, rows: list[str]):
+    text = "\n".join(["time,input_tokens,output_tokens", *rows, ""])
+    assert len(read_trace(text_file(tmp_path / "t.csv", text)).times_s) == len(rows)
+
+
+def test_whole_numbers_are_read_as_pandas_writes_them(tmp_path: Path):
+    text = (
+        "input,output,tensor_degree,clock_mhz,concurrency,energy_j\n"
+        "256.0,100.0,2.0,1410.0,8.0,3\n4096,100,2,1410,,4\n"
+    )
+    profile = read_inference_profile(text_file(tmp_path / "a.csv", text))
+    assert profile.configurations == [Configuration(2, 1410)]
+    assert [of.input_tokens for of in profile.classes] == [256, 4096]
 
 
 def test_the_demand_of_a_trace_has_its_busiest_minute_and_long_prompts_in_the_longest_class(

@@ -27,14 +27,13 @@ from waiting import eventually
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
-from perseus_planner.inference.online import (
+from perseus_planner.inference.metrics import (
     Histogram,
     MetricsReader,
-    ServerClock,
     ServerState,
-    check_alone,
     parse_state,
 )
+from perseus_planner.inference.online import ServerClock, check_alone
 from perseus_planner.inference.serving import Server
 
 GPU = "emulated:a100-sxm/72?slower=10"
@@ -89,6 +88,72 @@ def test_metrics_of_both_servers_are_read_and_engines_added_up():
     assert parse_state(told, 1.0, "here").tpot == Histogram((float("inf"),), (3,), 0.5)
     with pytest.raises(UsageError, match=r"^here: has no vllm:num_requests_waiting or sglang:num_"):
         parse_state(vllm.replace("num_requests_waiting", "waiting"), 1.0, "here")
+
+
+def metrics_text(program: str, *lines: str) -> str:
+    """Return the least that the metrics of a server have, and some lines more."""
+    running, waiting = ("num_requests_running", "num_requests_waiting")
+    if program == "sglang":
+        running, waiting = ("num_running_reqs", "num_queue_reqs")
+    least = [
+        f"{running} 1",
+        f"{waiting} 0",
+        "prompt_tokens_total 1000",
+        "generation_tokens_total 5",
+    ]
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        least += [f'{name}_bucket{{le="+Inf"}} 2', f"{name}_sum 1"]
+    return "\n".join(f"{program}:{line}" for line in [*least, *lines])
+
+
+@pytest.mark.parametrize(
+    ("program", "lines", "computed", "cached"),
+    [
+        ("vllm", (), 1000, 0),
+        (
+            "vllm",
+            (
+                'prompt_tokens_by_source_total{engine="0",source="local_compute"} 100',
+                'prompt_tokens_by_source_total{engine="1",source="local_compute"} 150',
+                'prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 700',
+                'prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 50',
+            ),
+            250,
+            750,
+        ),
+        ("vllm", ('prompt_tokens_by_source_total{source="local_cache_hit"} 1000',), 0, 1000),
+        (
+            "sglang",
+            (
+                'cached_tokens_total{cache_source="device"} 600',
+                'cached_tokens_total{cache_source="host"} 150',
+            ),
+            250,
+            750,
+        ),
+        ("sglang", ("cached_tokens_total 5000",), 0, 1000),
+    ],
+)
+def test_input_tokens_are_those_that_were_computed(
+    program: str, lines: tuple[str, ...], computed: float, cached: float
+):
+    state = parse_state(metrics_text(program, *lines), 1.0, "here")
+    assert (state.input_tokens, state.cached_tokens) == (computed, cached)
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
+def test_the_time_per_output_token_of_requests_is_read_from_either_server(program: str):
+    name = "request_time_per_output_token_seconds"
+    lines = (f'{name}_bucket{{le="+Inf"}} 3', f"{name}_sum 0.5")
+    assert parse_state(metrics_text(program), 1.0, "here").tpot is None
+    tpot = parse_state(metrics_text(program, *lines), 1.0, "here").tpot
+    assert tpot == Histogram((float("inf"),), (3,), 0.5)
+
+
+def test_a_metric_that_is_no_number_is_refused():
+    text = metrics_text("vllm").replace("total 1000", "total many")
+    with pytest.raises(UsageError, match=r"^here: vllm:prompt_tokens_total is 'many', which is no"):
+        parse_state(text, 1.0, "here")
 
 
 @pytest.mark.parametrize("kind", ["busy", "idle", "code"])

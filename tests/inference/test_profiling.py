@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import done, refusal
+from commands import done, refusal, run
 from inference_cases import VLLM
 
 GPU = "emulated:a100-sxm/71?slower=10"
@@ -74,3 +75,28 @@ def test_bad_options_are_refused_before_anything_runs(arguments: str, problem: s
     command = f"inference profile http://127.0.0.1:9 --gpu emulated:a100-sxm/0 {arguments}"
     assert refusal(command) == (2, "", f"Error: {problem}\n")
     assert [file.name for file in Path().glob("*.csv")] == ["rates.csv"]
+
+
+def test_what_is_odd_in_the_answers_of_a_server_is_said_once():
+    with subprocess.Popen(
+        [sys.executable, str(SERVER), GPU, "hidden=12", "cached=32"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        result = run(
+            f"inference profile {address} --gpu {GPU} --class 64/24 --concurrency 1 --at 1410,705 "
+            "--window 0.2s -o inference.csv"
+        )
+        process.terminate()
+    assert result.exit_code == 0
+    events, cached = result.stderr.splitlines()
+    assert events.startswith("planner: class 64/24: answers of 24 tokens had 12 events with text: ")
+    said = re.fullmatch(
+        r"planner: class 64/24: (\d+) % of the input tokens came from the server's cache, which "
+        "cost nothing; the cost of an input token is that of the others",
+        cached,
+    )
+    assert said is not None
+    assert int(said[1]) == pytest.approx(50, abs=8)

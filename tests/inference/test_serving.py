@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import pytest
-from inference_cases import VLLM
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import open_emulated
+from perseus_planner.inference.metrics import MetricsReader
 from perseus_planner.inference.serving import (
     Server,
     ServingSettings,
     Shape,
     measure_serving,
-    read_results,
     save_served,
 )
 from perseus_planner.inference.workload import Configuration, read_inference_profile
@@ -48,10 +48,10 @@ def serve(state: None) -> Iterator[Callable[..., str]]:
     with ExitStack() as stack:
 
         @cache
-        def started(*options: str) -> str:
+        def started(*options: str, gpu: str = GPU) -> str:
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, str(SERVER), GPU, *options], stdout=subprocess.PIPE, text=True
+                    [sys.executable, str(SERVER), gpu, *options], stdout=subprocess.PIPE, text=True
                 )
             )
             stack.callback(process.terminate)
@@ -129,6 +129,57 @@ def test_tokens_without_text_end_when_the_answer_does(serve: Callable[..., str])
         assert len(answer.times_s) == 3
         # 64 input tokens take 24 ms, and each iteration after that 2 ms
         assert answer.times_s[-1] - answer.begin_s > 0.034
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("thoughts=9",), ("field=refusal",), ("field=reasoning_content",), ("field=tool",)],
+)
+def test_whatever_field_the_text_is_in_its_times_are_those_of_the_server(
+    serve: Callable[..., str], options: tuple[str, ...]
+):
+    # A token takes about 20 ms, so that a busy machine changes little.
+    address = serve(*options, gpu="emulated:a100-sxm/69?slower=100")
+    with closing(Server(address, chat=True)) as server:
+        server.complete(64, 12)
+        with closing(MetricsReader(address, 1.0)) as reader:
+            before = reader.read()
+            answers = [server.complete(64, 12) for _ in range(2)]
+            after = reader.read()
+    assert {answer.events for answer in answers} == {12}
+    assert before.tpot is not None
+    assert after.tpot is not None
+    ttft, tpot = after.ttft.since(before.ttft), after.tpot.since(before.tpot)
+    assert fmean(answer.tbt_s or 0.0 for answer in answers) == pytest.approx(tpot.total / 2, 0.05)
+    assert fmean(answer.ttft_s for answer in answers) == pytest.approx(ttft.total / 2, rel=0.05)
+
+
+def test_tokens_that_no_event_showed_are_said(serve: Callable[..., str]):
+    settings = ServingSettings((Shape(64, 24),), settings=(1410,), window_s=0.2)
+    problems = []
+    for options in ((), ("hidden=12",)):
+        with open_gpu(GPU) as gpu, closing(Server(serve(*options))) as target:
+            problems += [row.problem for row in measure_serving(target, [gpu], settings)]
+    assert problems == [
+        None,
+        "answers of 24 tokens had 12 events with text: if the server joins tokens (speculative "
+        "decoding, a stream interval), latencies are right; if it hides thoughts, the time to the "
+        "first token is that of the first one shown, and the time between tokens is too short",
+    ]
+
+
+@pytest.mark.parametrize("options", [("cached=256",), ("cached=256", "said=1", "metrics=no")])
+def test_input_tokens_from_a_cache_cost_nothing(
+    serve: Callable[..., str], options: tuple[str, ...]
+):
+    settings = ServingSettings((Shape(512, 8),), settings=(1410,), window_s=0.5)
+    rows = []
+    for each in ((), options):
+        with open_gpu(GPU) as gpu, closing(Server(serve(*each))) as target:
+            rows += list(measure_serving(target, [gpu], settings))
+    full, part = rows
+    assert (full.cached_tokens, part.cached_tokens) == (0.0, pytest.approx(256.0, rel=0.1))
+    assert part.input_token_j == pytest.approx(full.input_token_j, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -215,57 +266,6 @@ def test_what_breaks_off_is_refused(parts: tuple[bytes, ...], ends: bool, proble
     server = Server(answering(*parts, ends=ends), limit_s=0.2)
     with closing(server), pytest.raises(UsageError, match=problem):
         server.complete(4, 2)
-
-
-GENAI_PERF = {
-    "request_throughput": {"unit": "requests/sec", "avg": 2.0},
-    "time_to_first_token": {"unit": "ms", "p50": 90.0, "p95": 120.0},
-    "inter_token_latency": {"unit": "ms", "p50": 20.0, "p95": 25.0},
-    "input_sequence_length": {"unit": "tokens", "avg": 256.0},
-    "output_sequence_length": {"unit": "tokens", "avg": 100.0},
-    "input_config": {"perf_analyzer": {"stimulus": {"concurrency": 8}}},
-}
-GUIDELLM = {
-    "benchmarks": [
-        {
-            "config": {"strategy": {"type_": "concurrent", "streams": 8}},
-            "metrics": {
-                "requests_per_second": {"successful": {"mean": 2.0}},
-                "prompt_token_count": {"successful": {"mean": 256.0}},
-                "output_token_count": {"successful": {"mean": 100.0}},
-                "time_to_first_token_ms": {"successful": {"percentiles": {"p50": 90, "p95": 120}}},
-                "inter_token_latency_ms": {"successful": {"percentiles": {"p50": 20, "p95": 25}}},
-            },
-        }
-    ]
-}
-
-
-@pytest.mark.parametrize("result", [VLLM, GENAI_PERF, GUIDELLM])
-def test_results_of_other_load_generators_are_rows(tmp_path: Path, result: dict[str, object]):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(result))
-    (row,) = read_results(path, 1410, 1, 300.0)
-    assert (row.input, row.output, row.concurrency, row.rate_per_s) == (256, 100, 8, None)
-    assert (row.energy_j, row.tokens_per_s) == (150.0, 712.0)
-    assert (row.ttft_p50_s, row.ttft_s, row.tbt_p50_s, row.tbt_s) == (
-        0.09,
-        0.12,
-        0.02,
-        0.025,
-    )
-    save_served([row], "clock", "read", tmp_path / "inference.csv")
-    profile = read_inference_profile(tmp_path / "inference.csv")
-    assert [
-        cell.energy_j for cell in profile.feasible(profile.classes[0], Configuration(1, 1410))
-    ] == [150]
-
-
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
-    path = tmp_path / "a.json"
-    path.write_text("{}")
-    with pytest.raises(UsageError, match=r"^.*a\.json: cannot be read as a result of genai-perf, "):
-        read_results(path, 1410, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ takes what its tokens take there at the clock that is set.
 It prints its address.
 
 `/v1/models`, `/v1/completions`, `/v1/chat/completions` (server-sent events that end with `[DONE]`)
-follow https://platform.openai.com/docs/api-reference; `/metrics` has the names of vLLM 0.32.
+follow https://platform.openai.com/docs/api-reference; `/metrics` has the names of vLLM 0.33.
 
     burst=3      several tokens an event, as with speculative decoding
     empty=1      an event without text before the first token
     texts=2      only so many events have text; says at the end why it ends
     usage=0      never says how many tokens there were
     early=2      ends each answer after so many tokens
+    field=refusal    what has the text of a delta: content, reasoning, tool (a call's arguments) ...
+    thoughts=6   so many tokens come first in a delta's field `reasoning`; hidden=6: in no event
+    cached=48    so many tokens of each prompt come from a cache; said=1: `usage` says it too
     metrics=no   none; metrics=other: of another program
     key=secret   wants this key
 """
@@ -50,6 +53,7 @@ class Sequence:
     input_tokens: int
     output_tokens: int
     came_s: float
+    cached: int = 0  # of the input tokens
     left: int = 0  # input tokens to compute
     done: int = 0  # output tokens
     first_s: float = 0.0
@@ -57,7 +61,7 @@ class Sequence:
     events: Queue[int] = field(default_factory=Queue)  # tokens of each event; 0 at the end
 
     def __post_init__(self) -> None:
-        self.left = self.input_tokens
+        self.left = self.input_tokens - self.cached
 
 
 class Histogram:
@@ -98,11 +102,12 @@ class Engine:
             Histogram("inter_token_latency_seconds"),
             Histogram("request_time_per_output_token_seconds"),
         )
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, sequence: Sequence) -> None:
         with self.lock:
+            self.cached_tokens += sequence.cached
             self.waiting.append(sequence)
             self.lock.notify()
 
@@ -154,7 +159,17 @@ class Engine:
                     f"vllm:num_requests_running{labels} {float(len(self.running))}",
                     "# TYPE vllm:num_requests_waiting gauge",
                     f"vllm:num_requests_waiting{labels} {float(len(self.waiting))}",
-                    f"vllm:prompt_tokens_total{labels} {float(self.prompt_tokens)}",
+                    f"vllm:prompt_tokens_total{labels} "
+                    f"{float(self.prompt_tokens + self.cached_tokens)}",
+                    *(
+                        f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="tiny",'
+                        f'source="{source}"}} {float(tokens)}'
+                        for source, tokens in (
+                            ("local_compute", self.prompt_tokens),
+                            ("local_cache_hit", self.cached_tokens),
+                            ("external_kv_transfer", 0),
+                        )
+                    ),
                     f"vllm:generation_tokens_total{labels} {float(self.generation_tokens)}",
                     self.ttft.text(),
                     self.itl.text(),
@@ -199,7 +214,9 @@ class Handler(BaseHTTPRequestHandler):
         prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
         tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         most = int(self.options.get("early", asked["max_tokens"]))
-        sequence = Sequence(tokens, min(most, asked["max_tokens"]), time.monotonic())
+        cached = min(int(self.options.get("cached", 0)), tokens - 1)
+        output_tokens = min(most, asked["max_tokens"])
+        sequence = Sequence(tokens, output_tokens, time.monotonic(), cached)
         self.engine.add(sequence)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -208,16 +225,25 @@ class Handler(BaseHTTPRequestHandler):
         if "empty" in self.options:
             self._choice(chat, "")
         texts = int(self.options.get("texts", most))
+        sent = 0
+        thoughts, hidden = (int(self.options.get(name, 0)) for name in ("thoughts", "hidden"))
         while new := sequence.events.get():
-            self._choice(chat, " word" * new if texts > 0 else "")
+            sent += new
+            if sent <= hidden:
+                continue
+            field = "reasoning" if sent <= thoughts else self.options.get("field", "content")
+            self._choice(chat, " word" * new if texts > 0 else "", field=field)
             texts -= 1
-        if "texts" in self.options:
+        if "texts" in self.options or hidden:
             self._choice(chat, "", "length")
         if (
             asked.get("stream_options", {}).get("include_usage")
             and self.options.get("usage") != "0"
         ):
-            usage = {"prompt_tokens": tokens, "completion_tokens": sequence.done}
+            usage: dict[str, object] = {"prompt_tokens": tokens}
+            usage["completion_tokens"] = sequence.done
+            if "said" in self.options:
+                usage["prompt_tokens_details"] = {"cached_tokens": cached}
             self._event(json.dumps({"choices": [], "usage": usage}))
         self._event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
@@ -225,8 +251,14 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Stay silent."""
 
-    def _choice(self, chat: bool, text: str, finish: str | None = None) -> None:
-        said = {"delta": {"content": text}} if chat else {"text": text}
+    def _choice(
+        self, chat: bool, text: str, finish: str | None = None, field: str = "content"
+    ) -> None:
+        delta: dict[str, object] = {field: text}
+        if field == "tool":
+            call = {"index": 0, "id": "call-1", "type": "function", "function": {"arguments": text}}
+            delta = {"tool_calls": [call]}
+        said: dict[str, object] = {"delta": delta} if chat else {"text": text}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
         self._event(json.dumps({"model": "tiny", "choices": [choice], "usage": None}))
 

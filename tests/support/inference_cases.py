@@ -42,7 +42,7 @@ RATES = "input,output,requests_per_s,tokens_per_s\n256,100,20,4000\n4096,100,2,5
 VLLM = {
     "request_rate": "inf", "max_concurrency": 8, "completed": 10, "request_throughput": 2.0,
     "total_input_tokens": 2560, "total_output_tokens": 1000, "median_ttft_ms": 90.0,
-    "p99_ttft_ms": 120.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 25.0,
+    "p95_ttft_ms": 120.0, "median_tpot_ms": 20.0, "p95_tpot_ms": 25.0,
 }  # fmt: skip
 """What `vllm bench serve --save-result` writes, as far as it is read."""
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from completions_server import BUCKETS, Histogram
 from event_model import Asked, Physics
 
-from perseus_planner.inference import online
-from perseus_planner.inference.online import ServerState
+from perseus_planner.inference import metrics
+from perseus_planner.inference.metrics import ServerState
 
 
 class World:
@@ -103,9 +103,9 @@ class World:
         )
 
 
-def _histogram(histogram: Histogram) -> online.Histogram:
+def _histogram(histogram: Histogram) -> metrics.Histogram:
     counts, total = [], 0.0
     for count in histogram.counts:
         total += count
         counts.append(total)
-    return online.Histogram((*BUCKETS, math.inf), tuple(counts), histogram.sum)
+    return metrics.Histogram((*BUCKETS, math.inf), tuple(counts), histogram.sum)
