@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -337,8 +338,9 @@ def refused(module: Any, inputs: Any, loss: Any = None) -> str:
 
 def test_a_stage_that_cannot_run_is_refused() -> None:
     wrong = refused(network(), torch.zeros(ROWS, 3))
-    assert wrong.startswith(
-        "the stage cannot be run on its sample input: RuntimeError: mat1 and mat2 shapes"
+    assert re.match(
+        "the stage cannot be run on its sample input: RuntimeError: (addmm: )?mat1 and mat2 shapes",
+        wrong,
     )
     assert refused(nn.Identity(), torch.zeros(3, dtype=torch.long)).startswith(
         "the stage returns no tensor with a gradient"
