@@ -122,6 +122,15 @@ class TorchPipeline:
         return torch.device(self._stages[0].device)
 
     @property
+    def sharded_torch(self) -> str | None:
+        """See `engine.sharded_torch`: stages are sharded that are `fully_shard` as a whole."""
+        import torch
+        from torch.distributed.fsdp import FSDPModule
+
+        is_sharded = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
+        return str(torch.__version__) if is_sharded else None
+
+    @property
     def splits_backward(self) -> bool:
         """See `Engine.splits_backward`."""
         order: Mapping[int, Any] = getattr(self._schedule, "pipeline_order", None) or {}

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from launching import Results, results_of
 
+from perseus_planner.runs.run import Run
+from perseus_planner.views.run import summarize_run
+
 pytest.importorskip("torch")
 
 from batch_world import profile_of
@@ -25,22 +28,38 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 2
 TRUTH = [[LENGTH, sum(length**2 for length in lengths)] for lengths in DOCUMENTS]
 
-Launched = Callable[[str], Results]
+Launched = Callable[..., Results]
+
+
+class Folders(dict[str, Path]):
+    """The folder of each program, made when it is asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+
+    def __missing__(self, program: str) -> Path:
+        self[program] = folder = self._factory.mktemp(program)
+        return folder
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def launched(folders: Folders) -> Launched:
     """Return what the ranks of a program print, which are launched once."""
 
     @cache
-    def ran(program: str) -> Results:
-        folder: Path = tmp_path_factory.mktemp(program)
+    def ran(program: str, ranks: int = RANKS) -> Results:
+        folder: Path = folders[program]
         profile_of(RANKS).save(folder / "profile.yaml")
         two_each = profile_of(2 * RANKS)
         rows = two_each.measurements
         split = {(s, kind): rows[s, "B"] for s in range(2 * RANKS) for kind in "IW"}
         replace(two_each, measurements={**rows, **split}).save(folder / "stages.yaml")
-        return results_of(f"torch_programs:{program}", RANKS, folder)
+        return results_of(f"torch_programs:{program}", ranks, folder)
 
     return ran
 
@@ -189,3 +208,37 @@ def test_an_option_of_schedules_is_followed(option: str, schedule: str, launched
 def test_torch_refuses_1f1b_with_fewer_microbatches_than_stages(launched: Launched) -> None:
     for rank in launched("few_microbatches"):
         assert "Number of microbatches (1) must be greater than" in rank["refused"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_gradients_of_sharded_stages_are_reduced_outside_of_computations(
+    name: str, launched: Launched
+) -> None:
+    """In torch 2.13 as in 2.15: a row of a profile holds no reduction."""
+    for rank in launched("sharded", 2 * RANKS):
+        reduced = rank[name]["reduce_scatter"]
+        assert reduced
+        assert set(reduced) == {""}
+        assert {"F", "B"} <= set(rank[name]["all_gather"])
+
+
+def test_a_plan_profiled_with_another_torch_is_said_where_stages_are_sharded(
+    launched: Launched, folders: Folders
+) -> None:
+    ranks = launched("sharded", 2 * RANKS)
+    version = ranks[0]["torch"]
+    clause = (
+        f"its sharded stages were profiled with torch 2.9.1+cu130 and train with torch {version}, "
+        "which gathers weights and reduces gradients at other moments"
+    )
+    said = [text for rank in ranks for text in rank["warnings"]]
+    assert len(said) == 1
+    assert said[0].endswith(f": the plan may not fit: {clause}; profile again")
+    assert [text for rank in ranks for text in rank["of the same torch"]] == []
+
+    run = Run.load(folders["sharded"] / "run")
+    assert {rank.iterations[-1].sharded_torch for rank in run.ranks} == {version}
+    verdict = summarize_run(run).verdict
+    assert verdict is not None
+    assert verdict.text.endswith(f"; {clause}")
+    assert verdict.next_step.startswith("profile with the torch that trains")

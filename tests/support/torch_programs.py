@@ -10,7 +10,8 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,10 +19,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from batch_programs import GPU
-from runtime_training import Recorder, WarningLog, equal, job
+from runtime_training import Recorder, WarningLog, equal, job, plan_of, schedule_of
 from tiny_training import ROWS, WIDTH, Torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 
 from perseus_planner.base.errors import PlannerError, UsageError
@@ -183,6 +186,7 @@ def watched(pipeline: Numbered, iterations: int = 2) -> dict[str, Any]:
     order = [str(each) for each in adapter.order() or ()]
     with adapter.attached(seen):
         losses = [loss for _ in range(iterations) for loss in pipeline.step()]
+    pipeline.watch(None)
     return {
         "order": order,
         "iterations": seen.iterations,
@@ -479,3 +483,70 @@ def few_microbatches(state: str) -> None:
             Torch("1f1b", dist.get_world_size() - 1)
         except ValueError as error:
             result["refused"] = str(error)
+
+
+# Sharded stages
+
+
+def sharded(state: str) -> None:
+    """Train stages that `fully_shard` has sharded: in which computations collectives are, and what
+    is said of a plan that was profiled with another torch.
+    """
+    with job(state) as result:
+        for name in ("1f1b", "interleaved-1f1b"):
+            result[name] = _collectives(name)
+        log = WarningLog()
+        pipeline = _sharded("1f1b")
+        plan = replace(plan_of(schedule_of("1f1b", 2, 4)), torch="2.9.1+cu130")
+        options: dict[str, Any] = {"gpu": GPU, "record": "run", "max_changes_per_s": 1e6}
+        with planner_runtime(pipeline.engine, plan=plan, **options):
+            for _ in range(3):
+                pipeline.step()
+        result["warnings"] = log.taken()
+        result["torch"] = torch.__version__
+        same = replace(plan, torch=torch.__version__)
+        with planner_runtime(pipeline.engine, plan=same, gpu=GPU):
+            pipeline.step()
+        result["of the same torch"] = log.taken()
+
+
+def _sharded(name: str) -> Torch:
+    def wrap(module: Any, group: Any) -> Any:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for part in module:
+            fully_shard(part, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    return Torch(name, 4, sides=2, wrap=wrap, layer=layer, has_shapes=True)
+
+
+def _collectives(name: str) -> dict[str, list[str]]:
+    """Return the kinds of computation in which each collective began; "" for outside of them."""
+    recorder = Recorder()
+    begun: dict[str, list[str]] = {"reduce_scatter": [], "all_gather": []}
+
+    def noted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            inside = ""
+            if recorder.computing:
+                inside = recorder.iterations[-1]["computations"][-1]
+            begun[kind].append("".join(filter(str.isalpha, inside)))
+            return original(*args, **kwargs)
+
+        return called
+
+    pipeline = _sharded(name)
+    with ExitStack() as stack:
+        for kind in begun:
+            for end in ("single", "tensor", "into_tensor"):
+                method = f"{kind}_{end}"
+                if hasattr(dist, method):
+                    replacement = noted(kind, getattr(dist, method))
+                    stack.enter_context(mock.patch.object(dist, method, replacement))
+        stack.enter_context(engine_of(pipeline.engine).attached(recorder))
+        for _ in range(2):
+            pipeline.step()
+    return begun
