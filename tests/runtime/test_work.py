@@ -45,8 +45,8 @@ def test_tensors_are_read_on_the_cpu_only():
     [
         (
             {"input_ids": [[1, 2]]},
-            "the microbatch has no cu_seqlens, position_ids, positions or attention_mask to tell its "
-            "lengths by; give work= a function of yours",
+            "the microbatch has no cu_seqlens, position_ids, positions or attention_mask to tell "
+            "its lengths by; give work= a function of yours",
         ),
         (
             {"attention_mask": np.ones((1, 1, 4, 4))},
