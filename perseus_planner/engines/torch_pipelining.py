@@ -226,11 +226,11 @@ class TorchPipeline:
             hook.begin_iteration(schedule._n_microbatches, microbatches)
             try:
                 with ExitStack() as stack:
+                    if batch is not None:
+                        stack.enter_context(batch.shown())
                     for stage in self._stages:
                         stack.enter_context(replaced(stage, **_hooked_stage(hook, stage)))
                     stack.enter_context(replaced(schedule, **_hooked_loss(hook, schedule)))
-                    if batch is not None:
-                        stack.enter_context(batch.shown())
                     result = step(*args, **kwargs)
             except BaseException:
                 hook.abandon_iteration()

@@ -5,6 +5,7 @@ hooks of modules and gradients, or refused before training.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Results, results_of
+from launching import Results, by_themselves, results_of
 
+from perseus_planner import Profile
 from perseus_planner.runs.run import Run
 from perseus_planner.views.run import summarize_run
 
@@ -25,6 +27,8 @@ from torch_programs import DOCUMENTS, HAS_SPLIT, LENGTH, OPTIONS
 # Warnings on import of an engine are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+SUPPORT = Path(__file__).parents[1] / "support"
+GPU = "emulated:a100-sxm?call=0"
 RANKS = 2
 TRUTH = [[LENGTH, sum(length**2 for length in lengths)] for lengths in DOCUMENTS]
 
@@ -166,6 +170,17 @@ def test_functions_that_hide_or_overlap_computations_are_refused(
         assert rank[name]["anywhere"] == {"runtime": expected, "profiling": expected}
 
 
+def test_planner_run_trains_without_the_planner_where_computations_overlap(tmp_path: Path) -> None:
+    command = ("-m", "perseus_planner", "run", "--gpu", GPU, "--", sys.executable)
+    ranks = by_themselves(RANKS, tmp_path, *command, str(SUPPORT / "overlapping.py"))
+    assert [rank.code for rank in ranks] == [0] * RANKS, ranks
+    assert ranks[0].stdout.endswith("trained 12\n")
+    said = [line for line in ranks[0].stderr.splitlines() if line.startswith("planner:")]
+    assert len(said) == 1
+    assert said[0].startswith("planner: ScheduleDualPipeV runs OVERLAP_F_B by the registered")
+    assert said[0].endswith("or none; training goes on without the planner")
+
+
 def test_a_function_is_read_through_what_it_names(launched: Launched) -> None:
     for rank in launched("functions"):
         assert "<lambda>, which does not call forward_one_chunk" in rank["lambda"]
@@ -236,6 +251,9 @@ def test_a_plan_profiled_with_another_torch_is_said_where_stages_are_sharded(
     assert said[0].endswith(f": the plan may not fit: {clause}; profile again")
     assert [text for rank in ranks for text in rank["of the same torch"]] == []
 
+    profile = Profile.load(folders["sharded"] / "sharded.yaml")
+    assert profile.conditions["sharded"] == "by fully_shard"
+    assert profile.conditions["torch"] == version
     run = Run.load(folders["sharded"] / "run")
     assert {rank.iterations[-1].sharded_torch for rank in run.ranks} == {version}
     verdict = summarize_run(run).verdict

@@ -7,7 +7,6 @@ prints as JSON what ran, by hooks of modules and gradients, and what the adapter
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -19,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from batch_programs import GPU
+from overlapping import Functions
 from runtime_training import Recorder, WarningLog, equal, job, plan_of, schedule_of
 from tiny_training import ROWS, WIDTH, Torch
 from torch import nn
@@ -281,73 +281,6 @@ def own_parameters(state: str) -> None:
 # Functions of the training's own
 
 
-class Functions:
-    """Functions that run a schedule's actions, as a training may register them.
-
-    Args:
-        pipeline: The pipeline.
-    """
-
-    def __init__(self, pipeline: Torch) -> None:
-        self._schedule = pipeline.engine
-        self._stages = {stage.stage_index: stage for stage in pipeline.stages}
-
-    def in_turn(self, action: Any, context: Any) -> None:
-        """Run computations one after the other, by the methods of their stages."""
-        for each in action.sub_actions or (action,):
-            self._run(each, context)
-
-    def at_once(self, action: Any, context: Any) -> None:
-        """Run the two computations of a pair at the same time; the second begins in the first."""
-        first, second = (
-            threading.Thread(target=self._run, args=(each, context)) for each in action.sub_actions
-        )
-        first.start()
-        second.start()
-        first.join()
-        second.join()
-
-    def hidden(self, action: Any, context: Any) -> None:
-        """Run a forward without the methods of its stage."""
-        raise AssertionError("is not run here")
-
-    def _run(self, action: Any, context: Any) -> None:
-        kind, number, microbatch = (
-            action.computation_type.name,
-            action.stage_index,
-            action.microbatch_index,
-        )
-        schedule, stage = self._schedule, self._stages[number]
-        if kind == "FORWARD":
-            self._receive(schedule.fwd_recv_ops, number, microbatch)
-            output = stage.forward_one_chunk(
-                microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch]
-            )
-            schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
-            if number + 1 in self._stages:
-                self._stages[number + 1].set_local_fwd_input(output, microbatch)
-            return
-        self._receive(schedule.bwd_recv_ops, number, microbatch)
-        loss = schedule._maybe_get_loss(stage, microbatch)
-        is_whole = kind == "FULL_BACKWARD"
-        is_last = False
-        if is_whole:
-            schedule.backward_counter[number] += 1
-            is_last = schedule.backward_counter[number] == schedule._n_microbatches
-        stage.backward_one_chunk(
-            microbatch, loss=loss, full_backward=is_whole, last_backward=is_last
-        )
-        if number - 1 in self._stages:
-            self._stages[number - 1].set_local_bwd_input(
-                stage.get_local_bwd_output(microbatch), microbatch
-            )
-
-    @staticmethod
-    def _receive(operations: Any, number: int, microbatch: int) -> None:
-        for work in operations.pop((number, microbatch), ()):
-            work.wait()
-
-
 def functions(state: str) -> None:
     """Follow schedules with functions of their own, or be refused."""
     with job(state) as result:
@@ -508,6 +441,10 @@ def sharded(state: str) -> None:
         with planner_runtime(pipeline.engine, plan=same, gpu=GPU):
             pipeline.step()
         result["of the same torch"] = log.taken()
+        simulated = "simulated:a100-sxm?noise=0&drift=0&step=0&call=0"
+        with profile_pipeline(pipeline.engine, gpu=simulated, output="sharded.yaml") as profiling:
+            pipeline.step()
+        result["problem"] = profiling.problem
 
 
 def _sharded(name: str) -> Torch:
