@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines import engine_of
+from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
 from perseus_planner.engines.torch_state import refusal
 from perseus_planner.profiler.ranks.group import RankGroup, Stuck
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
+from perseus_planner.profiles.sharding import SHARDED
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
@@ -110,6 +112,7 @@ def profile_pipeline(
                 blocking_power_w=blocking_power_w,
                 progress=progress,
                 iteration=adapter.iteration(recording.forwards),
+                conditions={SHARDED: "by fully_shard"} if sharded_torch(adapter) else {},
             )
             try:
                 profiling.profile = measure_with_ranks(

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError, how_to_install
 from perseus_planner.base.loops import Loop
+from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.profiles.modes import OWN, ModeFunctions
+from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.autopilot.job import AutopilotSettings
@@ -227,6 +229,7 @@ class _Session:
             own_plans=context.part.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
             planned_busy_s=None if context.batches is None else context.batches.planned_busy_s,
+            sharded_torch=sharded_torch(context.engine),
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
         marks = _make_marks(context.engine, self._connection, stack)
@@ -241,6 +244,8 @@ class _Session:
             batches=context.batches,
         )
         self._follower.start(context.program)
+        if context.program is not None:
+            self._warn_of_torch(context.program)
         self._follower.problem = attachment.problem
         batches = context.batches
         self._autopilot: AutopilotRank | None = None
@@ -282,6 +287,13 @@ class _Session:
             descriptors=self._work.descriptors,
             rest_s=REST_S,
         )
+
+    def _warn_of_torch(self, program: Program) -> None:
+        if program.plan is None:
+            return
+        text = difference(program.plan.torch, sharded_torch(self._context.engine))
+        if text is not None:
+            self._warnings.warn("torch", f"the plan may not fit: {text}; profile again")
 
     def _lose_modes(self, text: str) -> None:
         self._follower.is_at_full_clocks = True  # where the autopilot counts on modes
@@ -366,7 +378,7 @@ class _Session:
 
     def _check(self, plans: Plans) -> None:
         """Refuse plans that do not fit this rank, or not all pipelines."""
-        self._plan_program(0, plans)
+        self._warn_of_torch(self._plan_program(0, plans))
         for pipeline in range(self._context.part.pipelines):
             program_of(self._context.engine, plans, 0, pipeline, self._modes)
 

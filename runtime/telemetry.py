@@ -349,6 +349,7 @@ class Telemetry:
         now_s: Returns seconds by the monotonic clock, by which rows are written.
         planned_busy_s: Where clocks follow the batch, returns the seconds of an iteration's
             computations by their work, or None.
+        sharded_torch: Version of torch, if it shards this rank's stages.
     """
 
     def __init__(
@@ -363,8 +364,10 @@ class Telemetry:
         offset_ns: Callable[[], int] = wall_offset_ns,
         now_s: Callable[[], float] = time.monotonic,
         planned_busy_s: Callable[[int], float | None] | None = None,
+        sharded_torch: str | None = None,
     ) -> None:
         self._planned_busy_s = planned_busy_s
+        self._sharded_torch = sharded_torch
         self._pipeline_rank, self._capacity, self._offset_ns = (
             pipeline_rank.rank,
             capacity,
@@ -599,6 +602,7 @@ class Telemetry:
             between_j=between_j,
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if self._gpu is None else self._gpu.name or None,
+            sharded_torch=self._sharded_torch,
         )
 
     def _baseline_j(self, full_j: float | None) -> float | None:

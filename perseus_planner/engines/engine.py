@@ -191,6 +191,14 @@ def check_free(owner: object) -> None:
         )
 
 
+def sharded_torch(engine: Engine) -> str | None:
+    """Return the version of torch, if it is torch that decides when the weights of this rank's
+    stages are gathered and their gradients reduced (`profiles.sharding`); None for other stages.
+    """
+    version: str | None = getattr(engine, "sharded_torch", None)
+    return version
+
+
 def are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists have the same objects."""
     return len(parts) == len(others) and all(map(operator.is_, parts, others))

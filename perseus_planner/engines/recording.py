@@ -52,6 +52,7 @@ class RecordedCall:
     ) -> None:
         self._name, self._microbatches, self._made = name, microbatches, made
         self.count = 0
+        self._has_run_without_gradients = False
         self._arguments: dict[str, Any] | None = None
         self._modes: ComputeModes | None = None
         self._begin: Any = None  # of the call in progress, if it counts
@@ -62,8 +63,11 @@ class RecordedCall:
         """Count a call, unless it evaluates or only infers shapes; copy its arguments if it is
         the last.
         """
+        import torch
+
         self._begin = None
         if not is_training(args, kwargs):
+            self._has_run_without_gradients = not torch.is_grad_enabled()
             return
         self.count += 1
         if self.count % (self._microbatches() or 1) == 0:
@@ -100,6 +104,11 @@ class RecordedCall:
         Raises:
             UsageError: If the last microbatch did not run.
         """
+        if self._arguments is None and self._has_run_without_gradients:
+            raise UsageError(
+                f"{self._name} ran without gradients inside the block of profile_pipeline, so that "
+                "its backward cannot be repeated; profile it where autograd computes it"
+            )
         if self._arguments is None:
             raise UsageError(
                 f"{self._name} did not run inside the block of profile_pipeline; run one whole "

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
     EngineStage,
     IterationHook,
@@ -17,6 +21,7 @@ from perseus_planner.engines.engine import (
     check_has,
     replaced,
 )
+from perseus_planner.engines.torch_functions import refusal_of_functions
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +40,19 @@ _STAGE_NEEDED = (
 )
 _VERSIONS = "torch 2.6 or later"
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-_OF_STEP = ("target", "losses", "return_outputs", "loss_kwargs")  #: that the model does not get
+_OF_STEP = frozenset(
+    {
+        "target",
+        "losses",
+        "return_outputs",
+        "loss_kwargs",
+        "arg_mbs",
+        "kwarg_mbs",
+        "target_mbs",
+        "finalize_gradients",
+    }
+)
+"""The parameters of `step`, up to torch 2.15, of which is known what they do to a batch."""
 _LINEAR = ("ScheduleGPipe", "Schedule1F1B")  # of one stage
 _SCHEDULES = {
     "ScheduleGPipe": "gpipe",
@@ -47,6 +64,8 @@ _SCHEDULES = {
     "ScheduleDualPipeV": "dualpipe-v",
 }
 """The classes of torch -> the names of their generators."""
+
+_LOG = logging.getLogger("perseus_planner.runtime")
 
 
 class TorchPipeline:
@@ -73,6 +92,12 @@ class TorchPipeline:
         check_free(self._schedule)
         for stage in self._stages:
             check_has(stage, _STAGE_NEEDED, _VERSIONS)
+        self._check_functions()
+
+    def _check_functions(self) -> None:
+        problem = refusal_of_functions(self._schedule)
+        if problem is not None:
+            raise UsageError(problem)
 
     @property
     def _stages(self) -> list[Any]:
@@ -97,6 +122,15 @@ class TorchPipeline:
         return torch.device(self._stages[0].device)
 
     @property
+    def sharded_torch(self) -> str | None:
+        """See `engine.sharded_torch`: stages are sharded that are `fully_shard` as a whole."""
+        import torch
+        from torch.distributed.fsdp import FSDPModule
+
+        is_sharded = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
+        return str(torch.__version__) if is_sharded else None
+
+    @property
     def splits_backward(self) -> bool:
         """See `Engine.splits_backward`."""
         order: Mapping[int, Any] = getattr(self._schedule, "pipeline_order", None) or {}
@@ -107,6 +141,7 @@ class TorchPipeline:
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
+        self._check_functions()
         return [
             EngineStage(
                 stage.stage_index,
@@ -170,22 +205,29 @@ class TorchPipeline:
         """See `Engine.attached`; another schedule over the same stages, for example with more
         microbatches, is followed too, and is the engine's from its first step on.
         """
-        import torch
         from torch.distributed.pipelining import schedules
 
-        modules, is_inside = parts_of(self._schedule), False
+        modules = parts_of(self._schedule)
+        is_inside = False
+        is_followed = _Followed()
 
         def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
-            is_training = schedule._has_backward and torch.is_grad_enabled()
-            if is_inside or not is_training or not are_same(parts_of(schedule), modules):
+            if is_inside or not _trains(schedule) or not are_same(parts_of(schedule), modules):
                 return step(*args, **kwargs)
-            self._schedule, is_inside = schedule, True
-            batch = partial(_microbatches_of, schedule, args, kwargs) if args or kwargs else None
-            is_first = any(stage.is_first for stage in self._stages)
-            hook.begin_iteration(schedule._n_microbatches, batch if is_first else None)
+            if not is_followed(schedule):
+                return step(*args, **kwargs)
+            self._schedule = schedule
+            is_inside = True
+            batch = None
+            if (args or kwargs) and any(stage.is_first for stage in self._stages):
+                batch = _Batch(schedule, kwargs)
+            microbatches = None if batch is None else batch.microbatches
+            hook.begin_iteration(schedule._n_microbatches, microbatches)
             try:
                 with ExitStack() as stack:
+                    if batch is not None:
+                        stack.enter_context(batch.shown())
                     for stage in self._stages:
                         stack.enter_context(replaced(stage, **_hooked_stage(hook, stage)))
                     stack.enter_context(replaced(schedule, **_hooked_loss(hook, schedule)))
@@ -206,18 +248,117 @@ class TorchPipeline:
             yield
 
 
-def _microbatches_of(schedule: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the microbatches of a step, as the schedule splits them: each the only argument of the
-    model, a dictionary if all arguments have names, or else both.
+def _trains(schedule: Any) -> bool:
+    """Return whether a step of a schedule would train now, instead of evaluating.
+
+    A schedule whose backwards do without autograd trains also where gradients are off.
     """
-    named = {name: value for name, value in kwargs.items() if name not in _OF_STEP}
-    split_args, split_named = schedule._split_inputs(args, named or None)
-    if not named:
-        yield from (each[0] if len(each) == 1 else each for each in split_args)
-    elif not args:
-        yield from split_named
-    else:
-        yield from zip(split_args, split_named, strict=True)
+    import torch
+
+    if not schedule._has_backward:
+        return False
+    return torch.is_grad_enabled() or not getattr(schedule, "_backward_requires_autograd", True)
+
+
+class _Followed:
+    """Tells whether a schedule is followed, at each of its steps: functions may be registered with
+    it after the runtime is attached. Says once why one is not.
+    """
+
+    def __init__(self) -> None:
+        self._functions: tuple[Any, ...] = ()  #: that were looked at last
+        self._problem: str | None = None  #: with them
+        self._has_said = False
+
+    def __call__(self, schedule: Any) -> bool:
+        functions = tuple(getattr(schedule, "_comp_type_to_function_map", {}).items())
+        if functions != self._functions:
+            self._functions = functions
+            self._problem = refusal_of_functions(schedule)
+        is_first = _stages_of(schedule)[0].group_rank == 0
+        if self._problem is not None and is_first and not self._has_said:
+            self._has_said = True
+            _LOG.warning("planner: %s; training goes on without the planner", self._problem)
+        return self._problem is None
+
+
+class _Batch:
+    """The microbatches of one step, as the schedule runs them.
+
+    However they come, whole or split, `step` ends in `_step_microbatches`, which gets the arguments
+    of each: they are taken from there, and so nothing is split twice or differently.
+
+    Args:
+        schedule: The schedule.
+        kwargs: Arguments of the step by name.
+    """
+
+    def __init__(self, schedule: Any, kwargs: Mapping[str, Any]) -> None:
+        self._schedule = schedule
+        self._kwargs = kwargs
+        self._split: Future[tuple[Any, Any]] = Future()  #: arguments by position, and by name
+
+    def microbatches(self) -> Iterator[Any]:
+        """See `Microbatches`: each is the only argument of the model, a dictionary if all arguments
+        have names, or else both. They are waited for until the schedule has split them.
+
+        Raises:
+            UsageError: If the step has a parameter of which is not known what it does.
+        """
+        unknown = _unknown_parameters(type(self._schedule), self._kwargs)
+        if unknown:
+            raise UsageError(
+                f"{type(self._schedule).__name__}.step has a parameter {unknown[0]}, of which "
+                "the planner does not know what it does to the batch; leave it out, or say the "
+                "work of each batch by runtime.batch(work=...)"
+            )
+        return self._when_split()
+
+    def _when_split(self) -> Iterator[Any]:
+        args, kwargs = self._split.result()
+        for positional, named in zip(args, kwargs, strict=True):
+            if positional and named:
+                yield positional, named
+            elif named:
+                yield named
+            else:
+                yield positional[0] if len(positional) == 1 else positional
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Take the microbatches from the step that runs inside the block."""
+        run = self._schedule._step_microbatches
+        count = self._schedule._n_microbatches
+
+        def run_shown(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> Any:
+            if not self._split.done():
+                self._split.set_result((arg_mbs or [()] * count, kwarg_mbs or [{}] * count))
+            return run(arg_mbs, kwarg_mbs, *rest, **named)
+
+        try:
+            with replaced(self._schedule, _step_microbatches=run_shown):
+                yield
+        finally:
+            if not self._split.done():  # nobody waits for a step that has ended
+                self._split.set_exception(UsageError("the schedule has not split its batch"))
+
+
+def _unknown_parameters(kind: type, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a step that are parameters of its own, and not the model's, and of
+    which is not known what they do.
+
+    Args:
+        kind: Class of the schedule; a subclass may have added parameters to those of torch.
+        kwargs: Arguments of the step by name.
+    """
+    own = {
+        name
+        for base in kind.__mro__
+        if "step" in vars(base)
+        for name, parameter in inspect.signature(vars(base)["step"]).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    return [name for name in kwargs if name in own and name not in _OF_STEP]
 
 
 def parts_of(schedule: Any) -> list[Any]:
@@ -248,13 +389,11 @@ def _step_replaced(kind: Any, step_hooked: Callable[..., Any]) -> Iterator[None]
 
 def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
     """See `engines.wrap_training`."""
-    import torch
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_training = self._has_backward and torch.is_grad_enabled()
-            if is_training and begin(self):
+            if _trains(self) and begin(self):
                 return self.step(*args, **kwargs)  # now has a hook
             return original(self, *args, **kwargs)
 

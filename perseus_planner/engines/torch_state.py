@@ -183,7 +183,8 @@ def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
         finally:
             for group in groups:
                 for weight in group.fsdp_params:
-                    weight.unsharded_accumulated_grad = None
+                    if "unsharded_accumulated_grad" in vars(weight):  # not in torch 2.15
+                        weight.unsharded_accumulated_grad = None
                     if (gathered := getattr(weight, "_unsharded_param", None)) is not None:
                         gathered.grad = None
                 group._post_forward_indices.clear()

@@ -104,7 +104,7 @@ _NUMBERS = (
     "baseline_energy_j",
     "clock_change",
 )
-_OPTIONAL = ("point_bound_j", "on_time")
+_OPTIONAL = ("point_bound_j", "on_time", "torch")
 _KEYS = ("profile", *_ORIGIN, "schedule", *_NUMBERS, "changes", "measurements", "ranks")
 _OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -154,6 +154,7 @@ class Plan(Checked, error=PlanError):
     #: how sure it is of its time and its saving, if it was made for a probability. Its numbers are
     #: expected ones then, and operating points in `measurements` may be estimates.
     on_time: OnTime | None = None
+    torch: str | None = None  #: the version of torch of the profile, if it has one
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

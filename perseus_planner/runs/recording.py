@@ -86,6 +86,7 @@ _TEXTS = {
     "computation": _Cell(Text(_parse_computation, "a computation such as 3F17"), False),
     "deviation": _Cell(Text(str, "a text"), True),
     "gpu": _Cell(Text(str, "a text"), True),
+    "sharded_torch": _Cell(Text(str, "a version"), True),
     **dict.fromkeys(
         ("origin", "energy_is"),
         _Cell(

@@ -122,6 +122,8 @@ class IterationRecord:
     unlocked_j: Finite | None = None
     host_load: Finite | None = None  #: Load of the node in the last minute, for each of its CPUs
     gpu: str | None = None  #: Name of the rank's GPU
+    #: Version of torch if it shards the rank's stages; None if they are not sharded by it.
+    sharded_torch: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))

@@ -146,13 +146,26 @@ class Verdict:
         return f"{self.text}. Next: {self.next_step}."
 
 
-def verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
+def verdict_of(ranks: Mapping[int, Account], unlike: str | None = None) -> Verdict | None:
     """Return the verdict on iterations that all ran as planned; None if they took as long as
     planned, or this is not known of all ranks.
 
     Args:
         ranks: Rank in the job -> the account of these iterations.
+        unlike: In a clause, why the profile of the plan does not carry over to this training; None
+            if it does, as far as is known.
     """
+    verdict = _verdict_of(ranks)
+    if verdict is None or unlike is None:
+        return verdict
+    return replace(
+        verdict,
+        text=f"{verdict.text}; {unlike}",
+        next_step="profile with the torch that trains with `planner profile`, and plan again",
+    )
+
+
+def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
     if not ranks or any(
         not 0 < account.windows == account.as_planned or not account.planned_busy_s
         for account in ranks.values()

@@ -20,6 +20,7 @@ from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
+from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.kernels import inner_kernel, kernel
 from perseus_planner.solver.network import Guides
@@ -671,6 +672,7 @@ class Planner:
             control=self.profile.control,
             overhead_s=self.profile.overhead_s,
             clock_change=self.profile.clock_change,
+            torch=self.profile.conditions.get(TORCH),
         )
         if plan.clock_change is None:
             return plan

@@ -102,6 +102,18 @@ def _context(source: Profile | Plan, iteration: Iteration | None, **known: Any) 
     )
 
 
+def schedule_remarks(context: Context) -> list[str]:
+    """Return sentences on engines that do not run a schedule that others run."""
+    if context.schedule != "1f1b" or not context.microbatches:
+        return []
+    if context.microbatches >= context.stages:
+        return []
+    return [
+        f"torch.distributed.pipelining refuses 1F1B with fewer microbatches "
+        f"({context.microbatches}) than stages ({context.stages}); other engines run it."
+    ]
+
+
 def share(part: float, whole: float) -> float:
     """Return `part` over `whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

@@ -14,6 +14,7 @@ from perseus_planner.base.tables import Column, Sheet, lay_out, ranges, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
+from perseus_planner.profiles.sharding import remark
 from perseus_planner.views.context import (
     Comparison,
     Context,
@@ -22,6 +23,7 @@ from perseus_planner.views.context import (
     origin_label,
     pipeline_text,
     power_text,
+    schedule_remarks,
     source_text,
 )
 
@@ -402,6 +404,9 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
     profile, options = frontier.profile, frontier.dag.points
+    yield from schedule_remarks(context_of_profile(profile, frontier.dag.iteration))
+    if (sharded := remark(profile.conditions)) is not None:
+        yield sharded
     if frontier.dag.has_tied_modes:
         yield (
             "Modes are chosen for each plan, within memory and with what ties them to each other; "

@@ -23,6 +23,7 @@ from perseus_planner.views.context import (
     context_of_plan,
     pipeline_text,
     saving_text,
+    schedule_remarks,
     share,
     source_text,
 )
@@ -211,6 +212,7 @@ def plan_text(summary: PlanSummary) -> str:
     ]
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
+    notes += schedule_remarks(summary.context)
     return Sheet(
         f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),

@@ -16,6 +16,7 @@ from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, clock_calls, profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.account import Account, Entry, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
@@ -171,11 +172,17 @@ def summarize_run(run: Run) -> RunSummary:
         totals=run.totals,
         total=run.total,
         foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
-        verdict=verdict_of(accounts),
+        verdict=verdict_of(accounts, _torch_difference(run, plan)),
         unlike_plan=of_another_machine(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
     )
+
+
+def _torch_difference(run: Run, plan: Plan) -> str | None:
+    """Return in a clause why the plan's profile does not carry over to the torch of a rank."""
+    versions = (rank.iterations[-1].sharded_torch for rank in run.ranks)
+    return next(filter(None, (difference(plan.torch, version) for version in versions)), None)
 
 
 def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:

@@ -24,6 +24,7 @@ from perseus_planner.profiler.ranks.group import RankGroup, StageGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.stage import SingleGpu, assemble_profile, with_one_power
 from perseus_planner.profiler.sweep import SweepSettings, delete_rows, measure_stage, rows_path
+from perseus_planner.profiles.sharding import TORCH
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,8 @@ class ProfileRequest:
     blocking_power_w: float | None = None
     progress: Progress | None = None  #: Called with this rank's rows
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
+    #: Further conditions of the measurement, as in `Profile.conditions`.
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure_alone(
@@ -283,7 +286,7 @@ def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profil
     import torch
 
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    conditions = {"measured at": now, "torch": str(torch.__version__)}
+    conditions = {"measured at": now, TORCH: str(torch.__version__), **request.conditions}
     profile = assemble_profile(
         rows,
         blocking_power_w=request.blocking_power_w,

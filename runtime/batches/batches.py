@@ -325,6 +325,8 @@ class Batches:
         number = self._iteration + 1
         try:  # an iterator keeps nothing once it is read
             return _Asked(number, iter(microbatches()), self._function, count)
+        except UsageError as error:
+            return _Asked(number, problem=str(error))
         except Exception as error:  # of where the batch comes from, which training meets again
             text = f"reading the batch raised {type(error).__name__}: {error}"
             return _Asked(number, problem=text)

@@ -4,7 +4,7 @@ squared lengths, which tell how long its computations take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,15 +24,17 @@ WorkFunction: TypeAlias = "Callable[[Any], Work]"
 
 _MOST = 8  #: numbers of a microbatch
 _CUMULATED = ("cu_seqlens", "cu_seqlens_q")
+_POSITIONS = ("position_ids", "positions")  #: the second by torchtitan
 
 
 def sequence_work(microbatch: Any) -> tuple[float, float]:
     """Return the tokens of a microbatch and the sum of its squared lengths, for
     `planner_runtime(..., work=sequence_work)`.
 
-    Lengths are those of `cu_seqlens` or `cu_seqlens_q`, or of the runs of `position_ids` that each
-    begin with 0, or the sums of the rows of a two-dimensional `attention_mask`; the first of these
-    that the microbatch has, in it or in the tuples, lists and mappings that it consists of.
+    Lengths are those of `cu_seqlens` or `cu_seqlens_q`, or of the runs of `position_ids` or
+    `positions` that each begin with 0, or the sums of the rows of a two-dimensional
+    `attention_mask`; the first of these that the microbatch has, in it or in the tuples, lists and
+    mappings that it consists of.
 
     Raises:
         UsageError: If it has none of them, or they are on a GPU, where reading them would wait.
@@ -42,11 +44,12 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
     for name in _CUMULATED:
         if name in found:
             return _sums(np.diff(np.ravel(_on_cpu(found[name], name))))
-    if "position_ids" in found:
-        positions = np.atleast_2d(_on_cpu(found["position_ids"], "position_ids"))
-        starts = positions == 0
-        starts[..., 0] = True  # a row is at least one sequence
-        return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
+    for name in _POSITIONS:
+        if name in found:
+            positions = np.atleast_2d(_on_cpu(found[name], name))
+            starts = positions == 0
+            starts[..., 0] = True  # a row is at least one sequence
+            return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
     if "attention_mask" in found:
         mask = np.asarray(_on_cpu(found["attention_mask"], "attention_mask"))
         if mask.ndim != 2:
@@ -56,8 +59,8 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
             )
         return _sums((mask != 0).sum(axis=1))
     raise UsageError(
-        "the microbatch has no cu_seqlens, position_ids or attention_mask to tell its lengths by; "
-        "give work= a function of yours"
+        "the microbatch has no cu_seqlens, position_ids, positions or attention_mask to tell its "
+        "lengths by; give work= a function of yours"
     )
 
 
@@ -123,12 +126,13 @@ def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Float
             each microbatch; says what.
     """
     rows: list[Any] = []
-    try:
-        rows.extend(microbatches if function is None else map(function, microbatches))
-    except Exception as error:  # of the caller's code
-        raise UsageError(
-            f"work= raised {type(error).__name__} for microbatch {len(rows)}: {error}"
-        ) from error
+    for microbatch in _each_of(microbatches):
+        try:
+            rows.append(microbatch if function is None else function(microbatch))
+        except Exception as error:  # of the caller's code
+            raise UsageError(
+                f"work= raised {type(error).__name__} for microbatch {len(rows)}: {error}"
+            ) from error
     try:
         arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
     except (TypeError, ValueError) as error:
@@ -147,6 +151,15 @@ def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Float
     if not arrays:
         raise UsageError("the work of no microbatch is given; give a number for each")
     return np.stack(arrays)
+
+
+def _each_of(microbatches: Iterable[Any]) -> Iterator[Any]:
+    try:
+        yield from microbatches
+    except UsageError:
+        raise
+    except Exception as error:  # of where the batch comes from, which training meets again
+        raise UsageError(f"reading the batch raised {type(error).__name__}: {error}") from error
 
 
 def _find(value: Any, found: dict[Any, Any]) -> None:

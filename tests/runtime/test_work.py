@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from perseus_planner.runtime.batches.work import load_work, sequence_work, work_
         {"cu_seqlens": np.array([0, 3, 5])},
         ({"tokens": np.zeros(5), "packed": {"cu_seqlens_q": [0, 3, 5, 5]}}, "labels"),
         {"position_ids": [[0, 1, 2, 0, 1]]},
+        {"positions": [[0, 1, 2, 0, 1]]},
         {"position_ids": [[0, 1, 2], [5, 6, 0]], "cu_seqlens": [0, 3, 5]},
         [{"attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0]]}],
         (("ids",), {"attention_mask": np.array([[True, True, True], [True, True, False]])}),
@@ -43,8 +45,8 @@ def test_tensors_are_read_on_the_cpu_only():
     [
         (
             {"input_ids": [[1, 2]]},
-            "the microbatch has no cu_seqlens, position_ids or attention_mask to tell its lengths "
-            "by; give work= a function of yours",
+            "the microbatch has no cu_seqlens, position_ids, positions or attention_mask to tell "
+            "its lengths by; give work= a function of yours",
         ),
         (
             {"attention_mask": np.ones((1, 1, 4, 4))},
@@ -61,6 +63,12 @@ def test_a_microbatch_without_lengths_is_refused(microbatch: Any, message: str):
 
 def fails(microbatch: object) -> float:
     raise KeyError("length")
+
+
+def read_from(error: Exception) -> Iterator[Any]:
+    """Return microbatches of which the second cannot be read."""
+    yield 1.0
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -92,9 +100,11 @@ def fails(microbatch: object) -> float:
             "float: 'long'",
         ),
         ([], float, "the work of no microbatch is given; give a number for each"),
+        (read_from(OSError("is gone")), float, "reading the batch raised OSError: is gone"),
+        (read_from(UsageError("is not split")), float, "is not split"),
     ],
 )
-def test_bad_work_is_refused(microbatches: list[Any], function: Any, message: str):
+def test_bad_work_is_refused(microbatches: Iterable[Any], function: Any, message: str):
     with pytest.raises(UsageError) as refused:
         work_of(microbatches, function)
     assert str(refused.value) == message

@@ -67,6 +67,9 @@ class Torch:
         shape: Rows of a microbatch, and width.
         has_shapes: Whether stages are told what they get and send. Otherwise torch runs the modules
             on uninitialised memory to find that out, and changes their buffers.
+        stage: The class of the stages.
+        kind: The class of the schedule, if it is not torch's own.
+        options: Further arguments of the schedule.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class Torch:
         loss: Callable[..., Any] = nn.functional.mse_loss,
         shape: tuple[int, int] = (ROWS, WIDTH),
         has_shapes: bool = False,
+        stage: Callable[..., Any] = pipelining.PipelineStage,
+        kind: Callable[..., Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
@@ -94,7 +100,7 @@ class Torch:
         torch.manual_seed(rank)
         self.layers = nn.ModuleList(wrap(layer(), replicas[rank]) for _ in numbers)
         self.stages = [
-            pipelining.PipelineStage(
+            stage(
                 module,
                 number,
                 ranks * len(numbers),
@@ -104,9 +110,9 @@ class Torch:
             )
             for module, number in zip(self.layers, numbers, strict=True)
         ]
-        kind = getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
+        made = kind or getattr(pipelining.schedules, f"Schedule{TORCH[name]}")
         parts = self.stages[0] if len(numbers) == 1 else self.stages
-        self._schedule_of = lambda count: kind(parts, count, loss_fn=loss)
+        self._schedule_of = lambda count: made(parts, count, loss_fn=loss, **(options or {}))
         self.engine = self._schedule_of(microbatches)
         self.rank, self.microbatches, self._shape = rank, microbatches, shape
         self._side = dist.get_rank() % sides
