@@ -22,7 +22,6 @@ from perseus_planner import Plan, Profile, __version__
 
 FOLDERS = ("perseus_planner", "profiler", "runtime")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-MOST_BYTES = 1_050_000  #: of the wheel
 DEMO = {"profile.yaml", "profile.csv", "frontier.npz", "plan.yaml", "report.html"}
 
 
@@ -81,11 +80,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ROOT.glob("perseus_planner/solver/*.py"):
         os.utime(packages / file.relative_to(ROOT), ns=2 * (file.stat().st_mtime_ns,))
     return environment
-
-
-def test_the_wheel_is_small(environment: Path):
-    (wheel,) = environment.parent.glob("*.whl")
-    assert wheel.stat().st_size <= MOST_BYTES
 
 
 def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_path: Path):
