@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from launching import Ended, ranks
+from launching import Ended, ranks, results_of
 from megatron_shapes import SHAPES, Shape
 
 if any(find_spec(name) is None for name in ("torch", "megatron")):
@@ -67,6 +68,21 @@ def test_an_iteration_whose_backwards_start_no_timers_is_the_last_that_is_follow
     all_pass: Pass,
 ) -> None:
     all_pass(2, "half_seen")
+
+
+def test_a_training_that_is_only_half_seen_goes_on_without_clocks_and_says_so_once(
+    tmp_path: Path,
+) -> None:
+    everyone = results_of("megatron_programs:unfollowed", 2, tmp_path)
+    unseen = (
+        "Megatron-core's timers show 8 forwards and 0 backwards in an iteration that should run 8 "
+        "of each, so the planner does not see all that runs"
+    )
+    assert [rank["problem"] for rank in everyone] == [unseen] * 2
+    assert [rank["equal"] for rank in everyone] == [True] * 2
+    assert all(rank["iterations"] <= 1 for rank in everyone)
+    (text,) = [text for rank in everyone for text in rank["warnings"]]
+    assert text.endswith(f"{unseen}; training goes on at the GPU's default clocks")
 
 
 def test_a_pipeline_of_several_modules_is_not_followed(all_pass: Pass) -> None:

@@ -27,7 +27,18 @@ from megatron.core.timers import Timers
 from megatron.core.transformer import MegatronModule, TransformerConfig, enums
 from megatron.core.transformer.moe import moe_utils
 from megatron_shapes import SHAPES, Shape
-from runtime_training import FAST, GPU, Recorder, equal, followed, job, plan_of
+from runtime_training import (
+    FAST,
+    GPU,
+    Recorder,
+    WarningLog,
+    equal,
+    followed,
+    job,
+    outcome,
+    plan_of,
+)
+from runtime_training import planned as planned_by
 from tiny_gpt import Training, grid_of, gridded, groups_of, on_cpu, parallel
 from torch import nn
 
@@ -313,10 +324,8 @@ def _modules_config() -> Any:
     )
 
 
-def half_seen() -> None:
-    """After an iteration whose backwards start no timers the hook is told so, and shown nothing
-    more.
-    """
+def _backwards_without_timers() -> Any:
+    """Have Megatron's backwards start no timers inside the block."""
     timed = schedules.backward_step
 
     def untimed(*args: Any) -> Any:
@@ -325,12 +334,19 @@ def half_seen() -> None:
         without_timers.timers = None
         return timed(*tensors, without_timers)
 
+    return mock.patch.object(schedules, "backward_step", untimed)
+
+
+def half_seen() -> None:
+    """After an iteration whose backwards start no timers the hook is told so, and shown nothing
+    more.
+    """
     for virtual in (None, 2):
         expected = 2 * (virtual or 1)
         with parallel(virtual):
             training, recorded = Training(virtual), Recorder()
             hooked = RecordedMarks(None)
-            with mock.patch.object(schedules, "backward_step", untimed):
+            with _backwards_without_timers():
                 with training.engine.attached(recorded):
                     training.step(2)
                     training.step(2)
@@ -739,13 +755,18 @@ def _train(training: Training, variables: Any) -> None:
 
 
 def seats() -> None:
-    """Check the known order of two pipelines of two stages, data-parallel or tensor-parallel."""
+    """Check the known order of two pipelines of two stages: data-parallel, tensor-parallel or
+    context-parallel.
+    """
     rank = dist.get_rank()
-    for tensor in (1, 2):
-        with parallel(tensor=tensor, pipeline=2):
-            seat = MegatronModel([]).pipeline_rank
+    for tensor, context in ((1, 1), (2, 1), (1, 2)):
+        with parallel(tensor=tensor, context=context, pipeline=2):
+            engine = MegatronModel([])
+            seat = engine.pipeline_rank
+            shares = tensor * context > 1
             assert (seat.rank, seat.ranks, seat.peers) == (rank // 2, 2, (rank % 2, rank % 2 + 2))
-            assert seat.pipeline == (rank % 2 if tensor == 1 else 0)
+            assert seat.pipeline == (0 if shares else rank % 2)
+            assert engine.tensor_rank == (rank % 2 if shares else 0)
     with parallel(pipeline=2):
         engine = Training().engine
         assert engine.device == torch.device("cpu")
@@ -773,6 +794,21 @@ def planned(state: str) -> None:
         result["interleaved-1f1b"] = followed(
             lambda watch: Planned(schedule, watch), plan_of(schedule)
         )
+
+
+def unfollowed(state: str) -> None:
+    """Train by a plan while backwards start no timers."""
+    with job(state) as result, parallel(2):
+        schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
+        warning_log = WarningLog()
+        plain = Planned(schedule, None)
+        expected = [*(loss for _ in range(3) for loss in plain.step()), *plain.state()]
+        training = Planned(schedule, None)
+        with planned_by(training, plan_of(schedule)) as runtime, _backwards_without_timers():
+            values = [*(loss for _ in range(3) for loss in training.step()), *training.state()]
+        result["equal"] = equal(expected, values)
+        result["iterations"] = len(runtime.iterations)
+        result |= outcome(runtime, warning_log)
 
 
 def learned(state: str) -> None:
