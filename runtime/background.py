@@ -341,6 +341,8 @@ class BackgroundWork:
                 "as planned"
             )
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")
+        if follower.unfollowed is not None and "final" not in self._problems:
+            self._fail("final", follower.unfollowed)
         if follower.misfit is not None:
             text = (
                 f"{follower.misfit}; this rank runs at the GPU's default clocks until it has a "

@@ -118,6 +118,7 @@ class Follower:
         problem: Why no clocks are set now; None while they are.
         misfit: The newest plan that this rank cannot run, and why.
         deviation: What an engine ran that was not in the plan.
+        unfollowed: Why the engine is not followed any more; None while it is.
         orders: With a ledger: by number, the last orders of computations that the rank has run, or
             will run first; replaced, never changed.
         is_at_full_clocks: With a ledger: whether this rank stays at full clocks, as a mode failed.
@@ -156,6 +157,7 @@ class Follower:
         self.problem: str | None = None
         self.misfit: str | None = None
         self.deviation: str | None = None
+        self.unfollowed: str | None = None
         self.is_at_full_clocks = False
         self.orders: dict[int, tuple[Computation, ...]] = {}
         self.ended: deque[Ended] = deque(maxlen=_KEPT_ENDS)
@@ -224,6 +226,10 @@ class Follower:
         elif deviation is not None:
             self.deviation = f"iteration {iteration} ran {deviation}"
         self._on_iteration_end(iteration, program, deviation)
+
+    def on_unfollowed(self, problem: str) -> None:
+        """See `ProgramSource.on_unfollowed`."""
+        self.unfollowed = problem
 
     def _account(
         self, ledger: RankLedger, iteration: int, followed: Program | None, order: Order | None

@@ -200,6 +200,9 @@ class ProgramSource(Protocol):
             order: What it ran, if that is not the program's; None if it was not noted.
         """
 
+    def on_unfollowed(self, problem: str) -> None:
+        """No more iterations are shown, because of this problem."""
+
 
 class Hook:
     """Receives the begin and the end of each iteration and computation of one rank.
@@ -338,6 +341,13 @@ class Hook:
         self._request_first()
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, None, None)
+
+    def stop_following(self, problem: str) -> None:
+        """See `IterationHook.stop_following`; no clock is requested any more."""
+        self.abandon_iteration()
+        self._load(None)
+        self._request_first()
+        self._source.on_unfollowed(problem)
 
     def _ask_again(self, position: int) -> None:
         """Go on by another program of the same computations, if there is one now."""

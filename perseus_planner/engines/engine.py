@@ -84,6 +84,13 @@ class IterationHook(Protocol):
     def abandon_iteration(self) -> None:
         """End the iteration because it raises."""
 
+    def stop_following(self, problem: str) -> None:
+        """Nothing more is shown, because the engine runs what its adapter does not see.
+
+        Args:
+            problem: What it runs, and what to do.
+        """
+
 
 class Engine(Protocol):
     """A training engine on this rank."""

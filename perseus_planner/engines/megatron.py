@@ -6,9 +6,14 @@ starts and stops the timer that it returns: `forward-backward` around an iterati
 `forward-compute` around the forward and the loss of a microbatch, and `backward-compute` around its
 backward. Core 0.9 to 0.19 do so at the same points.
 
-A schedule draws microbatches one by one. Newer cores pack the sequences of a whole batch before an
-iteration (`wrap_data_iterator`), with another number of microbatches each time. Then every stage
-has their lengths.
+Not all that Megatron runs has timers. Where a config or an argument shows that, it is not followed
+(`_check_visible`, `_MULTIMODULE`). An iteration that ends with other numbers of forwards and
+backwards than its schedule should run is the last one that is followed.
+
+A schedule draws microbatches one by one. Megatron's development branch packs the sequences of a
+whole batch before an iteration (`wrap_data_iterator`), with another number of microbatches each
+time, and then every stage has their lengths. The branch calls itself 0.20.0; no release up to
+0.19.2 has the function.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.prefixes import counted
 from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank, replaced
 from perseus_planner.engines.torch_state import preserve_attributes
 
@@ -29,6 +36,13 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.schedules import Computation
+
+_MULTIMODULE = ("MultiModulePipelineCommunicator", "MultiModuleProcessGroupCollection")
+"""Classes of arguments of a schedule that make it run a pipeline of several modules."""
+
+_HALF_SEEN_MODULES = (
+    "Megatron-core runs a pipeline of several modules, whose backwards its timers do not show"
+)
 
 _BUCKET_STATE = ("param_gather_dispatched", "param_gather_handle", "is_last_microbatch")
 """What a group of buckets of Megatron's DistributedDataParallel knows of the iteration."""
@@ -51,7 +65,16 @@ class MegatronModel:
         self._chunks = tuple(chunks)
 
     def check(self) -> None:
-        """See `Engine.check`; only its config shows whether it can be followed."""
+        """See `Engine.check`; what else cannot be followed shows its config, when it is attached.
+
+        Raises:
+            UsageError: If a chunk is one of several modules of a pipeline.
+        """
+        # A MimoModel says by its role whether its modules are on ranks of their own.
+        for chunk in self._chunks:
+            mode = getattr(_wrapped(chunk, "role"), "mode", None)
+            if getattr(mode, "name", None) == "NON_COLOCATED":
+                raise UsageError(f"{_HALF_SEEN_MODULES}; train it without a plan")
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -59,29 +82,58 @@ class MegatronModel:
         pipeline.
 
         Raises:
-            UsageError: If Megatron's parallel state is not initialized.
+            UsageError: If neither the chunks nor Megatron's parallel state have process groups.
         """
         import torch.distributed as dist
-        from megatron.core import parallel_state as state
 
-        if not state.model_parallel_is_initialized():
-            raise UsageError(
-                "Megatron's parallel state is not initialized; call initialize_model_parallel first"
-            )
+        pipeline = self._pipeline_group
+        replicas = self._process_group("dp", "get_data_parallel_group")
         return PipelineRank(
-            rank=state.get_pipeline_model_parallel_rank(),
-            ranks=state.get_pipeline_model_parallel_world_size(),
-            pipeline=state.get_data_parallel_rank(),
-            peers=tuple(dist.get_process_group_ranks(state.get_pipeline_model_parallel_group())),
+            rank=dist.get_rank(pipeline),
+            ranks=dist.get_world_size(pipeline),
+            pipeline=None if replicas is None else dist.get_rank(replicas),
+            peers=tuple(dist.get_process_group_ranks(pipeline)),
         )
 
     @property
     def tensor_rank(self) -> int:
         """See `Engine.tensor_rank`; tensor and context parallel."""
         import torch.distributed as dist
+
+        tensor = self._process_group("tp", "get_tensor_model_parallel_group")
+        context = self._process_group("cp", "get_context_parallel_group")
+        rank = 0 if tensor is None else dist.get_rank(tensor)
+        if context is not None:
+            size = 1 if tensor is None else dist.get_world_size(tensor)
+            rank += size * dist.get_rank(context)
+        return rank
+
+    @property
+    def _pipeline_group(self) -> Any:
+        """The ranks of this pipeline."""
+        pipeline = self._process_group("pp", "get_pipeline_model_parallel_group")
+        if pipeline is None:
+            raise UsageError(
+                "Megatron's parallel state is not initialized; call initialize_model_parallel "
+                "first, or give the model its process groups (pg_collection)"
+            )
+        return pipeline
+
+    def _process_group(self, name: str, of_state: str) -> Any:
+        """Return a process group of this rank: the model's own where it was given some, else that
+        of Megatron's parallel state; None if there is neither.
+
+        Args:
+            name: Its name in a ProcessGroupCollection.
+            of_state: The function of the parallel state that returns it.
+        """
         from megatron.core import parallel_state as state
 
-        return int(dist.get_rank(state.get_tensor_and_context_parallel_group()))
+        for chunk in self._chunks:
+            own = getattr(_wrapped(chunk, "pg_collection"), name, None)
+            if own is not None:
+                return own
+        return getattr(state, of_state)() if state.model_parallel_is_initialized() else None
 
     @property
     def device(self) -> torch.device:
@@ -100,10 +152,9 @@ class MegatronModel:
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
-        from megatron.core import parallel_state as state
-
-        rank = state.get_pipeline_model_parallel_rank()
-        ranks = state.get_pipeline_model_parallel_world_size()
+        seat = self.pipeline_rank
+        rank = seat.rank
+        ranks = seat.ranks
         return [
             EngineStage(
                 index * ranks + rank,
@@ -123,7 +174,7 @@ class MegatronModel:
 
     def microbatches(self) -> int | None:
         """See `Engine.microbatches`; only its schedule knows."""
-        return _schedule_arguments()[0]
+        return _ScheduleCall.running().microbatches
 
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
@@ -171,13 +222,13 @@ class MegatronModel:
         module = sys.modules.get("megatron.training.global_vars")
         if getattr(module, "_GLOBAL_TIMERS", None) is not None:
             owners.append((module, "_GLOBAL_TIMERS"))
+        rank = self.pipeline_rank
         for config in self._configs:
-            _check_visible(config)
+            _check_visible(config, rank.ranks)
         if any(isinstance(getattr(*owner), _Timers) for owner in owners):
             raise UsageError(
                 "a runtime is attached to this Megatron-core model already; leave its block first"
             )
-        rank = self.pipeline_rank
         events = _TimerEvents(hook, rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
             stack.callback(events.stop)
@@ -237,6 +288,16 @@ def _receiver(chunk: Any) -> Any:
     return chunk
 
 
+def _wrapped(chunk: Any, name: str) -> Any:
+    """Return an attribute of a wrapped chunk or of a module inside; None if none has it."""
+    while chunk is not None:
+        value = getattr(chunk, name, None)
+        if value is not None:
+            return value
+        chunk = getattr(chunk, "module", None)
+    return None
+
+
 @contextmanager
 def _preserve_state(chunk: Any) -> Iterator[None]:
     """Preserve the random states of tensor ranks, the losses that layers of experts report, and
@@ -251,8 +312,7 @@ def _preserve_state(chunk: Any) -> Iterator[None]:
 
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states() if hasattr(tracker, "get_states") else None
-    reports = _reports_of_experts()
-    values = {name: report["values"].clone() for name, report in reports.items()}
+    losses = {name: values.clone() for name, values in _losses_of_experts().items()}
     with ExitStack() as stack:
         for name in ("bucket_groups", "expert_parallel_bucket_groups"):
             for group in getattr(chunk, name, ()):
@@ -263,17 +323,25 @@ def _preserve_state(chunk: Any) -> Iterator[None]:
         finally:
             if states is not None:
                 tracker.set_states(states)
-            for name, report in reports.items():
-                report["values"].copy_(values.get(name, torch.zeros_like(report["values"])))
+            # The repeated forwards may have been the first to report a loss.
+            for name, values in _losses_of_experts().items():
+                values.copy_(losses.get(name, torch.zeros_like(values)))
 
 
-def _reports_of_experts() -> dict[str, Any]:
-    """Return what layers of experts add their losses to, by name; older cores have it elsewhere."""
+def _losses_of_experts() -> dict[str, torch.Tensor]:
+    """Return what layers of experts add their losses to, by name: one value for each layer."""
+    # Core 0.18 and later have a tracker, made when it is first asked for.
+    module = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if module is not None:
+        entries = module.get_moe_metrics_tracker().metrics
+        return {name: entry.values for name, entry in entries.items()}
     from megatron.core import parallel_state as state
 
+    # Core 0.13 moved their dictionary from the parallel state.
     module = sys.modules.get("megatron.core.transformer.moe.moe_utils", state)
     name = "_MOE_LAYER_WISE_LOGGING_TRACKER"
-    return getattr(module, name, getattr(state, name, {}))
+    reports = getattr(module, name, getattr(state, name, {}))
+    return {name: report["values"] for name, report in reports.items()}
 
 
 class _TimerEvents:
@@ -290,10 +358,12 @@ class _TimerEvents:
         self._hook, self._rank, self._chunks, self._group = hook, rank, chunks, group
         self._is_training = self._is_stopped = False
         self._computations: dict[str, Iterator[Computation]] = {}
+        self._microbatches: int | None = None  #: of the iteration, if its schedule says
+        self._ended = {"F": 0, "B": 0}  #: how many of each kind have ended in the iteration
         self.actions: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "forward-backward": (self._begin_iteration, self._end_iteration),
-            "forward-compute": (partial(self._begin, "F"), self._end),
-            "backward-compute": (partial(self._begin, "B"), self._end),
+            "forward-compute": (partial(self._begin, "F"), partial(self._end, "F")),
+            "backward-compute": (partial(self._begin, "B"), partial(self._end, "B")),
         }
 
     def stop(self) -> None:
@@ -301,29 +371,63 @@ class _TimerEvents:
         self._is_training, self._is_stopped = False, True
 
     def _begin_iteration(self) -> None:
-        microbatches, forward_only = _schedule_arguments()
-        self._is_training = not (forward_only or self._is_stopped)
-        if self._is_training:
-            chunks = range(self._chunks)
-            self._computations = {
-                "F": self._in_order("F", chunks, microbatches or 0),
-                "B": self._in_order("B", chunks[::-1], microbatches or 0),
-            }
-            packed = self.packed
-            batch = None if packed is None else partial(_with_lengths, packed)
-            self._hook.begin_iteration(microbatches, batch)
+        call = _ScheduleCall.running()
+        self._is_training = not (call.forward_only or self._is_stopped)
+        if not self._is_training:
+            return
+        if call.is_multimodule:
+            self._leave(_HALF_SEEN_MODULES)
+            return
+        self._microbatches = call.microbatches
+        self._ended = dict.fromkeys("FB", 0)
+        chunks = range(self._chunks)
+        self._computations = {
+            "F": self._in_order("F", chunks, call.microbatches or 0),
+            "B": self._in_order("B", chunks[::-1], call.microbatches or 0),
+        }
+        packed = self.packed
+        batch = None if packed is None else partial(_with_lengths, packed)
+        self._hook.begin_iteration(call.microbatches, batch)
 
     def _end_iteration(self) -> None:
-        if self._is_training:
-            self._is_training = False
+        if not self._is_training:
+            return
+        self._is_training = False
+        problem = self._unseen()
+        if problem is None:
             self._hook.end_iteration()
+        else:
+            self._leave(problem)
+
+    def _unseen(self) -> str | None:
+        """Return what shows that the iteration ran computations without timers; None if nothing
+        does.
+        """
+        forwards = self._ended["F"]
+        backwards = self._ended["B"]
+        expected = forwards
+        if self._microbatches is not None:
+            expected = self._microbatches * self._chunks
+        if forwards == backwards == expected:
+            return None
+        return (
+            f"Megatron-core's timers show {counted(forwards, 'forward')} and "
+            f"{counted(backwards, 'backward')} in an iteration that should run {expected} of each, "
+            "so the planner does not see all that runs"
+        )
+
+    def _leave(self, problem: str) -> None:
+        """Show nothing more to the hook."""
+        self.stop()
+        self._hook.stop_following(problem)
 
     def _begin(self, kind: str) -> None:
         if self._is_training:
             self._hook.begin(*next(self._computations[kind]))
 
-    def _end(self) -> None:
+    def _end(self, kind: str) -> None:
         if self._is_training:
+            self._ended[kind] += 1
             self._hook.end()
 
     def _in_order(
@@ -435,32 +539,66 @@ class _Timer:
         return getattr(self.original, name)
 
 
-def _schedule_arguments() -> tuple[int | None, bool]:
-    """Return how many microbatches the schedule that started the timer runs, and whether it only
-    evaluates them.
+@dataclass(frozen=True)
+class _ScheduleCall:
+    """What a schedule that starts a timer was called with.
 
     Timers do not receive this, so it is read from the arguments of the calling schedule, which are
-    passed by name. The number is None if no caller has such arguments.
+    passed by name.
+
+    Attributes:
+        microbatches: How many it runs; None if no caller has such arguments.
+        forward_only: Whether it only evaluates them.
+        is_multimodule: Whether it runs a pipeline of several modules.
     """
-    import torch
 
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if "num_microbatches" in arguments and "forward_only" in arguments:
-            values = frame.f_locals
-            return values["num_microbatches"], values["forward_only"] or not torch.is_grad_enabled()
-        frame = frame.f_back
-    return None, not torch.is_grad_enabled()
+    microbatches: int | None
+    forward_only: bool
+    is_multimodule: bool = False
+
+    @classmethod
+    def running(cls) -> _ScheduleCall:
+        """Return the call of the innermost schedule that runs now."""
+        import torch
+
+        frame = inspect.currentframe()
+        while frame is not None:
+            code = frame.f_code
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if "num_microbatches" in arguments and "forward_only" in arguments:
+                values = frame.f_locals
+                kinds = {
+                    type(values.get(name)).__name__
+                    for name in ("p2p_communicator", "pg_collection")
+                }
+                return cls(
+                    values["num_microbatches"],
+                    values["forward_only"] or not torch.is_grad_enabled(),
+                    not kinds.isdisjoint(_MULTIMODULE),
+                )
+            frame = frame.f_back
+        return cls(None, not torch.is_grad_enabled())
 
 
-def _check_visible(config: Any) -> None:
-    """Refuse a config by which Megatron runs computations that its timers do not show."""
+def _check_visible(config: Any, ranks: int) -> None:
+    """Refuse a config by which Megatron runs computations that its timers do not show, or that no
+    plan can have.
+
+    Args:
+        config: The config of a chunk.
+        ranks: The number of ranks of the pipeline.
+    """
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise UsageError(
             "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as "
             "one, in which no clock can change; train without it, or without a plan"
+        )
+    # With a pipeline, Megatron's schedules ignore the field.
+    if getattr(config, "hybrid_context_parallel", False) and ranks == 1:
+        raise UsageError(
+            "hybrid_context_parallel makes Megatron-core cut each batch into another number of "
+            "parts on each rank, so no plan can have its computations; train without it, or "
+            "without a plan"
         )
     scope = getattr(config, "cuda_graph_scope", None)
     scopes = [

@@ -181,8 +181,8 @@ def interleaved_1f1b(
         ranks: number of ranks of the pipeline.
         virtual_stages: number of stages of each rank, Megatron's virtual pipeline size.
         microbatches: number of microbatches of one iteration.
-        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`; None
-            for `ranks`.
+        group: Megatron's `microbatch_group_size_per_vp_stage`, from `ranks` to `microbatches`, as
+            Megatron raises for others (core 0.10 and later); None for `ranks`.
 
     Raises:
         ScheduleError: If a size is not a whole number of at least 1, the iteration is too large, or

@@ -15,6 +15,7 @@ from schedule_engines import (
     Rows,
     deepspeed,
     megatron,
+    megatron_refuses,
     read_by_torch,
     torch_dump,
     torch_rows,
@@ -144,6 +145,27 @@ def test_interleaved_1f1b_is_the_order_of_megatron(virtual_stages: int):
                 )
                 compared += 1
     assert compared > 200
+
+
+@pytest.mark.usefixtures("with_megatron")
+def test_interleaved_1f1b_refuses_the_groups_that_megatron_refuses():
+    """Also groups larger than the number of microbatches, for which it has a table of the schedule,
+    but raises before it runs it.
+    """
+    refused = accepted = 0
+    for ranks in (2, 3, 4):
+        for microbatches in range(ranks, 13):
+            for group in range(1, microbatches + 6):
+                sizes = (ranks, 2, microbatches, group)
+                if megatron_refuses(*sizes):
+                    refused += 1
+                    with pytest.raises(ScheduleError):
+                        interleaved_1f1b(*sizes)
+                else:
+                    accepted += 1
+                    interleaved_1f1b(*sizes)
+    assert refused > 100
+    assert accepted > 90
 
 
 @pytest.mark.usefixtures("torch")

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,10 +21,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.timers import Timers
-from megatron.core.transformer.enums import CudaGraphScope
-from runtime_training import FAST, GPU, Recorder, equal, followed, job, plan_of
-from tiny_gpt import Training, parallel
+from megatron.core.transformer import MegatronModule, TransformerConfig, enums
+from megatron.core.transformer.moe import moe_utils
+from megatron_shapes import SHAPES, Shape
+from runtime_training import (
+    FAST,
+    GPU,
+    Recorder,
+    WarningLog,
+    equal,
+    followed,
+    job,
+    outcome,
+    plan_of,
+)
+from runtime_training import planned as planned_by
+from tiny_gpt import Training, grid_of, gridded, groups_of, on_cpu, parallel
 from torch import nn
 
 from perseus_planner.base.errors import UsageError
@@ -39,6 +57,7 @@ class RecordedMarks:
 
     def __init__(self, program: Any) -> None:
         self.program, self.ends, self.words, self.wants = program, [], [], []
+        self.problems: list[str] = []
 
     def load(self, words: Any) -> None:
         self.words = words
@@ -52,6 +71,9 @@ class RecordedMarks:
 
     def on_end(self, iteration: int, program: Any, deviation: str | None, *_: object) -> None:
         self.ends.append(deviation)
+
+    def on_unfollowed(self, problem: str) -> None:
+        self.problems.append(problem)
 
     def nothing(self, *_: Any) -> None:
         pass
@@ -91,13 +113,13 @@ class UserTimer:
 
 def several(*programs: str) -> None:
     """Run programs one after another, each with its arguments after spaces; print the name of
-    each that passes.
+    each that passes, and after it what this core lacks, which the program returns.
     """
     dist.init_process_group("gloo")
     for program in programs:
         name, *arguments = program.split()
-        globals()[name](*arguments)
-        print(name, flush=True)
+        lack = globals()[name](*arguments)
+        print(f"{name}: {lack}" if lack else name, flush=True)
     dist.destroy_process_group()
 
 
@@ -123,6 +145,294 @@ def orders(*shapes: str) -> None:
                 {"microbatches": microbatches, "computations": computations}
             ], shape
             assert not recorded.inside
+
+
+def shapes() -> None:
+    """For each shape of these ranks: the hook's calls, what ran, and our generator's row are equal.
+
+    Prints a line for each shape, as `several` does for each program.
+    """
+    for shape in SHAPES:
+        if shape.ranks == dist.get_world_size():
+            lack = _lack(shape)
+            if lack is None:
+                _judge(shape)
+            print(f"{shape.name}: {lack}" if lack else shape.name, flush=True)
+
+
+def _lack(shape: Shape) -> str | None:
+    """Return what this core lacks for a shape; None if it has all."""
+    if shape.model == "hybrid" and find_spec("megatron.core.models.hybrid") is None:
+        return "this core has no HybridModel"
+    loss_arguments = inspect.signature(vocab_parallel_cross_entropy).parameters
+    if not shape.has_state and "tp_group" not in loss_arguments:
+        return "the cross entropy of this core asks for the parallel state"
+    return None
+
+
+def _judge(shape: Shape) -> None:
+    is_experts = "num_moe_experts" in shape.options
+    pipeline = shape.pipeline or shape.ranks
+    with ExitStack() as stack:
+        groups = None
+        if shape.has_state:
+            state = parallel(
+                shape.virtual,
+                pipeline=pipeline,
+                experts=2 if is_experts else 1,
+                context=shape.options.get("context_parallel_size", 1),
+                embeddings=shape.embeddings,
+            )
+            stack.enter_context(state)
+        else:
+            groups = stack.enter_context(gridded(pipeline))
+        training = Training(
+            shape.virtual,
+            shape.group,
+            experts=2 if is_experts else 1,
+            model=shape.model,
+            groups=groups,
+            **shape.options,
+        )
+        seat, recorded = training.engine.pipeline_rank, Recorder()
+        row = interleaved_1f1b(
+            seat.ranks, shape.virtual or 1, shape.microbatches, shape.group
+        ).ranks[seat.rank]
+        assert seat.ranks == pipeline
+        stack.enter_context(_calculator(shape.microbatches))
+        assert training.engine.order() == row
+        with training.engine.attached(recorded):
+            for _ in range(2):
+                with training.watched() as ran:
+                    training.step(shape.microbatches)
+                assert ran == list(row), (shape.name, ran)
+        seen = {
+            "microbatches": shape.microbatches,
+            "computations": [str(computation) for computation in row],
+        }
+        assert recorded.iterations == [seen, seen], (shape.name, recorded.iterations)
+        assert not recorded.inside
+
+
+@contextmanager
+def _calculator(microbatches: int) -> Iterator[None]:
+    """Have Megatron calculate so many microbatches for each iteration."""
+    module = num_microbatches_calculator
+    calculator = module.ConstantNumMicroBatchesCalculator(
+        microbatches, 1, 1, False, dist.get_rank()
+    )
+    with mock.patch.object(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator):
+        yield
+
+
+class _Modules(MegatronModule):
+    """The encoder, or the language model after it, of a pipeline of two modules."""
+
+    def __init__(self, config: Any, groups: Any) -> None:
+        super().__init__(config=config)
+        self.pg_collection = groups
+        self.layer = nn.Linear(config.hidden_size, config.hidden_size)
+        self._received: dict[str, Any] = {}
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        received = tensors[0] or {}
+        self._received = {
+            name: each[0] if isinstance(each, list) else each for name, each in received.items()
+        }
+
+    def forward(self, values: Any) -> dict[str, Any]:
+        if dist.get_rank() == 0:
+            return {"encoder": self.layer(values)}
+        return {"llm": self.layer(self._received["encoder"])}
+
+
+def multimodule() -> str | None:
+    """A pipeline of several modules runs all its backwards, of which timers show none; the hook is
+    told so before the first iteration, and shown nothing.
+    """
+    if not hasattr(schedules, "backward_step_multimodule"):
+        return "this core has no pipelines of several modules"
+    from megatron.core import process_groups_config
+    from megatron.core.pipeline_parallel.multimodule_communicator import (
+        MultiModulePipelineCommunicator,
+    )
+
+    config = _modules_config()
+    names = ("encoder", "llm")
+    with ExitStack() as stack:
+        stack.enter_context(on_cpu())
+        for function in (dist.new_group, dist.new_subgroups_by_enumeration):
+            # Its communicator asks for NCCL.
+            on_gloo = partial(_called_on_gloo, function)
+            stack.enter_context(mock.patch.object(dist, function.__name__, on_gloo))
+        grids = {name: grid_of(1, 1, offset=rank) for rank, name in enumerate(names)}
+        name = names[dist.get_rank()]
+        groups = groups_of(grids[name])
+        communicator = MultiModulePipelineCommunicator(
+            grids, {"encoder": ["llm"], "llm": []}, config, dim_mapping={"s": 0, "b": 1, "h": 2}
+        )
+        model = _Modules(config, groups)
+        ran: list[str] = []
+
+        def forward(_: Any, __: Any, output: Any) -> None:
+            ran.append("F")
+            next(iter(output.values())).register_hook(lambda _: ran.append("B"))
+
+        model.register_forward_hook(forward)
+
+        def step(data: Any, chunk: Any) -> Any:
+            return chunk(next(data)), lambda output: (output["llm"].mean(), output["llm"].mean())
+
+        engine, recorded = MegatronModel([model]), Recorder()
+        with engine.attached(recorded):
+            for _ in range(2):
+                schedules.forward_backward_pipelining_without_interleaving(
+                    forward_step_func=step,
+                    data_iterator=iter(torch.rand(3, 4, 1, config.hidden_size)),
+                    model=model,
+                    num_microbatches=3,
+                    seq_length=4,
+                    micro_batch_size=1,
+                    p2p_communicator=communicator,
+                    pg_collection=process_groups_config.MultiModuleProcessGroupCollection(
+                        {name: groups}, "llm" if name == "llm" else None
+                    ),
+                )
+        assert (ran.count("F"), ran.count("B")) == (6, 6), ran
+        assert recorded.iterations == []
+        assert recorded.problems == [
+            "Megatron-core runs a pipeline of several modules, whose backwards its timers do not "
+            "show"
+        ]
+    return None
+
+
+def _called_on_gloo(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs | {"backend": "gloo"})
+
+
+def _modules_config() -> Any:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        batch_p2p_sync=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _backwards_without_timers() -> Any:
+    """Have Megatron's backwards start no timers inside the block."""
+    timed = schedules.backward_step
+
+    def untimed(*args: Any) -> Any:
+        *tensors, config = args  # core 0.16 has the type of the model between them
+        without_timers = copy.copy(config)
+        without_timers.timers = None
+        return timed(*tensors, without_timers)
+
+    return mock.patch.object(schedules, "backward_step", untimed)
+
+
+def half_seen() -> None:
+    """After an iteration whose backwards start no timers the hook is told so, and shown nothing
+    more.
+    """
+    for virtual in (None, 2):
+        expected = 2 * (virtual or 1)
+        with parallel(virtual):
+            training, recorded = Training(virtual), Recorder()
+            hooked = RecordedMarks(None)
+            with _backwards_without_timers():
+                with training.engine.attached(recorded):
+                    training.step(2)
+                    training.step(2)
+                with training.engine.attached(Hook(hooked, hooked, None)):
+                    training.step(2)
+                    training.step(2)
+        problem = (
+            f"Megatron-core's timers show {expected} forwards and 0 backwards in an iteration that "
+            f"should run {expected} of each, so the planner does not see all that runs"
+        )
+        assert recorded.problems == hooked.problems == [problem], recorded.problems
+        assert len(recorded.iterations) == len(hooked.ends) == 1
+        assert not recorded.inside
+
+
+def reruns() -> str | None:
+    """An iteration that Megatron runs again, as its paged stash was too small, is an iteration more
+    for the hook; losses and weights are those of a training without one.
+    """
+    if find_spec("megatron.core.transformer.moe.paged_stash") is None:
+        return "this core has no paged stash"
+    for virtual in (None, 2):
+        with parallel(virtual):
+            recorded = Recorder()
+            assert equal(_rerun(virtual, None), _rerun(virtual, recorded))
+        computations = [each["computations"] for each in recorded.iterations]
+        assert len(computations) == 5
+        assert all(each == computations[0] for each in computations)
+        assert not recorded.problems
+    return None
+
+
+def _rerun(virtual: int | None, hook: Any) -> list[Any]:
+    """Return losses and weights of iterations of which every second one runs twice."""
+    from megatron.core.transformer.moe.paged_stash import PagedStashManager, PagedStashRunner
+
+    training = Training(virtual, overlap=True)
+    overflows = [0, 1, 0, 1, 0]
+    # The stash itself needs a GPU.
+    no_stash = mock.Mock(overflow=None, host_spill=None)
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(PagedStashManager, "get_instance", return_value=no_stash)
+        )
+        runner = PagedStashRunner(
+            training.config, False, training.model, training.optimizer, get_forward_backward_func()
+        )
+        stack.enter_context(
+            mock.patch.object(
+                runner, "check_moe_overflow", side_effect=lambda: (overflows.pop(0), 0, 0)
+            )
+        )
+        if hook:
+            stack.enter_context(training.engine.attached(hook))
+        losses = [loss for _ in range(3) for loss in training.step(4, runner)]
+    assert overflows == []
+    return [*losses, *training.weights()]
+
+
+def experts() -> None:
+    """What layers of experts have reported for the logs is as before after repeated forwards, which
+    a profile runs; also if they are the first to report.
+    """
+    with parallel(pipeline=1, experts=2):
+        training = Training(experts=2)
+        (stage,) = training.engine.stages()
+        for _ in range(2):
+            before = _logged()
+            with stage.preserve_state():
+                training.step(2, forward_only=True)
+                assert any(_logged().values())
+                assert _logged() != before
+            assert _logged() == before or not any(_logged().values())
+            training.step(2)
+        assert before["load_balancing_loss"] > 0
+
+
+def _logged() -> dict[str, float]:
+    """Return the losses of experts that the core would log now, by name."""
+    if find_spec("megatron.core.transformer.moe.moe_logging") is not None:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        entries = get_moe_metrics_tracker().metrics.items()
+        return {name: float(entry.values.sum()) for name, entry in entries}
+    reports = moe_utils.get_moe_layer_wise_logging_tracker().items()
+    return {name: float(report["values"].sum()) for name, report in reports}
 
 
 def results() -> None:
@@ -246,12 +556,12 @@ def unknown() -> None:
         with training.engine.attached(recorded):
             timers = training.config.timers
             timers("forward-backward", log_level=1).start(barrier=False)
-            for name in ("forward-compute", "forward-compute", "backward-compute"):
+            for name in [*["forward-compute"] * 2, *["backward-compute"] * 2]:
                 timers(name, log_level=2).start()
                 timers(name).stop()
             timers("forward-backward").stop()
         rank = dist.get_rank()
-        ran = [f"{rank}F0", f"{rank}F1", f"{rank}B0"]
+        ran = [f"{rank}F0", f"{rank}F1", f"{rank}B0", f"{rank}B1"]
         assert recorded.iterations == [{"microbatches": None, "computations": ran}]
         assert not recorded.inside
 
@@ -357,6 +667,10 @@ def refusals() -> None:
         "as one, in which no "
     )
     overlap += "clock can change; train without it, or without a plan"
+    parts = (
+        "hybrid_context_parallel makes Megatron-core cut each batch into another number of parts "
+        "on each rank, so no plan can have its computations; train without it, or without a plan"
+    )
     with pytest.raises(
         UsageError, match=r"^Megatron's parallel state is not initialized; call initialize_model"
     ):
@@ -364,10 +678,12 @@ def refusals() -> None:
     with parallel():
         fields: list[tuple[str, Any, str]] = [
             ("overlap_moe_expert_parallel_comm", True, overlap),
-            ("cuda_graph_scope", [CudaGraphScope.full_iteration], graph),
+            ("hybrid_context_parallel", True, parts),
             ("cuda_graph_scope", "full_iteration", graph),  # core 0.14 and 0.15
             ("cuda_graph_impl", "full_iteration", graph),  # core 0.17 and later
         ]
+        if hasattr(enums, "CudaGraphScope"):  # core 0.16
+            fields.append(("cuda_graph_scope", [enums.CudaGraphScope.full_iteration], graph))
         for name, value, message in fields:
             training = Training()
             setattr(training.config, name, value)
@@ -439,13 +755,18 @@ def _train(training: Training, variables: Any) -> None:
 
 
 def seats() -> None:
-    """Check the known order of two pipelines of two stages, data-parallel or tensor-parallel."""
+    """Check the known order of two pipelines of two stages: data-parallel, tensor-parallel or
+    context-parallel.
+    """
     rank = dist.get_rank()
-    for tensor in (1, 2):
-        with parallel(tensor=tensor, pipeline=2):
-            seat = MegatronModel([]).pipeline_rank
+    for tensor, context in ((1, 1), (2, 1), (1, 2)):
+        with parallel(tensor=tensor, context=context, pipeline=2):
+            engine = MegatronModel([])
+            seat = engine.pipeline_rank
+            shares = tensor * context > 1
             assert (seat.rank, seat.ranks, seat.peers) == (rank // 2, 2, (rank % 2, rank % 2 + 2))
-            assert seat.pipeline == (rank % 2 if tensor == 1 else 0)
+            assert seat.pipeline == (0 if shares else rank % 2)
+            assert engine.tensor_rank == (rank % 2 if shares else 0)
     with parallel(pipeline=2):
         engine = Training().engine
         assert engine.device == torch.device("cpu")
@@ -473,6 +794,21 @@ def planned(state: str) -> None:
         result["interleaved-1f1b"] = followed(
             lambda watch: Planned(schedule, watch), plan_of(schedule)
         )
+
+
+def unfollowed(state: str) -> None:
+    """Train by a plan while backwards start no timers."""
+    with job(state) as result, parallel(2):
+        schedule = interleaved_1f1b(dist.get_world_size(), 2, 4)
+        warning_log = WarningLog()
+        plain = Planned(schedule, None)
+        expected = [*(loss for _ in range(3) for loss in plain.step()), *plain.state()]
+        training = Planned(schedule, None)
+        with planned_by(training, plan_of(schedule)) as runtime, _backwards_without_timers():
+            values = [*(loss for _ in range(3) for loss in training.step()), *training.state()]
+        result["equal"] = equal(expected, values)
+        result["iterations"] = len(runtime.iterations)
+        result |= outcome(runtime, warning_log)
 
 
 def learned(state: str) -> None:

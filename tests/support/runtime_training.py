@@ -87,9 +87,14 @@ class WarningLog(logging.Handler):
 
 
 class Recorder:
-    """A stand-in for a hook that records its calls by iteration."""
+    """A stand-in for a hook that records its calls by iteration.
+
+    Attributes:
+        problems: Why it was shown nothing more.
+    """
 
     def __init__(self) -> None:
+        self.problems: list[str] = []
         self.iterations: list[dict[str, Any]] = []
         self.inside = self.computing = False
 
@@ -117,6 +122,10 @@ class Recorder:
 
     def abandon_iteration(self) -> None:
         self.inside = self.computing = False
+
+    def stop_following(self, problem: str) -> None:
+        self.abandon_iteration()
+        self.problems.append(problem)
 
 
 class Watch:

@@ -132,6 +132,56 @@ def megatron(ranks: int, virtual_stages: int, microbatches: int, group: int) -> 
     return rows
 
 
+def megatron_refuses(ranks: int, virtual_stages: int, microbatches: int, group: int) -> bool:
+    """Return whether Megatron-core's interleaved schedule raises because of these sizes."""
+    from megatron.core.pipeline_parallel import schedules
+    from torch import nn
+
+    class Accepted(Exception):
+        pass
+
+    model = nn.Module()
+    model.model_type = None
+    model.config = mock.Mock(
+        timers=None,
+        no_sync_func=None,
+        grad_sync_func=None,
+        param_sync_func=None,
+        finalize_model_grads_func=None,
+        moe_paged_stash=False,
+        overlap_p2p_comm=False,
+        microbatch_group_size_per_vp_stage=group,
+        hidden_size=8,
+    )
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    pipeline = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    try:
+        # It computes the warm-up after it has checked the sizes; a tensor before is for a GPU.
+        with (
+            mock.patch.object(schedules, "get_pp_rank_microbatches", side_effect=Accepted),
+            mock.patch.object(schedules.torch, "zeros"),
+        ):
+            schedules.forward_backward_pipelining_with_interleaving(
+                forward_step_func=None,
+                data_iterator=[],
+                model=[model] * virtual_stages,
+                num_microbatches=microbatches,
+                seq_length=8,
+                micro_batch_size=1,
+                p2p_communicator=SimpleNamespace(pp_group=pipeline, config=model.config),
+                pg_collection=SimpleNamespace(
+                    tp=one, cp=one, pp=pipeline, dp_cp=one, embd=None, pos_embd=None
+                ),
+            )
+    except Accepted:
+        return False
+    except (ValueError, RuntimeError) as error:
+        if "contiguous micro-batches" in str(error):
+            return True
+        raise
+    raise AssertionError("the schedule has neither refused the sizes nor used them")
+
+
 #: For torch, too, which makes a mocked stage for every schedule: making it takes longer than all
 #: that is asked of it. Whoever gets the one that is there sets all that is read of it.
 _autospec = cache(mock.create_autospec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.timers import Timers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -32,8 +31,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import megatron_cpu
+from tiny_models import ROWS, SEQUENCE, VOCABULARY, Place, chunk_of
 
-SEQUENCE, ROWS, VOCABULARY = 8, 1, 16
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 2,
     "moe_router_topk": 1,
@@ -65,25 +64,95 @@ def _type_on_gpu(tensor: Any, *args: Any) -> Any:
 
 
 @contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Megatron train on the CPU."""
+    with (
+        megatron_cpu.cpu_only(),
+        mock.patch.object(torch.Tensor, "type", _type_on_gpu),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        mock.patch("torch.cuda.synchronize"),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+    ):
+        yield
+
+
+@contextmanager
 def parallel(
-    virtual: int | None = None, tensor: int = 1, pipeline: int | None = None, experts: int = 1
+    virtual: int | None = None,
+    tensor: int = 1,
+    pipeline: int | None = None,
+    experts: int = 1,
+    context: int = 1,
+    embeddings: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """Set up Megatron's parallel state; pipelines span all ranks by default."""
+    """Set up Megatron's parallel state; pipelines span all ranks by default.
+
+    Args:
+        virtual: Chunks on each rank; None if the model is not cut into chunks.
+        tensor: Ranks of tensor parallel.
+        pipeline: Ranks of a pipeline.
+        experts: Ranks that share a layer's experts.
+        context: Ranks of context parallel.
+        embeddings: Which ranks of a pipeline have word embeddings; None for Megatron's default.
+    """
+    get_embedding_ranks = None
+    if embeddings is not None:
+        get_embedding_ranks = lambda ranks, *_: [ranks[each] for each in embeddings]  # noqa: E731
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline or dist.get_world_size(),
         virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=experts,
+        context_parallel_size=context,
+        get_embedding_ranks=get_embedding_ranks,
     )
     try:
-        with (
-            megatron_cpu.cpu_only(),
-            mock.patch.object(torch.Tensor, "type", _type_on_gpu),
-            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-        ):
+        with on_cpu():
             yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def grid_of(pipeline: int, replicas: int, offset: int = 0) -> Any:
+    """Return Megatron's HyperCommGrid of the ranks from `offset` on, with its process groups."""
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
+    sizes = {"tp": 1, "cp": 1, "pp": pipeline, "dp": replicas}
+    made = HyperCommGrid(list(sizes.values()), list(sizes), rank_offset=offset, backend="gloo")
+    for names in (["tp"], ["cp"], ["pp"], ["dp"], ["dp", "cp"], ["tp", "cp"]):
+        made.create_pg(names)
+    return made
+
+
+@contextmanager
+def gridded(pipeline: int) -> Iterator[Any]:
+    """Set up process groups of a grid, and no parallel state; yield the groups."""
+    made = grid_of(pipeline, dist.get_world_size() // pipeline)
+    # Attention without Transformer Engine computes in it.
+    parallel_state._set_global_memory_buffer()
+    try:
+        with on_cpu():
+            yield groups_of(made)
+    finally:
+        parallel_state.destroy_global_memory_buffer()
+
+
+def groups_of(made: Any) -> Any:
+    """Return the process groups of a grid as a ProcessGroupCollection."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    for name in ("tp", "cp", "pp", "dp"):
+        setattr(groups, name, made.get_pg([name]))
+    groups.dp_cp = made.get_pg(["dp", "cp"])
+    # A model without experts asks for these as well.
+    groups.tp_cp = made.get_pg(["tp", "cp"])
+    groups.ep = groups.expt_tp = groups.tp
+    groups.expt_dp = groups.dp
+    # No stage shares its embeddings.
+    groups.embd = groups.pos_embd = None
+    return groups
 
 
 FULL_RECOMPUTE = {
@@ -121,27 +190,35 @@ class Training:
         apart: bool = False,
         overlap: bool = False,
         experts: int = 1,
+        model: str = "gpt",
+        groups: Any = None,
         **options: Any,
     ) -> None:
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        config = TransformerConfig(
-            num_layers=ranks * (virtual or 1),
-            hidden_size=8,
-            num_attention_heads=2,
-            pipeline_model_parallel_size=ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-            microbatch_group_size_per_vp_stage=group,
-            pipeline_dtype=torch.float32,
-            use_cpu_initialization=True,
-            batch_p2p_sync=False,
-            hidden_dropout=0.1,
-            **(EXPERTS if experts > 1 else {}),
-            **options,
-        )
-        torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
+        self._groups = groups
+        pipeline = self._group("pp", parallel_state.get_pipeline_model_parallel_group)
+        fields: dict[str, Any] = {
+            "num_layers": pipeline.size() * (virtual or 1),
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "pipeline_model_parallel_size": pipeline.size(),
+            "virtual_pipeline_model_parallel_size": virtual,
+            "microbatch_group_size_per_vp_stage": group,
+            "pipeline_dtype": torch.float32,
+            "use_cpu_initialization": True,
+            "batch_p2p_sync": False,
+            "hidden_dropout": 0.1,
+        }
+        if experts > 1:
+            fields |= EXPERTS
+        config = TransformerConfig(**fields | options)
+        torch.manual_seed(pipeline.rank())
+        places = [
+            Place(pipeline.rank(), pipeline.size(), number, virtual)
+            for number in range(virtual or 1)
+        ]
         self.chunks = [
-            _chunk(copy.copy(config) if apart else config, each, virtual)
-            for each in range(virtual or 1)
+            chunk_of(model, copy.copy(config) if apart else config, place, groups)
+            for place in places
         ]
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
@@ -150,6 +227,10 @@ class Training:
         self.optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
         if overlap:
             self._distribute()
+
+    def _group(self, name: str, otherwise: Callable[[], Any]) -> Any:
+        """Return a process group: of those that were given, or of Megatron's parallel state."""
+        return otherwise() if self._groups is None else getattr(self._groups, name)
 
     @cached_property
     def engine(self) -> Any:
@@ -178,26 +259,44 @@ class Training:
             for name, functions in hooks.items():
                 setattr(config, name, functions if len(functions) > 1 else functions[0])
 
-    def step(self, microbatches: int, *, forward_only: bool = False) -> list[Any]:
-        """Run one iteration; return its losses on the last rank."""
+    def step(
+        self, microbatches: int, forward_backward: Any = None, *, forward_only: bool = False
+    ) -> list[Any]:
+        """Run one iteration, by another schedule function than Megatron's if one is given; return
+        its losses on the last rank.
+        """
         torch.manual_seed(100 + dist.get_rank())
         for model in self.model:
             if hasattr(model, "zero_grad_buffer"):
                 model.zero_grad_buffer()
-        return self.run(get_forward_backward_func(), microbatches, forward_only=forward_only)
+        schedule = forward_backward or self._schedule()
+        return self.run(schedule, microbatches, forward_only=forward_only)
+
+    def _schedule(self) -> Any:
+        """Return the schedule function, as Megatron's training takes it."""
+        if self._groups is None:
+            return get_forward_backward_func()
+        is_interleaved = "with" if len(self.model) > 1 else "without"
+        function = getattr(schedules, f"forward_backward_pipelining_{is_interleaved}_interleaving")
+        communicator = P2PCommunicator(self._groups.pp, self.config)
+        return partial(function, p2p_communicator=communicator, pg_collection=self._groups)
 
     def run(
         self, forward_backward: Any, microbatches: int, *, forward_only: bool = False
     ) -> list[Any]:
         """Call a schedule function of Megatron-core."""
+        replicas = self._group("dp", parallel_state.get_data_parallel_group)
         data = torch.randint(
             VOCABULARY,
             (microbatches, ROWS, SEQUENCE),
-            generator=torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank()),
+            generator=torch.Generator().manual_seed(7 + replicas.rank()),
         )
+        # Ranks of context parallel have a part of each sequence.
+        parts = self.config.context_parallel_size
+        data = data[..., : SEQUENCE // parts]
         batches = [iter(data) for _ in self.model]
         losses: list[Any] = forward_backward(
-            forward_step_func=partial(_forward_step, reports=self.reports),
+            forward_step_func=partial(_forward_step, reports=replicas if self.reports else None),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.model if len(batches) > 1 else self.model[0],
             num_microbatches=microbatches,
@@ -218,16 +317,22 @@ class Training:
 
     @contextmanager
     def watched(self) -> Iterator[list[tuple[int, str, int]]]:
-        """Return what really runs, seen by hooks on modules and gradients."""
+        """Return what really runs, seen by hooks on modules and gradients.
+
+        The schedule writes the microbatch into the layers of a chunk; a chunk without any is
+        watched for one iteration only, in which its calls are counted.
+        """
         seat, ran, handles = self.engine.pipeline_rank, [], []
 
         def watch(number: int, chunk: Any) -> None:
             stage = number * seat.ranks + seat.rank
+            drawn = 0
 
             def forward(module: Any, args: Any, output: Any) -> None:
-                microbatch = module.decoder.layers[
-                    0
-                ].current_microbatch  # the schedule writes it there
+                nonlocal drawn
+                layers = module.decoder.layers
+                microbatch = layers[0].current_microbatch if len(layers) else drawn
+                drawn += 1
                 ran.append((stage, "F", microbatch))
                 if output.requires_grad:
                     output.register_hook(lambda gradient: ran.append((stage, "B", microbatch)))
@@ -278,29 +383,17 @@ class LoopTraining:
         return self._training.weights()
 
 
-def _chunk(config: Any, number: int, virtual: int | None) -> Any:
-    stage = number if virtual else None
-    return GPTModel(
-        config,
-        get_gpt_layer_local_spec(config.num_moe_experts),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=False,
-        vp_stage=stage,
-    )
-
-
-def _forward_step(batches: Any, model: Any, *, reports: bool = True) -> Any:
+def _forward_step(batches: Any, model: Any, *, reports: Any = None) -> Any:
+    """Run a microbatch; its loss is reduced over the group `reports`, if there is one."""
     tokens = next(batches)
-    places = torch.arange(SEQUENCE).expand_as(tokens)
-    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    length = tokens.shape[-1]
+    places = torch.arange(length).expand_as(tokens)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
 
     def loss(losses: Any) -> Any:
         reported = losses.mean().detach().clone()
-        if reports:
-            dist.all_reduce(reported, group=parallel_state.get_data_parallel_group())
+        if reports is not None:
+            dist.all_reduce(reported, group=reports)
         return losses.mean(), reported
 
     return model(tokens, places, hidden, labels=tokens), loss
