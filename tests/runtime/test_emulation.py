@@ -229,7 +229,7 @@ def test_a_stage_that_fails_leaves_the_next_microbatch_as_it_was(gpu: EmulatedGp
     with emulate_stage(module, gpu):
         module(sample(first=False))
         with pytest.raises(
-            UsageError, match="cannot be run on its sample input: RuntimeError: (addmm: )?mat1"
+            UsageError, match=r"cannot be run on its sample input: RuntimeError: (addmm: )?mat1"
         ):
             module(torch.randn(WIDTH, WIDTH + 1))
         backward(module(sample(first=False)), None)
