@@ -26,7 +26,10 @@ SLOW = 1.05
 RECOVERED = 1.02
 """A GPU that was slow is reported as recovered if its slowdown is below this."""
 _THROTTLED = 0.05  #: share of the time above which a throttle reason is named
-_NORMAL = "sw-power-cap"  #: many GPUs are at their power limit whenever they work hard
+_NORMAL = frozenset({"sw-power-cap", "board-limit", "reliability"})
+"""Throttle reasons of a GPU without a fault: many are at a limit of power, current or voltage
+whenever they work hard.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _throttled_shares(rows: Iterable[IterationRecord]) -> dict[str, float]:
 
 
 def _is_throttled(rows: Iterable[IterationRecord]) -> bool:
-    return any(reason != _NORMAL for reason in _throttled_shares(rows))
+    return any(reason not in _NORMAL for reason in _throttled_shares(rows))
 
 
 def _reason(rows: Iterable[IterationRecord]) -> str:
