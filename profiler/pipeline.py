@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.engines import engine_of
+from perseus_planner.engines import blocks, engine_of
 from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
 from perseus_planner.engines.torch_state import refusal
@@ -96,7 +96,7 @@ def profile_pipeline(
         recording = Recording(adapter, profiling._loss)
     except UsageError as error:
         problem = str(error)
-    with nullcontext() if recording is None else recording.running():
+    with blocks.opened("profile"), nullcontext() if recording is None else recording.running():
         yield profiling
     settings = settings or SweepSettings()
     with RankGroup(settings.repetition_s) as group:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError, how_to_install
 from perseus_planner.base.loops import Loop
+from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
@@ -189,6 +190,7 @@ def planner_runtime(
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
     with ExitStack() as stack:
+        stack.enter_context(blocks.opened("runtime"))
         served = None if link is None else link.settings
         context = join_job(engine, training, options, served, warnings, stack)
         session = _Session(context, training, options, link, warnings, stack)

@@ -22,9 +22,11 @@ THROTTLE_REASONS = (
     "hw-slowdown",
     "hw-power-brake",
     "sync-boost",
+    "board-limit",
+    "reliability",
 )
 """Why a GPU may run below its locked clock: the NVML clocks event reasons that slow down a busy
-GPU.
+GPU. Drivers tell the last two from 615 on.
 """
 
 LOCK_WITHOUT_EFFECT = (

@@ -26,7 +26,10 @@ SLOW = 1.05
 RECOVERED = 1.02
 """A GPU that was slow is reported as recovered if its slowdown is below this."""
 _THROTTLED = 0.05  #: share of the time above which a throttle reason is named
-_NORMAL = "sw-power-cap"  #: many GPUs are at their power limit whenever they work hard
+_NORMAL = frozenset({"sw-power-cap", "board-limit", "reliability"})
+"""Throttle reasons of a GPU without a fault: many are at a limit of power, current or voltage
+whenever they work hard.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _throttled_shares(rows: Iterable[IterationRecord]) -> dict[str, float]:
 
 
 def _is_throttled(rows: Iterable[IterationRecord]) -> bool:
-    return any(reason != _NORMAL for reason in _throttled_shares(rows))
+    return any(reason not in _NORMAL for reason in _throttled_shares(rows))
 
 
 def _reason(rows: Iterable[IterationRecord]) -> str:
@@ -123,6 +126,11 @@ OFF = 0.02
 MOST_APART = 2.0
 """If all ranks compute more than this times as long or as short as planned, by one factor, the plan
 is of another machine.
+"""
+FAR_OFF = 1.5
+"""No saving is stated if iterations take more than this times as long or as short as planned. It is
+counted against the joules of the plan's profile, which are then off by a third or more; plans save
+less than that.
 """
 _ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
 _MOST_RANKS = 8  #: named
@@ -171,8 +179,7 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
         for account in ranks.values()
     ):
         return None
-    time_s = max(account.inside_s / account.windows for account in ranks.values())
-    planned_s = max(account.planned_s / account.windows for account in ranks.values())
+    time_s, planned_s = _iteration_s(ranks)
     ratio = time_s / planned_s
     off_s = abs(time_s - planned_s)
     if off_s < (1 - 1e-9) * OFF * planned_s:
@@ -231,11 +238,56 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
     )
 
 
+def _iteration_s(ranks: Mapping[int, Account]) -> tuple[float, float]:
+    """Return the seconds of an iteration, and those by the plan, of iterations as planned."""
+    time_s = max(account.inside_s / account.windows for account in ranks.values())
+    planned_s = max(account.planned_s / account.windows for account in ranks.values())
+    return time_s, planned_s
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Write the numbers of ranks, of which there is at least one."""
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
     listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
     return f"rank{'s' * (len(ranks) > 1)} {listed}{more}"
+
+
+def why_no_saving(
+    ranks: Mapping[int, Account], planned_gpu: str | None, gpus: Iterable[str | None]
+) -> str | None:
+    """Return why no saving of a run against its plan can be stated, in a sentence; None if it can.
+
+    Args:
+        ranks: As in `of_another_machine`, which is asked first.
+        planned_gpu: As there.
+        gpus: As there.
+    """
+    return of_another_machine(ranks, planned_gpu, gpus) or far_off_plan(ranks)
+
+
+def far_off_plan(ranks: Mapping[int, Account]) -> str | None:
+    """Return a sentence if iterations take over `FAR_OFF` times as long or as short as planned, as
+    with a plan of another model; None otherwise, and if that is not known.
+
+    Args:
+        ranks: Rank in the job -> the account of iterations that ran as planned.
+    """
+    known = {
+        rank: account
+        for rank, account in ranks.items()
+        if account.planned_s and account.windows == account.as_planned
+    }
+    if not known:
+        return None
+    time_s, planned_s = _iteration_s(known)
+    ratio = time_s / planned_s
+    if 1 / FAR_OFF <= ratio <= FAR_OFF:
+        return None
+    factor = f"{float(f'{ratio:.2g}'):g}"  # two digits, and no exponent
+    return (
+        f"Times are {factor} times the plan's, so no saving is stated; if the plan is of another "
+        "model or batch, profile what you train with `planner profile`, and plan again"
+    )
 
 
 def of_another_machine(

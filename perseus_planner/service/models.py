@@ -640,7 +640,7 @@ class Counters(_Running):
     gpu_power_limit_w: Watts | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: Text | None = None
-    #: That its plans are of another machine, in a sentence; null if they are not.
+    #: Why no saving by its plans can be stated, in a sentence; null if it can.
     unlike_plan: Text | None = None
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
     #: is not known, and for more than 1,024 ranks.
@@ -889,8 +889,7 @@ class JobStatus:
     telemetry: JobTelemetry | None  #: null if the job has sent none.
     #: What the job's autopilot last knew; null if it runs by plans.
     autopilot: AutopilotStatus | None = None
-    #: That its plans are of another machine, in a sentence; then they save nothing. null if they
-    #: are not.
+    #: Why no saving by its plans can be stated, in a sentence; null if it can.
     unlike_plan: str | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: str | None = None

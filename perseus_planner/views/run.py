@@ -20,7 +20,7 @@ from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.account import Account, Entry, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
-from perseus_planner.runs.verdict import OFF, Verdict, of_another_machine, rank_names, verdict_of
+from perseus_planner.runs.verdict import OFF, Verdict, rank_names, verdict_of, why_no_saving
 from perseus_planner.views.context import Context, context_of_plan, pipeline_text
 from perseus_planner.views.plan import summarize_plan
 
@@ -126,7 +126,7 @@ class RunSummary:
     total: Account  #: the sum of all totals
     foreseen_share: float  #: saving by the plan `version`, against the same baseline as `total`
     verdict: Verdict | None  #: why iterations do not take the planned time, if they do not
-    #: that the plan `version` is of another machine, in a sentence; None if it is not.
+    #: why no saving by the plan `version` can be stated, in a sentence; None if it can.
     unlike_plan: str | None
 
     @property
@@ -173,7 +173,7 @@ def summarize_run(run: Run) -> RunSummary:
         total=run.total,
         foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
         verdict=verdict_of(accounts, _torch_difference(run, plan)),
-        unlike_plan=of_another_machine(
+        unlike_plan=why_no_saving(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
     )

@@ -115,7 +115,7 @@ class Sources:
 
     @property
     def unlike_plan(self) -> str | None:
-        """That a plan is of another machine than that of a run, in a sentence; None if none is."""
+        """Why no saving of a run by its plan can be stated, in a sentence; None if all can be."""
         return next(
             filter(None, (summary.unlike_plan for summary in self.summaries.values())), None
         )
@@ -312,7 +312,7 @@ def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tup
     """Return what each run saves by its newest plan if its energy is known, then what each plan
     saves.
 
-    Nothing is saved by plans of another machine than that of a run.
+    No saving is stated if that of a run cannot be; see `why_no_saving`.
     """
     if sources.unlike_plan:
         return ()
@@ -466,7 +466,7 @@ class WhereEnergyGoes:
 def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnergyGoes:
     """Return where the energy goes before, by the first plan, and in the first run.
 
-    It is not known if the plans are of another machine than that of a run.
+    It is not known if the saving of a run cannot be stated.
 
     Args:
         sources: what the report is made of.

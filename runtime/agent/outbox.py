@@ -21,7 +21,7 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.base.wires import Board, Record
 from perseus_planner.runs.account import Account
-from perseus_planner.runs.verdict import StragglerDetection, of_another_machine, verdict_of
+from perseus_planner.runs.verdict import StragglerDetection, verdict_of, why_no_saving
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
 from perseus_planner.schedules.schedule import parse_grid
 from perseus_planner.service.client import Client
@@ -369,7 +369,7 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
             (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
         verdict=None if verdict is None else str(verdict),
-        unlike_plan=of_another_machine(recent, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
+        unlike_plan=why_no_saving(recent, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
         waiting=tuple(map(_waiting, recent.values())) if len(ranks) <= MOST_RANKS else (),
     )
 

@@ -1,6 +1,9 @@
 """Enters `planner_runtime` at the first training call of a process, and leaves it when the process
 exits.
 
+A script that plans its training itself is left alone. That is decided at the call that trains: what
+a script imports says nothing of what it does.
+
 Whatever fails here, training goes on without the planner, and rank 0 says so once. All ranks of a
 job reach their first training call together, so they can exchange who they are there.
 """
@@ -16,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.engines import parts_of, wrap_training
+from perseus_planner.engines import blocks, parts_of, wrap_training
 from perseus_planner.engines.engine import are_same
 
 if TYPE_CHECKING:
@@ -27,10 +30,10 @@ if TYPE_CHECKING:
 _MOST_STEPS = 100
 """So many steps of other optimizers mean that the first one no longer trains."""
 
-_SESSION = "perseus_planner.runtime.session"
-"""Only a script that uses `planner_runtime` itself has loaded this module before its training
-begins.
-"""
+_UNUSED = (
+    "with planner_runtime, so `planner run` leaves it alone and the options of `planner run` are "
+    "not used"
+)
 
 _LOG = logging.getLogger("perseus_planner.runtime")
 
@@ -42,6 +45,7 @@ class UnmodifiedTraining:
 
     def __init__(self) -> None:
         self._process: int | None = None  #: that has trained
+        self._is_a_pipeline = False  #: whether a pipeline trains, attached or not
         self._parts: Sequence[Any] = ()  #: of the engine that has the runtime
         self._iterations: Runtime | None = None  #: without an engine
         self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
@@ -57,6 +61,9 @@ class UnmodifiedTraining:
         Args:
             engine: As for `planner_runtime`.
         """
+        self._is_a_pipeline = True
+        if self._is_left_to_the_script():
+            return False
         parts = parts_of(engine)
         if self._process is None or (self._iterations is not None and self._process == os.getpid()):
             self._runtime.close()
@@ -76,6 +83,8 @@ class UnmodifiedTraining:
     def stepped(self, optimizer: Any) -> None:
         """End an iteration of training without an engine: the optimizer has made a step."""
         if self._process is None:
+            if self._is_a_pipeline or self._is_left_to_the_script():
+                return
             if _is_on_a_gpu(optimizer):
                 self._iterations = self._attach(None)
         elif self._iterations is None or self._process != os.getpid():
@@ -98,13 +107,31 @@ class UnmodifiedTraining:
         self._steps = 0
         self._iterations.end_iteration()
 
-    def _attach(self, engine: Any) -> Any:
-        """Enter the runtime; return it, or None if it cannot be entered, or the script does so
-        itself.
+    def _is_left_to_the_script(self) -> bool:
+        """Return whether the first call that trains belongs to the script, which profiles it or
+        plans its training itself.
         """
-        is_first, self._process = self._process is None, os.getpid()
-        if is_first and _SESSION in sys.modules:
-            return None
+        if self._process is not None:
+            return False
+        if blocks.is_open("profile"):
+            return True  # the next call decides
+        if not blocks.is_open("runtime"):
+            return False
+        self._process = os.getpid()  # for good, also after the block
+        _warn(f"this script plans its training itself, {_UNUSED}")
+        return True
+
+    def _give_way(self) -> None:
+        """Detach the runtime, as the script opens a block of its own."""
+        if self._process != os.getpid():
+            return
+        self._parts, self._iterations = (), None
+        self._runtime.close()
+        _warn(f"from here on this script plans its training itself, {_UNUSED}")
+
+    def _attach(self, engine: Any) -> Any:
+        """Enter the runtime; return it, or None if it cannot be entered."""
+        self._process = os.getpid()
         try:
             from perseus_planner.runtime import planner_runtime
             from perseus_planner.runtime.unmodified.options import read_options
@@ -116,6 +143,8 @@ class UnmodifiedTraining:
         except Exception as error:
             _say(str(error) or repr(error))
             return None
+        blocks.give_way_by(self._give_way)
+        self._runtime.callback(blocks.forget, self._give_way)
         atexit.register(self._end)
         return runtime
 
@@ -163,8 +192,12 @@ def _show_log() -> None:
 
 
 def _say(problem: str) -> None:
+    _warn(f"{problem}; training goes on without the planner")
+
+
+def _warn(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        _LOG.warning("planner: %s; training goes on without the planner", problem)
+        _LOG.warning("planner: %s", text)
 
 
 _TRAINING = UnmodifiedTraining()

@@ -11,7 +11,7 @@ from fake_nvml import CLOCKS_MHZ, PCI, UUIDS, StandIn, compiled
 from nvml_exercise import check_refused, exercised, failed
 
 from perseus_planner.base.errors import GpuError, GpuLost, GpuNotPermitted, GpuNotSupported
-from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu import THROTTLE_REASONS, open_gpu
 from perseus_planner.gpu.nvml.device import visible_gpus
 
 NOT_SUPPORTED, NO_PERMISSION, UNINITIALIZED, LOST = 3, 4, 1, 15
@@ -23,12 +23,14 @@ def test_readings_are_in_si_units(nvml: StandIn):
         "* power_w 321.5",
         "* clock_mhz 1395",
         "* temperature_c 71",
-        "* throttle 0x165",
+        "* throttle 0x765",
     )
     nvml.add(
         "* energy_mj 123456",
         "* field_74 2500000000",
         "* field_271 7",
+        "* field_77 1000000000",
+        "* field_79 3000000000",
         "* limit_mw 200000 700000 600000",
     )
     with open_gpu("nvml:0") as gpu:
@@ -38,13 +40,17 @@ def test_readings_are_in_si_units(nvml: StandIn):
             1395,
             71.0,
         )
-        assert gpu.throttle_reasons() == {"sw-power-cap", "sw-thermal", "hw-thermal"}
+        assert gpu.throttle_reasons() == {
+            *("sw-power-cap", "sw-thermal", "hw-thermal", "board-limit", "reliability")
+        }
         assert gpu.throttled_s() == {
             "sw-power-cap": 2.5,
             "sync-boost": 0.0,
             "sw-thermal": 0.0,
             "hw-thermal": 0.0,
             "hw-power-brake": 7e-9,
+            "board-limit": 1.0,
+            "reliability": 3.0,
         }
         assert (gpu.power_limits_w, gpu.power_limit_w()) == ((200.0, 700.0), 600.0)
         assert (gpu.text, gpu.uuid, gpu.name) == (
@@ -193,9 +199,74 @@ def test_clocks_that_another_program_has_locked_are_found_while_the_gpu_works(nv
             "the SM clock is 1500 MHz and not 1980 MHz, although it works and nothing throttles it:"
         )
         assert memory.startswith("the memory clock is 1593 MHz and not 2619 MHz, although it works")
-        for bits in ("0x1", "0x20"):  # it idles, or is hot
-            nvml.set("throttle", bits)
-            assert gpu.foreign_locks() == ()
+        nvml.set("throttle", "0x2")  # a program has set its clocks
+        assert len(gpu.foreign_locks()) == 2
+
+
+@pytest.mark.parametrize("bit", [bit for bit in range(64) if bit != 1])
+def test_no_program_is_blamed_while_any_reason_holds_known_or_not(nvml: StandIn, bit: int):
+    nvml.add("* driver 615.71.03", f"* throttle {1 << bit:#x}")
+    with open_gpu("nvml:0") as gpu:
+        gpu.set_clock_mhz(1500)
+        assert gpu.clock_mhz() == 1500
+        assert gpu.foreign_locks() == ()
+        warned = [text for text in gpu.warnings() if text.startswith("a reason that the planner")]
+        assert [f"(bits {1 << bit:#x})" in text for text in warned] == [True] * (bit > 10)
+
+
+REASONS_OF_BINDING = {
+    "sw-power-cap": "SwPowerCap",
+    "hw-slowdown": "HwSlowdown",
+    "sync-boost": "SyncBoost",
+    "sw-thermal": "SwThermalSlowdown",
+    "hw-thermal": "HwThermalSlowdown",
+    "hw-power-brake": "HwPowerBrakeSlowdown",
+    "board-limit": "BoardLimit",
+    "reliability": "Reliability",
+}
+NUMBERS_OF_BINDING = {
+    "NVML_FI_DEV_PERF_POLICY_POWER": 74,
+    "NVML_FI_DEV_PERF_POLICY_SYNC_BOOST": 76,
+    "NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT": 77,
+    "NVML_FI_DEV_PERF_POLICY_RELIABILITY": 79,
+    "NVML_FI_PWR_SMOOTHING_ENABLED": 251,
+    "NVML_FI_PWR_SMOOTHING_APPLIED_TMP_FLOOR": 255,
+    "NVML_FI_PWR_SMOOTHING_SOC_POWER_SMOOTHING_ENABLED": 300,
+}
+"""The names that nvidia-ml-py 13.615.71 has; older versions lack the newest."""
+
+
+def test_our_bits_and_fields_are_those_of_the_installed_binding(nvml: StandIn):
+    import pynvml
+
+    assert {*REASONS_OF_BINDING} == {*THROTTLE_REASONS}
+    for name, of_binding in REASONS_OF_BINDING.items():
+        bit = getattr(pynvml, f"nvmlClocksThrottleReason{of_binding}", None)
+        if bit is None:
+            assert name in ("board-limit", "reliability"), pynvml.__file__
+            continue
+        nvml.set("throttle", f"{bit:#x}")
+        with open_gpu("nvml:0") as gpu:
+            assert gpu.throttle_reasons() == {name}
+    for name, number in NUMBERS_OF_BINDING.items():
+        assert getattr(pynvml, name, number) == number, name
+
+
+def test_power_smoothing_by_state_of_charge_is_said_on_its_own_and_raises_no_limit(nvml: StandIn):
+    nvml.add("* driver 615.71.03", "0 field_300 1", "0 field_255 350", "1 field_300 0")
+    with open_gpu("nvml:0") as gpu, open_gpu("nvml:1") as other:
+        (warning,) = gpu.warnings()
+        assert warning.startswith(
+            "power smoothing by state of charge is on, by which power follows an energy store"
+        )
+        assert "nvidia-smi power-smoothing" in warning
+        assert gpu.power_limits_w == (100.0, 700.0)
+        assert other.warnings() == ()
+        nvml.set("field_251", 1, gpu=0)
+        assert [text.partition(",")[0] for text in gpu.warnings()] == [
+            "power smoothing is on",
+            "power smoothing by state of charge is on",
+        ]
 
 
 def test_power_smoothing_forbids_power_limits_below_its_floor(nvml: StandIn):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -199,14 +200,75 @@ def test_why_a_library_does_not_load_is_said(
     )
 
 
+def listed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Have pip take these packages for installed, and no others."""
+
+    def version(package: str) -> str:
+        if package not in packages:
+            raise metadata.PackageNotFoundError(package)
+        return "13.615.71"
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
 def test_without_the_binding_what_installs_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    listed(monkeypatch)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     check_refused("nvml:0", GpuError, r"run `pip install '\.\[nvml\]'` in your clone")
 
 
-def test_the_unofficial_binding_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_where_uninstalling_another_package_took_the_binding_it_is_to_be_installed_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    listed(monkeypatch, "nvidia-ml-py")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    check_refused(
+        "nvml:0",
+        GpuError,
+        r"; pip lists it as installed, but its file pynvml\.py is gone, as after `pip uninstall "
+        r"nvidia-ml-py3`, whose file has the same name; "
+        r"run `pip install --force-reinstall nvidia-ml-py`$",
+    )
+
+
+def test_a_folder_that_hides_the_binding_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     check_refused("nvml:0", GpuError, r"pip uninstall pynvml`, then run `pip install '\.\[nvml\]'`")
+
+
+OF_2017 = """
+class NVMLError(Exception):
+    value = 999
+
+def _nvmlGetFunctionPointer(name):
+    raise NVMLError
+
+def nvmlInit():
+    return None
+
+def nvmlDeviceGetCount():
+    return 1
+
+def nvmlDeviceGetPowerUsage(handle):
+    return 100000
+"""
+"""What a module of the year 2017 has of what is asked first; it lacks locked clocks and energy."""
+
+
+def test_a_module_of_2017_over_the_binding_is_refused_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "pynvml.py").write_text(OF_2017)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    refusal = (
+        rf"^NVML needs nvidia-ml-py, but `import pynvml` finds a module from before its version 11 "
+        rf"\({tmp_path}/pynvml\.py\), such as that of 2017 with which nvidia-ml-py3 overwrites it; "
+        r"run `pip install --force-reinstall nvidia-ml-py`$"
+    )
+    check_refused("nvml:0", GpuError, refusal)
+    with pytest.raises(GpuError, match=refusal):
+        visible_gpus()
 
 
 def test_a_name_that_is_no_text_is_refused(nvml: StandIn):

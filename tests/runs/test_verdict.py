@@ -13,7 +13,13 @@ from strategies import smooth_profile
 
 from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.runs import Account, IterationRecord
-from perseus_planner.runs.verdict import of_another_machine, verdict_of
+from perseus_planner.runs.verdict import (
+    FAR_OFF,
+    far_off_plan,
+    of_another_machine,
+    verdict_of,
+    why_no_saving,
+)
 from perseus_planner.views.report import make_report, page, report_text
 from perseus_planner.views.run import run_text, summarize_run
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources
@@ -130,6 +136,37 @@ def test_a_plan_is_of_another_machine_by_its_gpu_or_by_one_factor_on_idle_hosts(
     assert (said is not None) == is_another
 
 
+@pytest.mark.parametrize(
+    ("ratio", "factor"),
+    [
+        (1.0, None),
+        (FAR_OFF, None),
+        (1 / FAR_OFF, None),
+        (1.51 * FAR_OFF, "2.3"),
+        (0.0062, "0.0062"),
+        (510.0, "510"),
+    ],
+)
+def test_no_saving_is_stated_while_times_are_far_off_the_plan(ratio: float, factor: str | None):
+    """By whatever cause, here waiting that no rank computes for, on hosts that others use."""
+    given = ranks(ratio, ran(ratio, 0.6, overloaded=WINDOWS))
+    said = far_off_plan(given)
+    assert (said is None) == (factor is None)
+    assert why_no_saving(given, "A100", [None]) == said
+    if factor is not None:
+        assert said == (
+            f"Times are {factor} times the plan's, so no saving is stated; if the plan is of "
+            "another model or batch, profile what you train with `planner profile`, and plan again"
+        )
+
+
+def test_what_is_not_known_is_not_far_off():
+    for account in (Account(), replace(ran(99.0), as_planned=WINDOWS - 1)):
+        assert far_off_plan({0: account}) is None
+    assert far_off_plan({}) is None
+    assert far_off_plan({0: Account(), 1: ran(99.0)}) is not None
+
+
 def changed(run: Run, change: Callable[[IterationRecord], dict[str, Any]]) -> Run:
     """Return the run with other values in each row, recorded on an idle host."""
     return replace(
@@ -172,6 +209,32 @@ def test_a_run_of_another_machine_is_told_so_and_saves_nothing(plan: Plan, tmp_p
             "saved"
             not in said.replace("no saving", "").partition("<script")[0].partition("<style")[0]
         )
+
+
+@pytest.mark.parametrize("factor", [0.006, 7.0])
+def test_a_run_of_another_model_saves_nothing_that_is_said(
+    factor: float, plan: Plan, tmp_path: Path
+):
+    """One rank is busier than planned and the others are not: it is not another machine."""
+    write_run(tmp_path, plan, 4)
+    run = Run.load(tmp_path)
+
+    def shrunk(row: IterationRecord) -> dict[str, Any]:
+        return {
+            "begin_s": factor * row.begin_s,
+            "end_s": factor * row.end_s,
+            "next_s": None if row.next_s is None else factor * row.next_s,
+            "busy_s": factor * row.busy_s * (1 + row.pipeline_rank),
+            "energy_j": None if row.energy_j is None else factor * row.energy_j,
+        }
+
+    for said in shown(plan, changed(run, shrunk)):
+        assert f"Times are {factor:.2g} times the plan's, so no saving is stated;" in said.replace(
+            "&#39;", "'"
+        ).replace("&#x27;", "'")
+        visible = said.partition("<script")[0].partition("<style")[0]
+        assert "saved" not in visible
+        assert "foresees" not in visible
 
 
 def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,10 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import Ended, by_themselves, ended, free_port, ranks, started
+from launching import EXAMPLES, Ended, by_themselves, ended, free_port, ranks, started
 from waiting import eventually, soon
 
 from perseus_planner import Run, runtime
+from perseus_planner.engines import blocks
 from perseus_planner.gpu.simulated.emulated import open_emulated
 from perseus_planner.runs.recording import attempt_path, attempts_in
 from perseus_planner.runtime.unmodified.training import UnmodifiedTraining
@@ -142,6 +145,92 @@ def test_a_script_that_knows_no_planner_trains_with_it(
         ] * 2
     assert [locked_mhz(rank) for rank in range(2)] == [None, None]
     assert results(folder) == forked(folder, engine)
+
+
+def documented() -> dict[str, list[str]]:
+    """Return the commands of the page that train with examples, by the name of the example."""
+    page = (EXAMPLES.parent / "docs" / "autopilot.md").read_text()
+    lines = re.findall(r"^planner run .*(?<=examples/)(\w+)\.py$", page, re.MULTILINE)
+    commands = re.findall(r"^planner run .*examples/\w+\.py$", page, re.MULTILINE)
+    return {name: shlex.split(line) for name, line in zip(lines, commands, strict=True)}
+
+
+PLAIN = {
+    "plain_torch": "torch",
+    "plain_deepspeed": "deepspeed",
+    "plain_megatron": "megatron",
+    "plain_loop": "torch",
+}  #: example -> its engine
+
+
+def typed(name: str, folder: Path, *more: str) -> Ended:
+    """Run the command of the page on emulated GPUs; its launchers are those of this Python."""
+    _, run, *options = documented()[name]
+    place = options.index("--")
+    launcher = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+        "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", str(free_port())],
+    }[options[place + 1]]
+    script = [*options[place + 2 : -1], str(EXAMPLES / f"{name}.py")]
+    planned = ["-m", "perseus_planner", run, *options[:place], "--gpu", GPU, *more, "--"]
+    return ended(started([*planned, sys.executable, *launcher, *script], folder))
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"step \d+: loss \d+\.\d+", text)
+
+
+def test_the_page_has_an_example_of_each_kind_that_has_never_heard_of_the_planner():
+    assert {*documented()} == {*PLAIN}
+    for name in PLAIN:
+        assert "perseus" not in (EXAMPLES / f"{name}.py").read_text().lower(), name
+    for helper in ("gpt", "megatron_cpu"):
+        assert "perseus" not in (EXAMPLES / f"{helper}.py").read_text().lower(), helper
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain_torch",
+        "plain_loop",
+        pytest.param("plain_deepspeed", marks=pytest.mark.soak),
+        pytest.param("plain_megatron", marks=pytest.mark.soak),
+    ],
+)
+def test_a_command_of_the_page_follows_its_example_and_changes_no_loss(name: str, folder: Path):
+    engine = PLAIN[name]
+    _need(engine)
+    (folder / "plan-2.yaml").rename(folder / "plan.yaml")
+    again = () if "--record" in documented()[name] else ("--record", "run")
+    run = typed(name, folder, *again)
+    assert run.code == 0, run.stderr
+    assert "goes on without" not in run.stderr
+    script = (str(EXAMPLES / f"{name}.py"), *(["--local_rank=0"] * (engine == "deepspeed")))
+    plain = ranks("script", 2, folder, *script, imports=IMPORTS[engine])
+    assert [each.code for each in plain] == [0, 0], [each.stderr for each in plain]
+    assert losses(run.stdout) == losses("".join(each.stdout for each in plain))
+    assert len(losses(run.stdout)) == 6
+    recorded = Run.load(folder / "run")
+    assert [len(rank.iterations) >= 5 for rank in recorded.ranks] == [True] * 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plans_itself", [True, False])
+def test_an_example_that_can_plan_itself_is_left_alone_only_when_it_does(
+    plans_itself: bool, folder: Path
+):
+    run = [*PLANNER, "--gpu", GPU, "--record", "outer", "--", sys.executable]
+    script = [str(EXAMPLES / "train_torch.py"), "--gpu", "emulated:a100-sxm"]
+    script += [] if plans_itself else ["--no-plan"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = ended(started([*run, *launcher, *script], folder))
+    assert result.code == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if "planner run" in line]
+    assert said == ([f"planner: {LEFT_ALONE}"] if plans_itself else [])
+    assert (folder / "outer").exists() != plans_itself
+    if plans_itself:
+        own = Run.load(folder / "trained" / "run")
+        assert all(row.is_as_planned for rank in own.ranks for row in rank.iterations)
 
 
 @pytest.mark.skipif(
@@ -277,7 +366,7 @@ def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_ses
     names, loader, wrapped = python(code, tmp_path, [STARTUP, str(tmp_path)])
     assert sorted(name.removeprefix("perseus_planner") for name in names) == [
         *("", ".base", ".base.errors", ".base.prefixes"),
-        *(".engines", ".engines.deepspeed", ".engines.engine"),
+        *(".engines", ".engines.blocks", ".engines.deepspeed", ".engines.engine"),
         *(".runtime", ".runtime.unmodified", ".runtime.unmodified.training"),
     ]
     assert (loader, wrapped) == ("SourceFileLoader", "train_batch")
@@ -353,7 +442,6 @@ class CountedRuntime:
         if self.refusal is not None:
             raise self.refusal
         self.entered.append((engine, options))
-        sys.modules["perseus_planner.runtime.session"] = runtime  # as it loads it
         yield self
         self.left += 1
 
@@ -365,7 +453,7 @@ class CountedRuntime:
 def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
     made = CountedRuntime()
     monkeypatch.setattr(runtime, "planner_runtime", made, raising=False)
-    monkeypatch.delitem(sys.modules, "perseus_planner.runtime.session")
+    monkeypatch.setattr(blocks, "_giving_way", [])  # without the trainings of other tests
     monkeypatch.setattr("atexit.register", lambda _: None)
     monkeypatch.setenv("PLANNER_PLAN", "plan.yaml")
     monkeypatch.setenv("PLANNER_DRY_RUN", "1")
@@ -378,12 +466,64 @@ def test_only_the_first_call_attaches_with_the_options_of_the_environment(counte
     assert counted.entered == [(engine, {"plan": "plan.yaml", "dry_run": True})]
 
 
-def test_a_script_that_uses_the_runtime_itself_is_left_alone(
+LEFT_ALONE = (
+    "this script plans its training itself, with planner_runtime, so `planner run` leaves it alone "
+    "and the options of `planner run` are not used"
+)
+
+
+def test_a_script_that_plans_itself_is_left_alone_and_told_so_once(
+    counted: CountedRuntime, caplog: pytest.LogCaptureFixture
+):
+    training, engine = UnmodifiedTraining(), SimpleNamespace()
+    with blocks.opened("runtime"):
+        assert [training.begin(engine), training.begin(engine)] == [False, False]
+    assert not training.begin(engine)  # nor after its block
+    assert (counted.entered, caplog.messages) == ([], [f"planner: {LEFT_ALONE}"])
+
+
+def test_a_script_that_only_imports_the_runtime_is_attached(
     counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setitem(sys.modules, "perseus_planner.runtime.session", runtime)
-    assert not UnmodifiedTraining().begin(SimpleNamespace())
-    assert (counted.entered, caplog.messages) == ([], [])
+    engine = SimpleNamespace()
+    with blocks.opened("runtime"):
+        pass  # a block that has ended
+    assert UnmodifiedTraining().begin(engine)
+    assert ([each for each, _ in counted.entered], caplog.messages) == ([engine], [])
+
+
+def test_a_profile_is_not_disturbed_and_the_call_after_it_decides(
+    counted: CountedRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delenv("PLANNER_PLAN")
+    attached, planned, engine = UnmodifiedTraining(), UnmodifiedTraining(), SimpleNamespace()
+    with blocks.opened("profile"):
+        assert [each.begin(engine) for each in (attached, planned)] == [False, False]
+    attached.stepped(Optimizer())  # of the pipeline, so it is not training of its own
+    assert counted.entered == []
+    with blocks.opened("runtime"):
+        assert not planned.begin(engine)
+    assert caplog.messages == [f"planner: {LEFT_ALONE}"]
+    assert attached.begin(engine)
+    assert [each for each, _ in counted.entered] == [engine]
+
+
+def test_the_runtime_gives_way_to_a_block_that_the_script_opens_later(
+    counted: CountedRuntime, caplog: pytest.LogCaptureFixture
+):
+    training, engine = UnmodifiedTraining(), SimpleNamespace()
+    assert training.begin(engine)
+    with blocks.opened("profile"):
+        assert counted.left == 0
+    with blocks.opened("runtime"):
+        assert counted.left == 1  # before the script's own runtime begins
+        assert not training.begin(engine)
+    assert not training.begin(engine)
+    with blocks.opened("runtime"):
+        training._end()
+    assert (len(counted.entered), counted.left) == (1, 1)
+    assert caplog.messages == [f"planner: from here on {LEFT_ALONE}"]
 
 
 def test_a_second_engine_ends_the_runtime(

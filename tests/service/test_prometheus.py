@@ -5,6 +5,7 @@ the Grafana dashboard for each job; the documented rules are ones that it takes.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -144,6 +145,44 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
     assert promtool("check", "metrics", text=text) == ""
 
 
+EXPORTED = {
+    "DCGM_FI_DEV_SM_CLOCK",
+    "DCGM_FI_DEV_MEM_CLOCK",
+    "DCGM_FI_DEV_MEMORY_TEMP",
+    "DCGM_FI_DEV_GPU_TEMP",
+    "DCGM_FI_DEV_POWER_USAGE",
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+}
+"""What dcgm-exporter 4.5.3-4.8.2 exports of clocks, heat and power by default
+(etc/default-counters.csv); none of its other fields is one of `FIELDS`.
+"""
+
+FIELDS = {
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": 112,
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN_NS": 1422,
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN_NS": 1423,
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN_NS": 1424,
+}
+"""What DCGM 4.6.0 calls its fields of clocks event reasons (dcgmlib/dcgm_fields.h). Up to 3.3.9,
+field 112 is called DCGM_FI_DEV_CLOCK_THROTTLE_REASONS.
+"""
+
+PROMETHEUS_TYPES = {"gauge", "counter", "histogram", "summary", "label"}
+"""The types that dcgm-exporter takes in the second column of its file."""
+
+
+def test_the_documented_rule_needs_what_the_exporter_has_and_the_line_that_is_to_be_added():
+    (added,) = (each for each in blocks(ROOT / "docs/api.md") if each.title == "dcgm-counters.csv")
+    lines = [[cell.strip() for cell in line.split(",")] for line in added.text.splitlines()]
+    for name, kind, _ in lines:  # the exporter refuses a line of another number of cells
+        assert name in FIELDS
+        assert kind in PROMETHEUS_TYPES
+    rules = yaml.safe_dump(documented("api.md", "planner-rules.yaml"))
+    needed = set(re.findall(r"DCGM_\w+", rules))
+    assert needed <= EXPORTED | {name for name, _, _ in lines}
+    assert needed - EXPORTED == {name for name, _, _ in lines}
+
+
 def test_the_documented_rule_fires_for_a_gpu_that_is_throttled_and_not_for_a_planned_one(
     tmp_path: Path, promtool: Callable[..., str]
 ):
@@ -155,7 +194,12 @@ def test_the_documented_rule_fires_for_a_gpu_that_is_throttled_and_not_for_a_pla
         labels = f'UUID="{gpu}",Hostname="node1",instance="node1:9400",job="dcgm"'
         return {"series": f"DCGM_FI_DEV_{name}{{{labels}}}", "values": f"{value}x20"}
 
-    gpus = {"GPU-hot": (1320, 32), "GPU-planned": (1320, 2), "GPU-braked": (990, 128 + 1)}
+    gpus = {
+        "GPU-hot": (1320, 32),
+        "GPU-planned": (1320, 2),
+        "GPU-at-its-board-limit": (1320, 0x200),
+        "GPU-braked": (990, 128 + 1),
+    }
     ((rule,),) = (group["rules"] for group in rules["groups"])
     fired = [
         {
@@ -174,7 +218,7 @@ def test_the_documented_rule_fires_for_a_gpu_that_is_throttled_and_not_for_a_pla
         "input_series": [
             series(name, gpu, value)
             for gpu, values in gpus.items()
-            for name, value in zip(("SM_CLOCK", "CLOCK_THROTTLE_REASONS"), values, strict=True)
+            for name, value in zip(("SM_CLOCK", "CLOCKS_EVENT_REASONS"), values, strict=True)
         ],
         "alert_rule_test": [
             {"eval_time": "4m", "alertname": rule["alert"], "exp_alerts": fired},

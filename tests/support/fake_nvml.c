@@ -395,7 +395,7 @@ static void read_field(int gpu, struct field *field) {
     const char *said = value(gpu, key);
     int energy = field->id == 83 || field->id == 191, power = field->id == 185 || field->id == 186;
     field->at_us = now_ns(gpu) / 1000, field->answer = SUCCESS;
-    field->type = energy || field->id == 74 || field->id == 76 || (field->id >= 269 && field->id <= 271) ? 3 : 1;
+    field->type = energy || (field->id >= 74 && field->id <= 79) || (field->id >= 269 && field->id <= 271) ? 3 : 1;
     field->value.wide = 0;
     if (said && strncmp(said, "error ", 6) == 0) field->answer = atoi(said + 6);
     else if (said && strcmp(said, "untouched") == 0) memset(&field->at_us, 0, sizeof *field - 8);

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, TypeVar
 
 from perseus_planner.base.errors import (
@@ -206,23 +207,56 @@ def _message(error: Exception) -> str:
         return "unknown error"
 
 
+_NEEDED_SINCE_11 = "nvmlDeviceGetMigMode"
+"""A function that nvidia-ml-py has from version 11 on. Modules without it cannot lock clocks or
+count energy.
+"""
+
+_REINSTALL = "run `pip install --force-reinstall nvidia-ml-py`"
+
+
 def _binding() -> Any:
-    """Import nvidia-ml-py, whose module is called pynvml."""
+    """Import nvidia-ml-py, whose module is called pynvml as those of other packages are."""
     try:
         import pynvml
     except ImportError as error:
         raise GpuError(
-            f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_INSTALL}"
+            f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_how_to_get_it(error)}"
         ) from error
+    path = getattr(pynvml, "__file__", None)
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
-        # The package pynvml before version 12 has a module of the same name that lacks much of
-        # NVML.
-        path = getattr(pynvml, "__file__", None)
+        # The package pynvml before version 12 has a folder of that name, which hides the module.
         raise GpuError(
             f"NVML needs nvidia-ml-py, but `import pynvml` finds another package ({path}); "
             f"run `pip uninstall pynvml`, then {_INSTALL}"
         )
+    if not hasattr(pynvml, _NEEDED_SINCE_11):
+        raise GpuError(
+            "NVML needs nvidia-ml-py, but `import pynvml` finds a module from before its version "
+            f"11 ({path}), such as that of 2017 with which nvidia-ml-py3 overwrites it; "
+            f"{_REINSTALL}"
+        )
     return pynvml
+
+
+def _how_to_get_it(error: ImportError) -> str:
+    """Return what installs a binding that cannot be imported."""
+    if error.name != "pynvml" or not _is_listed("nvidia-ml-py"):
+        return _INSTALL
+    # pip takes it for installed, so that only a forced installation brings the module back.
+    return (
+        "pip lists it as installed, but its file pynvml.py is gone, as after `pip uninstall "
+        f"nvidia-ml-py3`, whose file has the same name; {_REINSTALL}"
+    )
+
+
+def _is_listed(package: str) -> bool:
+    """Return whether pip takes a package for installed."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 Result = TypeVar("Result")

@@ -33,6 +33,7 @@ from perseus_planner.gpu.nvml.device import (
 from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
 _SMOOTHING_ENABLED, _SMOOTHING_FLOOR = 251, 255
+_CHARGE_SMOOTHING_ENABLED = 300  #: by the state of charge of an energy store, from driver 615 on
 
 _PROFILE = "NVML_POWER_PROFILE_"
 _OPERATION = "OPERATION_"  # constants with this second prefix are operations, not profiles
@@ -48,11 +49,22 @@ def smoothing_floor_w(device: NvmlDevice) -> int | None:
     """Return the power that power smoothing keeps at least, watts; 0 if NVML cannot tell it, and
     None if it is off.
     """
+    if _read_smoothing(device, _SMOOTHING_ENABLED) != 1:
+        return None
+    return max(_read_smoothing(device, _SMOOTHING_FLOOR), 0)
 
-    def read(field: int) -> int:
-        return (read_or_none(lambda: device.fields([field], "read power smoothing")) or [0])[0]
 
-    return max(read(_SMOOTHING_FLOOR), 0) if read(_SMOOTHING_ENABLED) == 1 else None
+def is_charge_smoothing_on(device: NvmlDevice) -> bool:
+    """Return whether power is smoothed by the state of charge of an energy store; False if NVML
+    cannot tell.
+    """
+    return _read_smoothing(device, _CHARGE_SMOOTHING_ENABLED) == 1
+
+
+def _read_smoothing(device: NvmlDevice, field: int) -> int:
+    """Return a field of power smoothing, or 0 if NVML cannot tell."""
+    numbers = read_or_none(lambda: device.fields([field], "read power smoothing"))
+    return 0 if numbers is None else numbers[0]
 
 
 def find_warnings(
@@ -86,6 +98,12 @@ def find_warnings(
             f"power smoothing is on, which keeps power above {floor}, so that lower clocks may "
             "save nothing; turn it off (see `nvidia-smi power-smoothing -h`) if you may"
         )
+    if is_charge_smoothing_on(device):
+        yield (
+            "power smoothing by state of charge is on, by which power follows an energy store and "
+            "not only the work, so that lower clocks may save nothing; turn it off (see "
+            "`nvidia-smi power-smoothing -h`) if you may"
+        )
     if device.answer("nvmlDeviceGetPersistenceMode", "read its persistence mode") == 0:
         yield (
             "persistence mode is off: locked clocks are lost when the driver unloads between "
@@ -97,6 +115,14 @@ def find_warnings(
             f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so that "
             "high clocks may not be reached; train under the same limit, or restore the default "
             f"(`nvidia-smi -pl {default_w:g}`)"
+        )
+    reasons = read_or_none(lambda: device.number(_REASONS)) or 0
+    unknown = reasons & ~(_OTHER_BITS | sum(_REASON_BITS))
+    if unknown:
+        yield (
+            f"a reason that the planner does not know limits its clocks now (bits {unknown:#x}), "
+            "so that no profile says when it held; `nvidia-smi -q -d PERFORMANCE` may name it; "
+            "update the planner"
         )
     if of_module:
         yield (
@@ -139,15 +165,18 @@ _REASON_BITS = {
     0x20: "sw-thermal",
     0x40: "hw-thermal",
     0x80: "hw-power-brake",
+    0x200: "board-limit",
+    0x400: "reliability",
 }
-"""NVML's clocks event reasons that slow down a busy GPU; the others are about idle GPUs and
-displays.
-"""
-_IDLE_BIT = 0x01
+"""NVML's clocks event reasons that slow down a busy GPU."""
+_CLOCKS_WERE_SET_BIT = 0x02  #: a program has chosen the clock
+_OTHER_BITS = 0x01 | _CLOCKS_WERE_SET_BIT | 0x100  #: and reasons of idle GPUs and of displays
 
 _REASON_FIELDS = {
     74: "sw-power-cap",
     76: "sync-boost",
+    77: "board-limit",
+    79: "reliability",
     269: "sw-thermal",
     270: "hw-thermal",
     271: "hw-power-brake",
@@ -257,8 +286,8 @@ class NvmlReader(RealGpu):
         return is_mig_on(self._device)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about MIG, power profiles, power smoothing, power limits, persistence and
-        module readings.
+        """Warnings about MIG, power profiles, power smoothing, power limits, persistence,
+        unknown throttle reasons and module readings.
         """
         limits_w = read_or_none(lambda: (self.power_limit_w(), self.default_power_limit_w()))
         return tuple(find_warnings(self._device, self._read_of_module(), limits_w))
@@ -276,7 +305,8 @@ class NvmlReader(RealGpu):
         return tuple(read_or_none(lambda: list(self._find_locks(is_leased))) or ())
 
     def _find_locks(self, is_leased: bool) -> Iterator[str]:
-        if self._device.number(_REASONS) & (_IDLE_BIT | sum(_REASON_BITS)):
+        # Any other reason explains a low clock, also one that only a newer driver knows.
+        if self._device.number(_REASONS) & ~_CLOCKS_WERE_SET_BIT:
             return
         clock_mhz, highest_mhz = self.clock_mhz(), self.supported_clocks_mhz[0]
         at_most = "although it works and nothing throttles it: a program has locked it"
