@@ -280,6 +280,10 @@ class GpuSamples:
         """
         return self._rise(lambda sample: sample.energy_j, begin_ns, end_ns)
 
+    def sensor_j(self, begin_ns: int, end_ns: int) -> float | None:
+        """Return the joules by the power sensor in a span of time; None if they are not known."""
+        return self._rise(lambda sample: sample.sensor_j, begin_ns, end_ns)
+
     def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
         """Return throttle reason -> seconds in a span of time, for the reasons that are known
         for all of it.
@@ -599,6 +603,7 @@ class Telemetry:
             between_j=between_j,
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if self._gpu is None else self._gpu.name or None,
+            sensor_j=self._samples.sensor_j(times.begin_ns, times.end_ns),
         )
 
     def _baseline_j(self, full_j: float | None) -> float | None:

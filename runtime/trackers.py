@@ -16,14 +16,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perseus_planner.base.errors import UsageError, shown
-from perseus_planner.runs.account import Account
+from perseus_planner.runs.values import values_of
 
 if TYPE_CHECKING:
     from perseus_planner.runs.records import IterationRecord
 
 Values: TypeAlias = Mapping[str, float | str]
+"""Name -> number or text; see `values_of`."""
 LogFunction: TypeAlias = Callable[[int, Values], object]
-"""Called with the number of an iteration and its values by name, which `values_of` describes."""
+"""Called with the number of an iteration and its values."""
 
 _PREFIX = "planner/"  #: before each name, in a tracker
 _KEPT = 1024
@@ -31,28 +32,6 @@ _KEPT = 1024
 
 CLOSE_S = 5.0
 """How long the end of training waits for trackers, seconds."""
-
-
-def values_of(record: IterationRecord) -> dict[str, float | str]:
-    """Return the values of an iteration on one rank. Those that are not known are missing.
-
-    Returns:
-        `iteration_s`, from its begin to the begin of the next one without a pause, seconds;
-        `gpu_energy_j`, `gpu_power_w` and `gpu_saved_j`, what the rank's GPU used, drew and saved in
-        that time, joules and watts; `gpu_clock_mhz`, its mean clock; `as_planned`, 1 or 0; and
-        `verdict`, which says in words what was not as planned.
-    """
-    account = Account.of(record, is_first=True)
-    values: dict[str, float | str] = {"iteration_s": account.time_s}
-    if account.metered_s:
-        values["gpu_energy_j"] = account.energy_j
-        values["gpu_power_w"] = account.energy_j / account.metered_s
-        values["gpu_saved_j"] = account.saved_j
-    if record.achieved_mhz is not None:
-        values["gpu_clock_mhz"] = record.achieved_mhz
-    values["as_planned"] = float(record.deviation is None)
-    values["verdict"] = record.deviation or "as planned"
-    return values
 
 
 def log_function(target: Any) -> LogFunction:

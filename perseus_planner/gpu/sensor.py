@@ -36,7 +36,9 @@ _CHANCE = 4.0
 scatter.
 """
 
-_MIN_SAMPLES = 8
+MIN_SAMPLES = 8
+"""With fewer samples of the power nothing is said."""
+
 _MAX_GAP = 0.25  #: longest time without a sample, as a share of all; a longer one may hide a change
 
 
@@ -72,7 +74,7 @@ class PowerSamples:
 
     def mean_w(self, begin_s: float, end_s: float) -> float | None:
         """Return the mean power of a window, watts; None if the samples do not cover it."""
-        if self._last is None or self._count < _MIN_SAMPLES:
+        if self._last is None or self._count < MIN_SAMPLES:
             return None
         last_s, _ = self._last
         gap_s = max(self._gap_s, self._first_s - begin_s, end_s - last_s)
@@ -86,8 +88,20 @@ class PowerSamples:
         """
         mean_w = self._sum_w / self._count
         variance = max(0.0, self._squares / self._count - mean_w**2)
-        chance_w = _CHANCE * math.sqrt(variance / self._count)
-        return chance_w + AVERAGING_S * (self.highest_w - self._lowest_w) / time_s
+        return (
+            chance_w(math.sqrt(variance), self._count)
+            + AVERAGING_S * (self.highest_w - self._lowest_w) / time_s
+        )
+
+
+def chance_w(deviation_w: float, count: int) -> float:
+    """Return how far the mean of so many samples may be off by chance, watts.
+
+    Args:
+        deviation_w: Their standard deviation, watts.
+        count: How many there are.
+    """
+    return _CHANCE * deviation_w / math.sqrt(count)
 
 
 def apart_w(counter_w: float, sensor_w: float, doubt_w: float = 0.0) -> float:

@@ -122,6 +122,9 @@ class IterationRecord:
     unlocked_j: Finite | None = None
     host_load: Finite | None = None  #: Load of the node in the last minute, for each of its CPUs
     gpu: str | None = None  #: Name of the rank's GPU
+    #: Joules of the GPU from begin to end by its power sensor, which is read about twice a second:
+    #: it says little of one iteration. None if it cannot be read.
+    sensor_j: Finite | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))

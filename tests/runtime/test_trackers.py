@@ -15,8 +15,9 @@ from perseus_planner import Profile, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs.records import IterationRecord
+from perseus_planner.runs.values import values_of
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.trackers import Trackers, log_functions, values_of
+from perseus_planner.runtime.trackers import Trackers, log_functions
 
 
 def record(iteration: int, **more: Any) -> IterationRecord:
@@ -216,8 +217,11 @@ def test_wandb_takes_them(state: None, tmp_path: Path):
         assert run.summary["loss"] == 0.5  # of the last row that has ended
 
 
-def test_mlflow_has_them_in_the_run_of_the_training(state: None, tmp_path: Path):
+def test_mlflow_has_them_in_the_run_of_the_training(
+    state: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(tmp_path / "runs")
     with mlflow.start_run() as run:
         train(mlflow)
