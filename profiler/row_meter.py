@@ -480,14 +480,17 @@ class RowMeter:
                 # of this part.
                 middle_s = begin_s + (launched + part / 2) * time_s
                 launched += part
-                if self._gpu.now_s() < middle_s:
+                is_launched_ahead = self._gpu.now_s() < middle_s
+                if is_launched_ahead:
                     self._gpu.wait(middle_s - self._gpu.now_s())
                 samples.append(
                     (self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons())
                 )
-                # Before, the sensor may average over what was before the window.
+                # Where launches wait for the GPU, it idles now. And in the first second, the sensor
+                # may average over what was before the window.
                 power_w = self._power_w()
-                if power_w is not None and self._gpu.now_s() - begin_s >= AVERAGING_S:
+                is_late_enough = self._gpu.now_s() - begin_s >= AVERAGING_S
+                if power_w is not None and is_launched_ahead and is_late_enough:
                     powers_w.append(power_w)
 
         spent_s, energy_j = self._measure_energy(work, phase)
