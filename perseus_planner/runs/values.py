@@ -56,5 +56,5 @@ def values_csv(run: Run) -> bytes:
             cells = [values.get(name) for name in _VALUES]
             place = (row.iteration, rank.rank, row.pipeline, row.pipeline_rank)
             rows.append((*place, row.gpu, row.version, row.begin_s, *cells))
-    rows.sort(key=lambda cells: cells[:2])  # type: ignore[arg-type,return-value]
+    rows.sort(key=lambda cells: cells[:2])
     return csv_text([(*_RANK, *_VALUES), *rows]).encode()
