@@ -20,6 +20,13 @@ from perseus_planner.base.errors import GpuError, GpuNotSupported
 from perseus_planner.base.prefixes import si
 from perseus_planner.gpu import THROTTLE_REASONS
 from perseus_planner.gpu.monitor import EnergyCounter, RestingReading
+from perseus_planner.gpu.sensor import (
+    AVERAGING_S,
+    MIN_SAMPLES,
+    apart_w,
+    chance_w,
+    disagreement_text,
+)
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 if TYPE_CHECKING:
@@ -255,6 +262,8 @@ class RowMeter:
         achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the
             first.
         slow: Slow replica -> by which share it was slower at most, see `slow_replicas`.
+        disagreements: GPU of the group -> how far its energy counter and its power sensor were
+            apart in a row, in words.
 
     Args:
         gpu: The GPU.
@@ -286,6 +295,8 @@ class RowMeter:
         self._heated_c = gpu.temperature_c()
         self.achieved_mhz = 0.0
         self.slow: dict[int, float] = {}
+        self.disagreements: dict[str, str] = {}
+        self._powers_w: list[tuple[float, float]] = []  #: by counter and sensor, in this row
         self._rest: RestingReading | None = (
             None  # after the last window, as long as nothing has run since
         )
@@ -335,6 +346,7 @@ class RowMeter:
         accepted: list[Window] = []
         rejected: list[Window] = []
         clocks_mhz = []
+        self._powers_w = []
         while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
             windows, own = self._measure_window(run, repetitions, time_s, random.random())
             clocks_mhz.append(own.achieved_mhz)
@@ -348,6 +360,9 @@ class RowMeter:
             if is_enough(without_outliers(accepted)):
                 break
         self.achieved_mhz = fmean(clocks_mhz)
+        for found in self._group.gather(self._disagreement()):
+            if found is not None:
+                self.disagreements.setdefault(*found)
         for replica, share in slow.items():
             self.slow[replica] = max(share, self.slow.get(replica, 0.0))
         enough = accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected
@@ -399,6 +414,25 @@ class RowMeter:
         kept = [replica for replica in replicas if len(replicas) == 2 or replica not in slow]
         return [combine([windows[replica] for replica in kept], len(kept)) for windows in measured]
 
+    def _disagreement(self) -> tuple[str, str] | None:
+        """Return this GPU, and how far its counter and its sensor were apart in the row; None if
+        they agree, or too little is known.
+        """
+        if len(self._powers_w) < MIN_SAMPLES:
+            return None
+        counter_w = fmean(by_counter for by_counter, _ in self._powers_w)
+        by_sensor = [sensor_w for _, sensor_w in self._powers_w]
+        sensor_w = fmean(by_sensor)
+        if not apart_w(counter_w, sensor_w, chance_w(stdev(by_sensor), len(by_sensor))):
+            return None
+        return self._gpu.text, disagreement_text(self._gpu.text, counter_w, sensor_w)
+
+    def _power_w(self) -> float | None:
+        try:
+            return self._gpu.power_w()
+        except GpuNotSupported:
+            return None
+
     def _warm_up(self, run: Run) -> float:
         """Run until the time of a repetition is stable on all GPUs of the group; return it for
         this GPU, seconds.
@@ -435,6 +469,7 @@ class RowMeter:
         take `time_s`.
         """
         samples: list[tuple[int, float, frozenset[str]]] = []
+        powers_w: list[float] = []
         throttled_s = self._throttled_s()
 
         def work() -> None:
@@ -445,11 +480,18 @@ class RowMeter:
                 # of this part.
                 middle_s = begin_s + (launched + part / 2) * time_s
                 launched += part
-                if self._gpu.now_s() < middle_s:
+                is_launched_ahead = self._gpu.now_s() < middle_s
+                if is_launched_ahead:
                     self._gpu.wait(middle_s - self._gpu.now_s())
                 samples.append(
                     (self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons())
                 )
+                # Where launches wait for the GPU, it idles now. And in the first second, the sensor
+                # may average over what was before the window.
+                power_w = self._power_w()
+                is_late_enough = self._gpu.now_s() - begin_s >= AVERAGING_S
+                if power_w is not None and is_launched_ahead and is_late_enough:
+                    powers_w.append(power_w)
 
         spent_s, energy_j = self._measure_energy(work, phase)
         counted = {
@@ -467,6 +509,8 @@ class RowMeter:
             frozenset(counted.union(*reasons)),
             has_idled=spent_s / repetitions < _BUSY * time_s,
         )
+        if not own.has_idled:
+            self._powers_w += [(energy_j / spent_s, power_w) for power_w in powers_w]
         windows, size = self._group.gather(own), self._group.size
         starts = range(0, len(windows), size)
         return [combine(windows[start : start + size]) for start in starts], own

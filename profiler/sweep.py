@@ -493,6 +493,8 @@ class _Sweep:
             conditions["replicas"] = f"{len(replicas)}, in step"
             if slow := self.meter.slow:
                 conditions["slow replicas"] = _slow_text(replicas, slow)
+        if self.meter.disagreements:
+            conditions["power sensor"] = " ".join(self.meter.disagreements.values())
         if gpu.warnings():
             conditions["warnings"] = " ".join(gpu.warnings())
         return conditions

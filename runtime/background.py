@@ -95,6 +95,7 @@ class BackgroundWork:
             not raise.
         autopilot: This rank's part in the autopilot; None without.
         batches: This rank's part in clocks that follow the batch; None without.
+        on_records: Called with the iterations that are complete; must not raise, nor take long.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class BackgroundWork:
         on_counts: Callable[[Sequence[Checkpoint]], None] | None = None,
         autopilot: AutopilotRank | None = None,
         batches: Batches | None = None,
+        on_records: Callable[[Sequence[IterationRecord]], None] | None = None,
     ) -> None:
+        self._on_records = on_records
         self._batches = batches
         self._status: AutopilotStatus | None = None  #: that was recorded last
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
@@ -143,7 +146,9 @@ class BackgroundWork:
             if self._batches is not None:
                 self._follow_batches(self._batches, times, messages)
             self._follower.look()
-            self._report_straggling(self._telemetry.update(times, messages))
+            records = self._telemetry.update(times, messages)
+            self._give(records)
+            self._report_straggling(records)
             self._report_counts()
             self._warn()
             if self._backoff.is_due(time.monotonic()):
@@ -158,12 +163,12 @@ class BackgroundWork:
         with suppress(GpuError):
             if self._connection is not None:
                 messages = self._connection.messages()
-            self._telemetry.update(self._marks.finished(), messages)
+            self._give(self._telemetry.update(self._marks.finished(), messages))
         if self._recovery is not None and self._recovery.done():
             self._tell_recovery(self._recovery)
         if self._autopilot is not None:
             self._autopilot.close()
-        self._telemetry.close()
+        self._give(self._telemetry.close())
         self._report_counts()
         self._warn()
 
@@ -281,6 +286,10 @@ class BackgroundWork:
         is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
         if is_quiet or "gpu" in self._problems:
             self._connection.request[0] = NO_REQUEST
+
+    def _give(self, records: Sequence[IterationRecord]) -> None:
+        if self._on_records is not None:
+            self._on_records(records)
 
     def _report_straggling(self, records: Sequence[IterationRecord]) -> None:
         for record in records:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.job import JobWarnings
+    from perseus_planner.runtime.trackers import LogFunction
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training; one of them may still be solving and
@@ -99,6 +100,7 @@ class RuntimeOptions:
     state: str | os.PathLike[str] | None
     work: WorkFunction | None = None
     modes: ModeFunctions = field(default_factory=dict)
+    log: Sequence[LogFunction] = ()
 
     @property
     def state_file(self) -> Path | None:

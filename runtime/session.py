@@ -40,6 +40,7 @@ from perseus_planner.runtime.rendezvous import (
 from perseus_planner.runtime.runtime import Runtime
 from perseus_planner.runtime.switching import GivenPlan, Plans
 from perseus_planner.runtime.telemetry import Telemetry
+from perseus_planner.runtime.trackers import Trackers, log_functions
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
@@ -80,6 +81,7 @@ def planner_runtime(
     work: WorkFunction | str | None = None,
     modes: ModeFunctions | None = None,
     may_reorder: bool = False,
+    log: Any = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -147,12 +149,17 @@ def planner_runtime(
             have a mode of its own, unless a `ModeFunction` says `shared_by="microbatch"`.
         may_reorder: For the autopilot: whether it may try a mode that may change the order of a sum
             (`ModeFunction.reorders`), and so the last bits of losses.
+        log: Where the seconds, joules, watts, saving and verdict of each iteration of this rank's
+            GPU go: a SummaryWriter of TensorBoard, a run of wandb, the module `mlflow` with an
+            active run, a function of the number of the iteration and its values by name, or a list
+            of these. Each rank may give its own, or None. They are called on a thread of their own,
+            some iterations later; a fault of theirs is one warning.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
             difference.
         GpuInUse: If another job that is alive sets one of the GPUs.
-        UsageError: If `engine`, `gpu` or the settings of the service cannot be used here.
+        UsageError: If `engine`, `gpu`, `log` or the settings of the service cannot be used here.
         FrontierError: If the frontier cannot be read.
         ProfileError: If the profile for `work` cannot be read, or is of something else.
         RankError: If another rank has refused; names the rank and its reason.
@@ -185,6 +192,7 @@ def planner_runtime(
         state=state,
         work=load_work(work, "work") if isinstance(work, str) else work,
         modes=modes or {},
+        log=log_functions(log),
     )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
@@ -265,6 +273,7 @@ class _Session:
             marks, self._follower, context.program, show, self._switch, keeps_modes=keeps
         )
         on_slow = options.on_straggling
+        self._trackers = Trackers(options.log, warnings.warn)
         self._work = BackgroundWork(
             self._follower,
             self.hook,
@@ -281,6 +290,7 @@ class _Session:
             on_counts=None if link is None else link.counted,
             autopilot=self._autopilot,
             batches=batches,
+            on_records=self._trackers.add,
         )
         self._background = Loop(
             self._work.run_round,
@@ -341,6 +351,7 @@ class _Session:
         if is_stopped:
             self._work.close()
             self._follower.agreement.end()
+            self._trackers.close()
         wait_for_others(self._job, "training", self._job.ranks, end_s)
         if self._link is not None:
             self._link.close()

@@ -280,6 +280,10 @@ class GpuSamples:
         """
         return self._rise(lambda sample: sample.energy_j, begin_ns, end_ns)
 
+    def sensor_j(self, begin_ns: int, end_ns: int) -> float | None:
+        """Return the joules by the power sensor in a span of time; None if they are not known."""
+        return self._rise(lambda sample: sample.sensor_j, begin_ns, end_ns)
+
     def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
         """Return throttle reason -> seconds in a span of time, for the reasons that are known
         for all of it.
@@ -603,6 +607,7 @@ class Telemetry:
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if self._gpu is None else self._gpu.name or None,
             sharded_torch=self._sharded_torch,
+            sensor_j=self._samples.sensor_j(times.begin_ns, times.end_ns),
         )
 
     def _baseline_j(self, full_j: float | None) -> float | None:

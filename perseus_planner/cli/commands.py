@@ -12,7 +12,8 @@ import click
 
 from perseus_planner.base import __version__, registry
 from perseus_planner.cli import console
-from perseus_planner.cli.machine import doctor, measure, reset, warm_up
+from perseus_planner.cli.machine import doctor, reset, warm_up
+from perseus_planner.cli.measure import measure
 from perseus_planner.cli.options import examples
 from perseus_planner.cli.planning import plan, run_job, solve
 from perseus_planner.cli.profiling import calibrate, profile

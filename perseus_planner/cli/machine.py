@@ -1,20 +1,15 @@
 """Commands about this machine. `planner doctor` says what can be read and set on the GPUs of this
 node, and what to do about what is missing; with --rehearse, what a profile needs is tried on all
-ranks. `planner measure` measures the time and energy of a command, as `perf stat` does, `planner
-reset` resets GPUs that other processes left set, and `planner warm-up` compiles all kernels.
+ranks. `planner reset` resets GPUs that other processes left set, and `planner warm-up` compiles all
+kernels.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,10 +22,7 @@ from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    GpuName,
     Option,
-    OutputFile,
-    Time,
     check_folder,
     command,
     complete,
@@ -39,7 +31,6 @@ from perseus_planner.cli.options import (
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.inspection import EnergyWatch, Inspection, Latency, ParallelLatency
-    from perseus_planner.gpu.monitor import PowerSample, Window
     from perseus_planner.gpu.protocol import Gpu
 
 
@@ -61,6 +52,7 @@ class Verdict:
     observe: int  #: On how many energy can be measured, as `--observe` and the dashboard need
     set_clocks: int | None  #: On how many clocks can be set; None if that was not tried
     profile: int  #: On how many both; the former alone if setting was not tried
+    mig: int = 0  #: On how many MIG is on
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ def doctor(
     what they set. The output ends with what works here. The exit status is 1 if GPUs can neither be
     measured nor set, or if a rehearsal or an acceptance fails.
     """
-    from perseus_planner.gpu import open_gpu
+    from perseus_planner.gpu import expanded, open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
     if acceptance.acceptance or acceptance.rehearse:
@@ -135,11 +127,12 @@ def doctor(
             "--read-only and --into are about an acceptance or a rehearsal; add --acceptance or "
             "--rehearse"
         )
-    if gpus == ("cuda",):
-        from perseus_planner.gpu.nvml.gpu import count_devices
-
-        gpus = tuple(f"cuda:{number}" for number in range(count_devices()))
-    texts, count, remarks = _visible() if gpus in ((), ("nvml",)) else (list(gpus), len(gpus), [])
+    if gpus in ((), ("nvml",)):
+        texts, count, remarks = _visible()
+    else:
+        texts = expanded(gpus)
+        count = len(texts)
+        remarks = []
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(text)) for text in texts]
         diagnoses, parallel, problems = _diagnose(opened, measure_latency)
@@ -251,6 +244,7 @@ def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
             inspection.can_observe and inspection.can_set_clocks is not False
             for inspection in inspections
         ),
+        mig=sum(inspection.is_mig_on for inspection in inspections),
     )
 
 
@@ -296,12 +290,18 @@ def _verdict_text(verdict: Verdict) -> str:
     else:
         set_clocks = "not tried; `planner doctor --measure-latency` tries it"
         profile += ", where setting clocks is permitted" if verdict.profile else ""
+    mig = ""
+    if verdict.mig:
+        mig = (
+            f"\n  MIG         is on on {verdict.mig} of {counted(verdict.gpus, 'GPU')}: energy and "
+            "clock are those of the whole GPU; turn it off to plan"
+        )
     return (
         "What works here:\n"
         "  plan        works, with or without GPUs\n"
         f"  observe     {works(verdict.observe)}\n"
         f"  profile     {profile}\n"
-        f"  set clocks  {set_clocks}"
+        f"  set clocks  {set_clocks}{mig}"
     )
 
 
@@ -353,130 +353,6 @@ def _energy_rows(energy: EnergyWatch) -> Iterator[tuple[str, str]]:
         )
     if energy.problem is not None:
         yield "counter", energy.problem
-
-
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-Handled = Annotated[
-    float, Option(type=click.FloatRange(0, min_open=True), metavar="N")
-]  #: how much a command handles
-
-
-@command(
-    "planner measure -- python train.py",
-    "planner measure --gpu nvml:0 --tokens 1048576 -- torchrun --nproc-per-node 8 train.py",
-    "planner measure --csv power.csv --every 50ms -- python serve.py",
-    context_settings={"allow_interspersed_args": False},
-)
-def measure(
-    command: Annotated[tuple[str, ...], Option(required=True)],
-    *,
-    gpus: Annotated[
-        tuple[GpuName, ...],
-        "GPU to measure; repeat it for several.  [default: all]",
-        Option("--gpu"),
-    ],
-    tokens: Annotated[Handled | None, "Tokens that the command handles."],
-    samples: Annotated[Handled | None, "Samples that the command handles."],
-    every_s: Annotated[Time, "Time between two samples of the power.", Option(default="100ms")],
-    table: Annotated[
-        Path | None, "Write all samples there.", Option("--csv", type=OutputFile(".csv"))
-    ],
-) -> None:
-    """Run COMMAND, and print on stderr its time and the energy that GPUs use meanwhile.
-
-    Nothing is set. The exit status is that of the command. With --json, the command's output goes
-    to stderr, so that stdout has one JSON object.
-    """
-    from perseus_planner import Monitor
-
-    for gpu in gpus:
-        if gpu.startswith("simulated:"):
-            emulated = gpu.replace("simulated:", "emulated:", 1)
-            raise UsageError(
-                f"--gpu {gpu}: has a time of its own, in which commands take none; use {emulated}/0"
-            )
-    with ExitStack() as stack:
-        record = stack.enter_context(_recording(table)) if table is not None else None
-        monitor = stack.enter_context(Monitor(gpus or None, sample_s=every_s, on_sample=record))
-        with monitor.window(command[0]) as window:
-            exit_status = _run(command, into_stderr=console.is_json())
-    counts = {"token": tokens, "sample": samples}
-    handled = {name: count for name, count in counts.items() if count is not None}
-    if console.is_json():
-        content = {"command": command, "status": exit_status, **_content(window, handled)}
-        click.echo(json.dumps(content, indent=2, allow_nan=False))
-    else:
-        click.echo(_window_text(window, handled), err=True)
-        if table is not None:
-            click.echo(f"Wrote {click.format_filename(table)}", err=True)
-    click.get_current_context().exit(exit_status)
-
-
-def _run(command: Sequence[str], *, into_stderr: bool) -> int:
-    """Run the command, pass signals on to it, and return its exit status as a shell says it."""
-    process = console.start(command, sys.stderr.fileno() if into_stderr else None)
-    # A terminal sends an interrupt to the command too: it ends when the command does.
-    with (
-        console.signals(_FORWARDED, process.send_signal),
-        console.signals([signal.SIGINT], lambda _: None),
-    ):
-        status = process.wait()
-    return 128 - status if status < 0 else status
-
-
-@contextmanager
-def _recording(table: Path) -> Iterator[Any]:
-    """Yield the function that writes a sample as a row of the file at `table`, which is there at
-    the end.
-    """
-    from perseus_planner.base.files import replacing
-
-    with replacing(table, UsageError) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(("gpu", "time_s", "power_w"))
-
-        def record(sample: PowerSample) -> None:
-            rows.writerow((sample.gpu, f"{sample.time_s:.6f}", f"{sample.power_w:.3f}"))
-
-        yield record
-        text.detach()
-
-
-def _content(window: Window, handled: dict[str, float]) -> dict[str, Any]:
-    whole = {name: getattr(window, name) for name in ("time_s", "energy_j", "error_j", "average_w")}
-    whole["gpus"] = [{**asdict(gpu), "average_w": gpu.average_w} for gpu in window.gpus]
-    for name, count in handled.items():
-        whole[f"energy_per_{name}_j"] = window.energy_j / count
-    if window.energy_j:
-        whole |= {f"{name}s_per_j": count / window.energy_j for name, count in handled.items()}
-    return whole
-
-
-def _window_text(window: Window, handled: dict[str, float]) -> str:
-    from perseus_planner.base.prefixes import si
-    from perseus_planner.base.tables import Column, lay_out, table
-
-    columns = lay_out(
-        window.gpus,
-        Column("GPU", "gpu", "<"),
-        Column("name", "name", "<"),
-        Column("energy (J)", "energy_j", ".2f"),
-        Column("+- (J)", "error_j", ".2f"),
-        Column("average (W)", "average_w", ".1f"),
-        Column("peak (W)", "peak_w", ".1f"),
-    )
-    origins = " and ".join(sorted({gpu.origin for gpu in window.gpus}))
-    lines = [
-        f"{window.name}: {si(window.time_s, 's')}, {si(window.energy_j, 'J', 6)} +- "
-        f"{si(window.error_j, 'J', 3)}, {si(window.average_w, 'W')} on average ({origins})"
-    ]
-    if window.energy_j:
-        lines += [
-            f"{si(window.energy_j / count, 'J', 6)}/{name}, {count / window.energy_j:.6g} {name}s/J"
-            for name, count in handled.items()
-        ]
-    return "\n".join(["", table(columns), "", *lines])
 
 
 @dataclass(frozen=True)

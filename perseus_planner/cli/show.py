@@ -43,6 +43,8 @@ class _View(NamedTuple):
     draw: Callable[[Any], Figure] | None = None
     #: a function of the file to write and of the files beside it; None if there is no timeline.
     write_trace: Callable[[Path, tuple[Path, ...]], None] | None = None
+    #: returns a table of each iteration; None if there are no iterations.
+    csv: Callable[[], bytes] | None = None
 
 
 @command(
@@ -50,6 +52,7 @@ class _View(NamedTuple):
     "planner show plan.yaml --plot plan.svg --perfetto plan.json",
     "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
     "planner show run --plot run.png",
+    "planner show run --csv power.csv",
     "planner show profile.yaml --plot curves.png",
 )
 def show(
@@ -78,6 +81,12 @@ def show(
         "chrome://tracing: .json.",
         Option(type=OutputFile(".json"), metavar="TRACE"),
     ],
+    table: Annotated[
+        Path | None,
+        "Also write the time, energy, power, saving and clock of each GPU in each iteration of a "
+        "run: .csv.",
+        Option("--csv", type=OutputFile(".csv"), metavar="TABLE"),
+    ],
     blocking_power_w: Annotated[
         BlockingPower | None,
         "Power of a waiting GPU, e.g. 85W, for a folder of plans of Kareus.",
@@ -99,9 +108,12 @@ def show(
 
         check_figure_path(plot, "--plot")
     refuse_same([file, *beside], perfetto, "--perfetto")
+    refuse_same([file, *beside], table, "--csv")
     view = _view(file, blocking_power_w)
     if perfetto is not None and view.write_trace is None:
         raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
+    if table is not None and view.csv is None:
+        raise UsageError(f"--csv {table}: {file} has no iterations; name a run folder")
     if plot is not None:
         from perseus_planner.views import figures
 
@@ -114,7 +126,12 @@ def show(
         figures.save_figure(drawn, plot)
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
-    written = [path for path in (plot, perfetto) if path is not None]
+    if table is not None and view.csv is not None:
+        from perseus_planner.base.files import replacing
+
+        with replacing(table, UsageError) as output:
+            output.write(view.csv())
+    written = [path for path in (plot, perfetto, table) if path is not None]
     console.report(view.summary, view.text, written)
 
 
@@ -205,6 +222,7 @@ def _plan_view(file: Path) -> _View:
 
 def _run_view(folder: Path) -> _View:
     from perseus_planner import Run
+    from perseus_planner.runs.values import values_csv
     from perseus_planner.views.figures import chart_run_beside_plan
     from perseus_planner.views.run import (
         run_text,
@@ -215,6 +233,10 @@ def _run_view(folder: Path) -> _View:
     from perseus_planner.views.traces import trace_run
 
     run = Run.load(folder)
+
+    def csv() -> bytes:
+        return values_csv(run)
+
     if run.autopilot is None or run.versions:
         summary = summarize_run(run)
         return _View(
@@ -222,10 +244,11 @@ def _run_view(folder: Path) -> _View:
             run_text(summary),
             lambda figures: figures.draw_gantt(chart_run_beside_plan(run), summary.context.control),
             lambda path, _: trace_run(run, path),
+            csv,
         )
 
     unplanned = summarize_unplanned(run, run.autopilot)
-    return _View(unplanned, unplanned_text(unplanned))
+    return _View(unplanned, unplanned_text(unplanned), csv=csv)
 
 
 @dataclass(frozen=True)

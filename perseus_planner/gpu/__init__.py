@@ -20,7 +20,7 @@ that process dies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,27 @@ def open_gpu(text: str) -> Gpu:
     # Imported on demand: what a back-end needs may not be installed.
     opener: Callable[[str], Gpu] = getattr(import_module(f"perseus_planner.gpu.{module}"), function)
     return opener(which)
+
+
+def expanded(texts: Sequence[str]) -> list[str]:
+    """Return the texts of GPUs, where `cuda` stands for all that CUDA shows to this process (which
+    CUDA_VISIBLE_DEVICES decides), and `nvml` for all that NVML shows on this node.
+
+    Raises:
+        GpuError: If CUDA or NVML cannot be used here, or shows no GPU.
+    """
+    from perseus_planner.gpu.nvml.device import visible_gpus
+    from perseus_planner.gpu.nvml.gpu import count_devices
+
+    names = []
+    for text in texts:
+        if text == "cuda":
+            names += [f"cuda:{number}" for number in range(count_devices())]
+        elif text == "nvml":
+            names += [gpu.text for gpu in visible_gpus()]
+        else:
+            names.append(text)
+    return names
 
 
 def all_gpus() -> tuple[VisibleGpu, ...]:

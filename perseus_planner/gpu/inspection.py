@@ -63,6 +63,7 @@ class Inspection:
     leased_by: str | None  #: The lease of a living process; None if the GPU is free
     stale_leases: tuple[str, ...]  #: Leases of dead processes
     warnings: tuple[str, ...]  #: As in `GpuReader`
+    is_mig_on: bool = False  #: Whether it is partitioned into MIG instances
 
     @property
     def can_observe(self) -> bool:
@@ -99,6 +100,7 @@ def inspect(gpu: Gpu) -> Inspection:
         leased_by=in_use_text(living[0]) if living else None,
         stale_leases=tuple(_stale_text(record) for record in records if record not in living),
         warnings=(*gpu.warnings(), *(() if living else gpu.foreign_locks())),
+        is_mig_on=getattr(gpu, "is_mig_on", False),
     )
 
 

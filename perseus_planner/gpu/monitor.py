@@ -11,8 +11,12 @@ about every 100 ms, so each edge of a window may miss the energy of one update: 
 much that is at most; it is worked out when it is asked for. A GPU without a counter, such as some
 AMD GPUs, is sampled in the background, and its power is integrated by the trapezoid rule.
 
+The power sensor of a real GPU is read in the background too, as counters were seen that are wrong:
+where both disagree, `window.warnings` says so.
+
 With `host=True`, and by the names "cpu" and "dram", windows also have the energy of the processors
-and their memory, as Linux shows it (RAPL, `/sys/class/powercap`).
+and their memory, as Linux shows it (RAPL, `/sys/class/powercap`). Their counters are small, so they
+are read in the background, too.
 
 The windows of Zeus' monitor have names, and begin and end by them: `begin_window` and `end_window`
 do likewise. With `log=`, each window becomes a row of a CSV that is on disk when `end` returns.
@@ -21,24 +25,26 @@ do likewise. With `log=`, each window becomes a row of a CSV that is on disk whe
 from __future__ import annotations
 
 import os
+import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import fsum
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.errors import GpuError, GpuNotPermitted, GpuNotSupported, UsageError
+from perseus_planner.base.errors import GpuError, GpuNotSupported, UsageError
 from perseus_planner.base.loops import Loop
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import csv_text
 from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.protocol import ClosedOnExit, RealGpu
+from perseus_planner.gpu.host import HostCounter, host_counters
+from perseus_planner.gpu.protocol import ClosedOnExit
+from perseus_planner.gpu.sensor import COMPARED_S, PowerSamples, apart_w, disagreement_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,84 +135,14 @@ class EnergyCounter:
         return gpu.now_s(), energy_j
 
 
-FOLDER_VARIABLE = "PLANNER_POWERCAP"
-"""The environment variable with the folder of the counters, if it is another one."""
-
-
-class HostCounter(RealGpu):
-    """The processors, or the memory, of all sockets, as Linux counts their energy: RAPL, in
-    `/sys/class/powercap` (https://docs.kernel.org/power/powercap/powercap.html).
-
-    Args:
-        text: "cpu" or "dram".
-        zones: Folders of their counters.
-
-    Attributes:
-        interval_s: Seconds between two updates of a counter, at most.
-    """
-
-    interval_s = 0.001
-
-    def __init__(self, text: str, zones: list[Path]) -> None:
-        self.text = text
-        self.name = f"{len(zones)} zones of powercap"
-        self._files = [zone / "energy_uj" for zone in zones]
-        self._ranges_uj = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
-        self._last_uj = self._read_uj()
-        self._wraps = [0] * len(zones)
-
-    def energy_j(self) -> float:
-        """Energy since the host was booted, joules; counters that begin again go on."""
-        now_uj = self._read_uj()
-        for place, (before, now) in enumerate(zip(self._last_uj, now_uj, strict=True)):
-            self._wraps[place] += now < before
-        self._last_uj = now_uj
-        whole = sum(n * most for n, most in zip(self._wraps, self._ranges_uj, strict=True))
-        return (sum(now_uj) + whole) / 1e6
-
-    def power_w(self) -> float:
-        """Nothing: there is no sensor.
-
-        Raises:
-            GpuNotSupported: Always.
-        """
-        raise GpuNotSupported(f"{self.text}: the host counts energy and has no sensor of power")
-
-    def _read_uj(self) -> list[int]:
-        try:
-            return [int(file.read_bytes()) for file in self._files]
-        except PermissionError as error:
-            raise GpuNotPermitted(
-                f"{self.text}: {error.filename} may be read by root alone; run "
-                "`chmod a+r /sys/class/powercap/*/energy_uj` as root, or leave host=True out"
-            ) from error
-
-
-def host_counters() -> list[HostCounter]:
-    """Return the counters of this host: its processors, and its memory if that is counted.
-
-    Raises:
-        GpuNotSupported: If it has none.
-        GpuNotPermitted: If this process may not read them.
-    """
-    folder = Path(os.environ.get(FOLDER_VARIABLE, "/sys/class/powercap"))
-    zones: dict[str, list[Path]] = {"cpu": [], "dram": []}
-    for zone in sorted(folder.glob("*rapl*:*")):
-        if (zone / "energy_uj").exists():
-            name = (zone / "name").read_text().strip()
-            kind = "cpu" if name.startswith("package") else name
-            zones.get(kind, []).append(zone)
-    if not zones["cpu"]:
-        raise GpuNotSupported(
-            f"{folder}: has no energy counters of processors; the kernel module intel_rapl_common "
-            "and bare metal have them; leave host=True out"
-        )
-    return [HostCounter(kind, found) for kind, found in zones.items() if found]
-
-
 SAMPLE_S = 0.1
-"""Time between two samples of the power, seconds, unless another is asked for: sensors are
-updated about that often.
+"""Time between two samples of the power of a GPU without a counter, seconds, unless another is
+asked for: sensors are updated about that often.
+"""
+
+COMPARE_S = 0.5
+"""Mean time between two samples of the power of a GPU with a counter, seconds: ten in the shortest
+window that is compared. The times are drawn, so that no load comes and goes in step with them.
 """
 
 
@@ -221,13 +157,19 @@ class GpuEnergy:
     time_s: float  #: Length of the window on the GPU's clock, seconds
     energy_j: float  #: Energy, joules
     #: The energy is wrong by at most this, joules, if the GPU counts right: what the counter may
-    #: not have shown yet at the edges, or how much the power changed between samples.
+    #: not have shown yet at the edges, or how much the power changed between samples. Where counter
+    #: and sensor disagree, it is their difference at least.
     error_j: float
     #: Whether the window was longer than the counter takes for an update: else its energy says
     #: little, and `error_j` is as large.
     is_resolved: bool
     #: Highest power that was sampled, watts; None if the power was not sampled.
     peak_w: float | None
+    #: Mean power by the sensor, watts; None if there is no counter to compare it with, the window
+    #: was shorter than `COMPARED_S`, or too few samples could be had.
+    sensor_w: float | None = None
+    #: What makes the energy doubtful, or that of more than one GPU, and what to do.
+    warnings: tuple[str, ...] = ()
 
     @property
     def average_w(self) -> float:
@@ -256,14 +198,22 @@ class Monitor(ClosedOnExit):
             that a window ends after the work that was launched in it. By default nothing waits for
             the device.
         sample_s: Sample the power every so many seconds, for `peak_w` and `on_sample`. None samples
-            only GPUs without an energy counter, every `SAMPLE_S` seconds.
+            GPUs without an energy counter every `SAMPLE_S` seconds, and real GPUs with one every
+            `COMPARE_S` seconds on average, as far as they have a sensor.
         on_sample: Called with each sample, in the thread that samples.
         host: Also measure the processors and their memory, as far as Linux shows their energy.
         log: A CSV to which each window is added when it ends; it survives the death of the process.
+        strict: Raise an error if a GPU cannot be read. With False, a GPU that cannot be read now
+            or later is left out of a window, and its `unknown` says why.
+
+    Attributes:
+        unknown: GPU -> why it could not be opened or read when the monitor was opened; empty with
+            `strict`.
 
     Raises:
-        GpuError: If a GPU, or the energy of the host, cannot be opened or read.
-        UsageError: If there is no GPU to measure.
+        GpuError: If a GPU, or the energy of the host, cannot be opened or read; without `strict`,
+            if none can.
+        UsageError: If there is no GPU to measure, or the log cannot be written.
     """
 
     def __init__(
@@ -275,37 +225,31 @@ class Monitor(ClosedOnExit):
         on_sample: Callable[[PowerSample], None] | None = None,
         host: bool = False,
         log: str | os.PathLike[str] | None = None,
+        strict: bool = True,
     ) -> None:
-        self._synchronize, self._on_sample = synchronize, on_sample
+        self._synchronize = synchronize
+        self._on_sample = on_sample
+        self._strict = strict
+        self.unknown: dict[str, str] = {}
         self._named: dict[str, Window] = {}
-        self._log = -1
+        self._log: tuple[int, str] | None = None  #: descriptor and path
         self._open: set[Window] = set()
         self._lock = threading.Lock()  #: of what the sampling thread shares
         self._problem: BaseException | None = None
-        self._sampling: Loop | None = None
         with ExitStack() as stack:
-            opened = [
-                stack.enter_context(open_gpu(gpu)) if isinstance(gpu, str) else gpu
-                for gpu in _listed(gpus)
-            ]
-            self._meters: list[_Meter] = _meters(opened)
-            self._count = len(opened)
-            self._meters += [_Meter(counter) for counter in (host_counters() if host else ())]
+            opened = self._opened(self._listed(gpus), stack)
+            self._meters = self._metered(opened)
+            self._count = len(self._meters)
+            counters = host_counters() if host else []
+            self._meters += [_Meter(counter) for counter in counters]
             if log is not None:
-                self._log = os.open(
-                    log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-                )
-                stack.callback(os.close, self._log)
-                if not os.fstat(self._log).st_size:
+                self._log = _open_log(log, stack)
+                if not os.fstat(self._log[0]).st_size:
                     names = (f"energy of {meter.gpu.text} (J)" for meter in self._meters)
                     self._write("window", "time (s)", "energy (J)", *names)
-            is_sampled = sample_s is not None or on_sample is not None
-            self._sampled = [meter for meter in self._meters if is_sampled or not meter.is_counted]
-            if self._sampled:
-                self._sample()
-                self._sampling = Loop(
-                    self._sample, "energy samples", sample_s or SAMPLE_S, on_error=self._fail
-                ).start()
+            self._begin_sampling(sample_s, stack)
+            if counters:
+                stack.callback(_keep_reading(counters).stop)
             self._stack = stack.pop_all()
 
     @property
@@ -343,39 +287,118 @@ class Monitor(ClosedOnExit):
 
     def close(self) -> None:
         """Stop sampling, and close the GPUs that were opened here."""
-        if self._sampling is not None:
-            self._sampling.stop()
         self._stack.close()
 
-    def _edge(self) -> list[_Edge]:
+    def _listed(self, gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]:
+        """Return the GPUs to open; None stands for all that can be opened."""
+        if gpus is None:
+            from perseus_planner.gpu import all_gpus
+
+            visible = all_gpus()
+            gpus = [gpu.text for gpu in visible if not gpu.problem]
+            if not self._strict:
+                self.unknown |= {gpu.text: gpu.problem for gpu in visible if gpu.problem}
+        listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
+        if not listed:
+            raise UsageError(
+                "there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm"
+            )
+        return listed
+
+    def _opened(self, gpus: Sequence[str | Gpu], stack: ExitStack) -> list[Gpu]:
+        """Open the GPUs that are given as texts."""
+        opened = []
+        for gpu in gpus:
+            try:
+                opened.append(stack.enter_context(open_gpu(gpu)) if isinstance(gpu, str) else gpu)
+            except GpuError as error:
+                self._leave_out(str(gpu), error)
+        return opened
+
+    def _metered(self, gpus: Sequence[Gpu]) -> list[_Meter]:
+        """Return a meter for each GPU that can be read."""
+        meters = []
+        last = None
+        for gpu, meter in zip(gpus, _meters(gpus), strict=True):
+            if isinstance(meter, GpuError):
+                self._leave_out(gpu.text, last := meter)
+            else:
+                meters.append(meter)
+        if not meters:
+            raise last or GpuError("; ".join(self.unknown.values()))
+        return meters
+
+    def _leave_out(self, gpu: str, error: GpuError) -> None:
+        if self._strict:
+            raise error
+        self.unknown[gpu] = str(error)
+
+    def _begin_sampling(self, sample_s: float | None, stack: ExitStack) -> None:
+        """Sample the power: of all GPUs if that is asked for, else where it is needed."""
+        is_asked = sample_s is not None or self._on_sample is not None
+        gpus = self._meters[: self._count]
+        self._sampled = [
+            meter
+            for meter in gpus
+            if is_asked or not meter.is_counted or meter.gpu.origin == "measured"
+        ]
+        if not self._sampled:
+            return
+        self._sample(strict=is_asked and self._strict)
+        is_regular = is_asked or not all(meter.is_counted for meter in gpus)
+
+        def step() -> float | None:
+            self._sample()
+            return None if is_regular else COMPARE_S * random.uniform(0.5, 1.5)
+
+        loop = Loop(step, "energy samples", sample_s or SAMPLE_S, on_error=self._fail)
+        stack.callback(loop.start().stop)
+
+    def _edge(self) -> list[_Edge | GpuError]:
         """Read all GPUs at the edge of a window."""
         if self._synchronize is not None:
             self._synchronize()
-        if self._sampling is None:  # nothing is shared with another thread
-            return [meter.edge() for meter in self._meters]
-        with self._lock:
-            if self._problem is not None:
-                raise self._problem
-            return [meter.edge() for meter in self._meters]
+        if self._problem is not None:
+            raise self._problem
+        edges: list[_Edge | GpuError] = []
+        for meter in self._meters:
+            try:
+                edges.append(meter.edge())
+            except GpuError as error:
+                if self._strict:
+                    raise
+                edges.append(error)
+        return edges
 
     def _write(self, *cells: object) -> None:
         """Add a row to the log in one call: it is kept, whatever becomes of the process."""
-        os.write(self._log, csv_text([cells]).encode())
+        if self._log is None:
+            return
+        descriptor, path = self._log
+        try:
+            os.write(descriptor, csv_text([cells]).encode())
+        except OSError as error:
+            raise UsageError(
+                f"{path}: the log of windows cannot be written: {error.strerror}; make room, or "
+                "leave log= out"
+            ) from error
 
-    def _sample(self) -> None:
+    def _sample(self, *, strict: bool = False) -> None:
         for meter in self._sampled:
+            try:
+                sample = PowerSample(meter.gpu.text, *meter.sample())
+            except GpuError:  # a window that needs it will say so
+                if strict:
+                    raise
+                continue
             with self._lock:
-                sample = PowerSample(meter.gpu.text, meter.gpu.now_s(), meter.sample())
                 for window in self._open:
-                    window.peaks_w[sample.gpu] = max(
-                        sample.power_w, window.peaks_w.get(sample.gpu, 0.0)
-                    )
+                    window._add(sample)
             if self._on_sample is not None:
                 self._on_sample(sample)
 
     def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._problem = error
+        self._problem = error
 
 
 class Window:
@@ -384,16 +407,15 @@ class Window:
 
     Attributes:
         name: Its name.
-        peaks_w: Highest power of each GPU that was sampled in it, watts, by the text that opens the
-            GPU.
     """
 
     def __init__(self, monitor: Monitor, name: str) -> None:
         self.name = name
-        self.peaks_w: dict[str, float] = {}
         self._monitor = monitor
-        self._begun: list[_Edge] | None = None
-        self._ended: list[_Edge] | None = None
+        self._begun: list[_Edge | GpuError] | None = None
+        self._ended: list[_Edge | GpuError] | None = None
+        self._unknown: dict[str, str] = {}
+        self._samples: dict[str, PowerSamples] = {}
 
     def begin(self) -> Self:
         """Begin the window.
@@ -409,17 +431,17 @@ class Window:
             )
         monitor = self._monitor
         self._begun = monitor._edge()
-        if monitor._sampling is not None:
-            with monitor._lock:
-                monitor._open.add(self)
+        with monitor._lock:
+            monitor._open.add(self)
         return self
 
     def end(self) -> Self:
         """End the window; from now on it can be read.
 
         Raises:
-            UsageError: If it has not begun, or has ended already.
-            GpuError: If a GPU cannot be read, or its counter went back.
+            UsageError: If it has not begun, or has ended already; or if the log cannot be written.
+            GpuError: If a GPU cannot be read, or its counter went back; or if that of the host was
+                not read often enough.
         """
         if self._begun is None or self._ended is not None:
             state = "has not begun" if self._begun is None else "has ended already"
@@ -428,26 +450,57 @@ class Window:
         try:
             ended = monitor._edge()
         finally:
-            monitor._open.discard(self)
-        for meter, (_, first_j, _), (_, last_j, _) in zip(
-            monitor._meters, self._begun, ended, strict=True
-        ):
-            if last_j < first_j:
-                raise meter.went_back(first_j, last_j)
+            with monitor._lock:
+                monitor._open.discard(self)
+        for meter, first, last in zip(monitor._meters, self._begun, ended, strict=True):
+            error = meter.problem(first, last)
+            if error is not None and monitor._strict:
+                raise error
+            if error is not None:
+                self._unknown[meter.gpu.text] = str(error)
         self._ended = ended
-        if monitor._log >= 0:
-            monitor._write(self.name, self.time_s, self.energy_j, *self._energies_j)
+        energies_j = self._energies_j
+        cells = [energies_j.get(place) for place in range(len(ended))]
+        monitor._write(self.name, self.time_s, self.energy_j, *cells)
         return self
 
-    @property
-    def _edges(self) -> Iterator[tuple[_Meter, _Edge, _Edge]]:
-        if self._begun is None or self._ended is None:
-            raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
-        return zip(self._monitor._meters, self._begun, self._ended, strict=True)
+    def _add(self, sample: PowerSample) -> None:
+        samples = self._samples.setdefault(sample.gpu, PowerSamples())
+        samples.add(sample.time_s, sample.power_w)
 
     @property
-    def _energies_j(self) -> list[float]:
-        return [last.energy_j - first.energy_j for _, first, last in self._edges]
+    def peaks_w(self) -> Mapping[str, float]:
+        """Highest power of each GPU that was sampled in it, watts, by the text that opens the
+        GPU.
+        """
+        return {gpu: samples.highest_w for gpu, samples in self._samples.items()}
+
+    @property
+    def unknown(self) -> Mapping[str, str]:
+        """GPU -> why its energy is not known. Empty unless the monitor has `strict=False`: these
+        GPUs are in nothing else that a window says.
+        """
+        return {**self._monitor.unknown, **self._unknown}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the energy of its GPUs doubtful, and what to do."""
+        return tuple(warning for gpu in self.gpus for warning in gpu.warnings)
+
+    def _edges(self) -> Iterator[tuple[int, _Meter, _Edge, _Edge]]:
+        """Yield the place and the meter of each GPU that is known, with its edges."""
+        if self._begun is None or self._ended is None:
+            raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
+        edges = zip(self._monitor._meters, self._begun, self._ended, strict=True)
+        for place, (meter, first, last) in enumerate(edges):
+            if isinstance(first, GpuError) or isinstance(last, GpuError):
+                continue
+            if meter.gpu.text not in self._unknown:
+                yield place, meter, first, last
+
+    @property
+    def _energies_j(self) -> dict[int, float]:
+        return {place: last.energy_j - first.energy_j for place, _, first, last in self._edges()}
 
     @cached_property
     def gpus(self) -> tuple[GpuEnergy, ...]:
@@ -458,24 +511,25 @@ class Window:
             GpuError: If a GPU cannot be read: its power now tells the error.
         """
         return tuple(
-            meter.between(first, last, self.peaks_w.get(meter.gpu.text))
-            for meter, first, last in self._edges
+            meter.between(first, last, self._samples.get(meter.gpu.text))
+            for _, meter, first, last in self._edges()
         )
 
     @property
     def time_s(self) -> float:
         """Length of the window, seconds: the longest on any GPU's clock."""
-        return max(last.time_s - first.time_s for _, first, last in self._edges)
+        return max((last.time_s - first.time_s for _, _, first, last in self._edges()), default=0.0)
 
     @property
     def energy_j(self) -> float:
         """Energy of all GPUs, and of the host if it is measured, joules."""
-        return fsum(self._energies_j)
+        return fsum(self._energies_j.values())
 
     @property
     def gpu_energy(self) -> dict[int, float]:
         """Energy of each GPU by its position, joules: the name that Zeus' measurements have."""
-        return dict(enumerate(self._energies_j[: self._monitor._count]))
+        count = self._monitor._count
+        return {place: energy_j for place, energy_j in self._energies_j.items() if place < count}
 
     @property
     def total_energy(self) -> float:
@@ -497,7 +551,7 @@ class Window:
         """Mean power of all together, watts."""
         return fsum(
             (last.energy_j - first.energy_j) / (last.time_s - first.time_s)
-            for _, first, last in self._edges
+            for _, _, first, last in self._edges()
             if last.time_s > first.time_s
         )
 
@@ -518,17 +572,28 @@ class _Edge(NamedTuple):
     error_j: float  #: For samples, the error of the energy so far
 
 
+_OF_ALL_INSTANCES = (
+    "MIG is on, so this is the energy of the whole GPU, which all its instances share"
+)
+
+
 class _Meter:
     """A GPU with its energy counter; or, if it has none, with its sampled power, integrated."""
 
     def __init__(self, gpu: Gpu | HostCounter) -> None:
         self.gpu = gpu
+        self._power_w = 0.0
+        self._hidden_s = 0.0
+        self._lock = threading.Lock()  #: of what is integrated
+        #: Of a GPU without a counter: when it could not be sampled last, and why.
+        self._gap: tuple[float, GpuError] | None = None
         try:
             gpu.energy_j()
         except GpuNotSupported:
-            self.is_counted, self._power_w, self._hidden_s = False, gpu.power_w(), 0.0
+            self.is_counted = False
+            self._power_w = gpu.power_w()
         else:
-            self.is_counted, self._power_w = True, 0.0
+            self.is_counted = True
             self._look()
             interval_s = (
                 gpu.interval_s if isinstance(gpu, HostCounter) else EnergyCounter(gpu).interval_s
@@ -536,30 +601,59 @@ class _Meter:
             self._hidden_s = interval_s + POLL_S
         self._last = _Edge(gpu.now_s(), 0.0, 0.0)
         self._what = gpu.text, gpu.name, gpu.origin  # windows are also read when it is closed
+        self._remarks: tuple[str, ...] = ()
+        if getattr(gpu, "is_mig_on", False):
+            self._remarks = (f"{gpu.text}: {_OF_ALL_INSTANCES}",)
 
-    def sample(self) -> float:
-        """Return the power, watts; without a counter, integrate it up to now."""
-        now_s, power_w = self.gpu.now_s(), self.gpu.power_w()
-        if not self.is_counted:
-            last, half_s = self._last, (now_s - self._last.time_s) / 2
-            energy_j = last.energy_j + half_s * (power_w + self._power_w)
-            error_j = last.error_j + half_s * abs(power_w - self._power_w)
-            self._last, self._power_w = _Edge(now_s, energy_j, error_j), power_w
-        return power_w
+    def sample(self) -> tuple[float, float]:
+        """Return the time in seconds and the power in watts; without a counter, integrate it up
+        to now.
+        """
+        with self._lock:
+            now_s = self.gpu.now_s()
+            try:
+                power_w = self.gpu.power_w()
+            except GpuError as error:
+                self._gap = now_s, error
+                raise
+            if not self.is_counted:
+                last = self._last
+                half_s = (now_s - last.time_s) / 2
+                energy_j = last.energy_j + half_s * (power_w + self._power_w)
+                error_j = last.error_j + half_s * abs(power_w - self._power_w)
+                self._last = _Edge(now_s, energy_j, error_j)
+                self._power_w = power_w
+        return now_s, power_w
 
     def edge(self) -> _Edge:
         """Read the energy, and nothing else."""
-        if not self.is_counted:
-            self.sample()
-            return self._last
-        return _Edge(self.gpu.now_s(), self.gpu.energy_j(), 0.0)
+        if self.is_counted:
+            return _Edge(self.gpu.now_s(), self.gpu.energy_j(), 0.0)
+        self.sample()
+        return self._last
+
+    def problem(self, first: _Edge | GpuError, last: _Edge | GpuError) -> GpuError | None:
+        """Return why the energy between two edges is not known; None if it is."""
+        if isinstance(first, GpuError):
+            return first
+        if isinstance(last, GpuError):
+            return last
+        if last.energy_j < first.energy_j:
+            return self._went_back(first.energy_j, last.energy_j)
+        if isinstance(self.gpu, HostCounter):
+            unread_s = self.gpu.unread_until_s
+            if unread_s is not None and unread_s > first.time_s:
+                return self.gpu.unread()
+        if not self.is_counted and self._gap is not None and self._gap[0] >= first.time_s:
+            return self._gap[1]
+        return None
 
     def _look(self) -> None:
         """Remember the power, if it can be read: not of a GPU that is closed."""
         with suppress(GpuError):
             self._power_w = self.gpu.power_w()
 
-    def went_back(self, first_j: float, last_j: float) -> GpuError:
+    def _went_back(self, first_j: float, last_j: float) -> GpuError:
         """Return the error of a counter that went back."""
         return GpuError(
             f"{self.gpu.text}: its energy counter went back from {si(first_j, 'J', 9)} "
@@ -567,39 +661,77 @@ class _Meter:
             "persistence mode on and measure again"
         )
 
-    def between(self, first: _Edge, last: _Edge, peak_w: float | None) -> GpuEnergy:
+    def between(self, first: _Edge, last: _Edge, samples: PowerSamples | None) -> GpuEnergy:
         """Return what was used between two edges. What the counter did not show at one of them is
         at most an update at the mean power, or at the one read last.
         """
         time_s, energy_j, error_j = (end - begin for begin, end in zip(first, last, strict=True))
+        mean_w = energy_j / time_s if time_s > 0 else 0.0
+        warnings = self._remarks
+        sensor_w = None
         if self.is_counted:
             self._look()
             # The first edge hides energy from before the window, and the last energy of the
             # window: only one can prevail.
-            error_j = self._hidden_s * max(energy_j / time_s if time_s > 0 else 0.0, self._power_w)
-        is_resolved = time_s > self._hidden_s or not self.is_counted
-        source = "counter" if self.is_counted else "samples"
-        return GpuEnergy(*self._what, source, time_s, energy_j, error_j, is_resolved, peak_w)
-
-
-def _meters(gpus: Sequence[Gpu]) -> list[_Meter]:
-    """Return a meter for each GPU; real ones are watched all at once, simulated ones may share a
-    clock.
-    """
-    if not all(gpu.keeps_settings for gpu in gpus):
-        return [_Meter(gpu) for gpu in gpus]
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(_Meter, gpus))
-
-
-def _listed(gpus: str | Gpu | Sequence[str | Gpu] | None) -> Sequence[str | Gpu]:
-    if gpus is None:
-        from perseus_planner.gpu import all_gpus
-
-        gpus = [gpu.text for gpu in all_gpus() if not gpu.problem]
-    listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
-    if not listed:
-        raise UsageError(
-            "there is no GPU to measure; name one, such as nvml:0 or emulated:a100-sxm"
+            error_j = self._hidden_s * max(mean_w, self._power_w)
+            if samples is not None and time_s >= COMPARED_S:
+                sensor_w = samples.mean_w(first.time_s, last.time_s)
+            if samples is not None and sensor_w is not None:
+                doubt_w = samples.doubt_w(time_s) + error_j / time_s
+                apart = apart_w(mean_w, sensor_w, doubt_w)
+                if apart:
+                    warnings += (disagreement_text(self.gpu.text, mean_w, sensor_w),)
+                    error_j = max(error_j, apart * time_s)
+        return GpuEnergy(
+            *self._what,
+            source="counter" if self.is_counted else "samples",
+            time_s=time_s,
+            energy_j=energy_j,
+            error_j=error_j,
+            is_resolved=time_s > self._hidden_s or not self.is_counted,
+            peak_w=None if samples is None else samples.highest_w,
+            sensor_w=sensor_w,
+            warnings=warnings,
         )
-    return listed
+
+
+def _meters(gpus: Sequence[Gpu]) -> list[_Meter | GpuError]:
+    """Return a meter for each GPU, or why it cannot be read; real ones are watched all at once,
+    simulated ones may share a clock.
+    """
+
+    def meter(gpu: Gpu) -> _Meter | GpuError:
+        try:
+            return _Meter(gpu)
+        except GpuError as error:
+            return error
+
+    if not gpus or not all(gpu.keeps_settings for gpu in gpus):
+        return [meter(gpu) for gpu in gpus]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(meter, gpus))
+
+
+def _keep_reading(counters: Sequence[HostCounter]) -> Loop:
+    """Read the counters of the host in the background, before they begin again."""
+
+    def read() -> None:
+        for counter in counters:
+            with suppress(GpuError):  # whoever needs it reads it, too
+                counter.energy_j()
+
+    period_s = min(counter.period_s for counter in counters)
+    return Loop(read, "energy of the host", period_s).start()
+
+
+def _open_log(log: str | os.PathLike[str], stack: ExitStack) -> tuple[int, str]:
+    """Open the log at its end; return its descriptor and its path."""
+    path = os.fspath(log)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror}; name another log"
+        ) from error
+    stack.callback(os.close, descriptor)
+    return descriptor, path

@@ -124,6 +124,9 @@ class IterationRecord:
     gpu: str | None = None  #: Name of the rank's GPU
     #: Version of torch if it shards the rank's stages; None if they are not sharded by it.
     sharded_torch: str | None = None
+    #: Joules of the GPU from begin to end by its power sensor, which is read about twice a second:
+    #: it says little of one iteration. None if it cannot be read.
+    sensor_j: Finite | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))

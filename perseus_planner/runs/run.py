@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import fsum
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading
 from perseus_planner.base.tables import WHOLE, make_frame
+from perseus_planner.gpu.sensor import MIN_SAMPLES, apart_w, chance_w, disagreement_text
 from perseus_planner.plans.calibration import MeasuredPlan
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
@@ -45,6 +47,10 @@ _REMEDY = (
     "iteration"
 )
 _OUTLIER = 0.3  #: of a logarithm; no margin is worth while for longer computations
+_COMPARED_S = 60.0
+"""Shortest time in which counter and sensor of a run are compared, seconds: a hundred readings of
+the sensor.
+"""
 _NOT_YET = "no iteration has ended yet; try again when one has"
 
 
@@ -79,6 +85,27 @@ class RankRecord:
     def iterations_by(self, version: int) -> tuple[IterationRecord, ...]:
         """Return the iterations that ran by a plan, as planned or not."""
         return tuple(row for row in self.iterations if row.version == version)
+
+    @property
+    def disagreement(self) -> str | None:
+        """How far the energy counter and the power sensor of its GPU are apart in all iterations,
+        in words; None if they agree, or were compared for less than `_COMPARED_S` seconds.
+        """
+        compared = [
+            (row.time_s, row.energy_j, row.sensor_j)
+            for row in self.iterations
+            if row.energy_j is not None and row.sensor_j is not None and row.time_s > 0
+        ]
+        time_s = fsum(row_s for row_s, _, _ in compared)
+        if len(compared) < MIN_SAMPLES or time_s < _COMPARED_S:
+            return None
+        counter_w = fsum(energy_j for _, energy_j, _ in compared) / time_s
+        sensor_w = fsum(sensor_j for _, _, sensor_j in compared) / time_s
+        differences_w = [(sensor_j - energy_j) / row_s for row_s, energy_j, sensor_j in compared]
+        doubt_w = chance_w(stdev(differences_w), len(compared))
+        if not apart_w(counter_w, sensor_w, doubt_w):
+            return None
+        return disagreement_text(f"rank {self.rank}", counter_w, sensor_w)
 
     def account(self, version: int) -> Account:
         """Return the account of the `counted` iterations."""

@@ -128,6 +128,8 @@ class RunSummary:
     verdict: Verdict | None  #: why iterations do not take the planned time, if they do not
     #: why no saving by the plan `version` can be stated, in a sentence; None if it can.
     unlike_plan: str | None
+    #: on which ranks the energy counter and the power sensor disagree, in sentences.
+    disagreements: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -173,6 +175,7 @@ def summarize_run(run: Run) -> RunSummary:
         total=run.total,
         foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
         verdict=verdict_of(accounts, _torch_difference(run, plan)),
+        disagreements=_disagreements(run),
         unlike_plan=why_no_saving(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
@@ -360,6 +363,7 @@ def run_text(summary: RunSummary) -> str:
         "before the clock was set. Delay: from the request until\nthe clock was set.",
         *_deviations_text(summary),
         *_cut_off_text(summary.cut_off),
+        *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
         *(
             []
             if summary.unlike_plan
@@ -559,6 +563,10 @@ def account_text(account: Account, *, saves: bool) -> str:
     return "\n".join(parts)
 
 
+def _disagreements(run: Run) -> tuple[str, ...]:
+    return tuple(rank.disagreement for rank in run.ranks if rank.disagreement is not None)
+
+
 def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:
     """Return the summary of a run without a plan."""
     return {
@@ -567,6 +575,7 @@ def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:
         "autopilot": status,
         "total": run.total,
         "totals": run.totals,
+        "disagreements": _disagreements(run),
     }
 
 
@@ -584,4 +593,5 @@ def unplanned_text(summary: dict[str, Any]) -> str:
             f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
         )
     text = totals_text(summary["totals"], summary["total"], "the last iterations at full clocks")
+    lines += summary["disagreements"]
     return "\n".join([*lines, "", text]) + "\n"

@@ -274,10 +274,9 @@ def _measure(
             measured = replace(
                 measured, conditions={**measured.conditions, "unlike training": difference}
             )
-        if group.is_first and "slow replicas" in measured.conditions:
-            _logger.warning(
-                "stage %d: slow replicas: %s", stage.number, measured.conditions["slow replicas"]
-            )
+        for name in ("slow replicas", "power sensor"):
+            if group.is_first and name in measured.conditions:
+                _logger.warning("stage %d: %s: %s", stage.number, name, measured.conditions[name])
         rows.append(measured)
     return with_one_power(rows)
 

@@ -120,6 +120,9 @@ class GpuSample(Message, frozen=True):
     #: Power limit in watts that something else than the planner has set below the GPU's default;
     #: None if there is none.
     site_limit_w: float | None
+    #: Energy in joules by the power sensor, which is read at times of chance; only differences are
+    #: meaningful.
+    sensor_j: float | None = None
 
 
 class ControlFailure(Message, frozen=True):

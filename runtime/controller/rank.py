@@ -5,6 +5,7 @@ GPU.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -121,6 +122,7 @@ class Rank:
         self._initial_limit_w: float | None = None
         self._default_limit_w: float | None = None  #: 0 if the GPU cannot tell
         self._is_attached = False
+        self._power = SensorEnergy()
         self._news: ControlFailure | ControlResumed | None = None  #: not sent yet
         self._dropped = 0
 
@@ -299,10 +301,18 @@ class Rank:
             overtaken=overtaken,
             dropped=self._dropped,
             site_limit_w=self._site_limit_w(self.gpu),
+            sensor_j=self._power.energy_j(now_ns / 1e9),
         )
         self.send(sample)
         with suppress(GpuError):
             self._watch_memory(self.gpu)
+
+    def watch_power(self, now_s: float) -> bool:
+        """Read the power sensor if that is due; return whether it was."""
+        if self.gpu is None or not self._power.is_due(now_s):
+            return False
+        self._power.add(now_s, _read(self.gpu.power_w))
+        return True
 
     def reset(self) -> str | None:
         """Reset the GPU; return the problem if that fails."""
@@ -436,6 +446,45 @@ def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuError]:
         if len(sharing) > 1
         for rank in sharing
     }
+
+
+_POWER_S = 0.5
+"""Mean time between two readings of the power sensor, seconds. A reading takes 20 us to some
+milliseconds, so 1 % of the time at most; sensors average over up to a second.
+"""
+
+
+class SensorEnergy:
+    """The energy of a GPU by its power sensor.
+
+    The times of readings are drawn, as iterations repeat: whoever always looked when one begins
+    would see the power at that moment alone. Samples for ranks come then, so they are no readings.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._draw = draw
+        self._due_s = -math.inf
+        self._read_s = 0.0
+        self._power_w: float | None = None
+        self._energy_j = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the sensor is to be read now."""
+        return now_s >= self._due_s
+
+    def add(self, now_s: float, power_w: float | None) -> None:
+        """Add a reading; None if the sensor cannot be read, and then it is not read again."""
+        self._energy_j = self.energy_j(now_s) or 0.0
+        self._read_s = now_s
+        self._power_w = power_w
+        pause_s = _POWER_S * (0.5 + self._draw())
+        self._due_s = math.inf if power_w is None else now_s + pause_s
+
+    def energy_j(self, now_s: float) -> float | None:
+        """Return the energy since the first reading, joules; None if there is none."""
+        if self._power_w is None:
+            return None
+        return self._energy_j + self._power_w * (now_s - self._read_s)
 
 
 def _read(reading: Callable[[], float]) -> float | None:

@@ -306,12 +306,12 @@ class Controller:
         return True
 
     def _sample_one(self) -> bool:
-        """Read a GPU whose sample is due; return False if there is none."""
+        """Read a GPU whose sample is due, or its power; return False if there is none."""
         for rank in self._attached:
             if rank.sample_due_ns is not None:
                 rank.sample(rank.sample_due_ns, self._scheduler.overtaken(rank))
                 return True
-        return False
+        return any(rank.watch_power(time.monotonic_ns() / 1e9) for rank in self._attached)
 
     def _fail(self, rank: Rank, reason: str) -> None:
         self._scheduler.cancel(rank)

@@ -282,7 +282,7 @@ def test_no_gpu_is_an_answer(nvml: StandIn):
     assert text.startswith(f"{remark}\n")
     assert verdict(text)[1:] == ["observe     no GPU", "profile     no GPU", "set clocks  no GPU"]
     assert json.loads(nothing_works("doctor --json")) == {
-        "verdict": {"gpus": 0, "observe": 0, "set_clocks": 0, "profile": 0},
+        "verdict": {"gpus": 0, "observe": 0, "set_clocks": 0, "profile": 0, "mig": 0},
         "gpus": [],
         "parallel": None,
         "clock_change": {},
@@ -307,3 +307,11 @@ def test_privilege_is_read_from_the_kernel(nvml: StandIn, short, monkeypatch: py
     assert "root without CAP_SYS_ADMIN" in said
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "setting needs root" in rows(done("doctor nvml:0"))["setting the clock"]
+
+
+def test_the_summary_says_mig(nvml: StandIn, short: None):
+    nvml.set("mig", 1, gpu=1)
+    assert verdict(done("doctor"))[-1] == (
+        "MIG         is on on 1 of 2 GPUs: energy and clock are those of the whole GPU; turn it "
+        "off to plan"
+    )

@@ -4,6 +4,7 @@ planned, and from where.
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -224,3 +225,21 @@ def test_the_cost_of_clock_changes_is_predicted(plan: Plan):
     assert [rank.mean("changes_late") for rank in shown.ranks] == [
         rank.planned.changes_late for rank in shown.ranks
     ]
+
+
+def test_each_iteration_of_each_gpu_is_a_row_of_a_table(plan: Plan):
+    write_run(Path("run"), plan, 4, deviations={3: "late"})
+    assert done("show run --csv power.csv").endswith("Wrote power.csv\n")
+    with open("power.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["iteration"], row["rank"]) for row in rows] == [
+        (str(iteration), str(rank)) for iteration in range(4) for rank in range(3)
+    ]
+    for row in rows[:-3]:  # of the last iteration the end is not known
+        power_w = float(row["gpu_energy_j"]) / float(row["iteration_s"])
+        assert float(row["gpu_power_w"]) == pytest.approx(power_w)
+    assert {row["verdict"] for row in rows[:9]} == {"as planned"}
+    assert rows[-1]["verdict"] == "late"
+    assert refused("show plan.yaml --csv power.csv") == (
+        "--csv power.csv: plan.yaml has no iterations; name a run folder"
+    )

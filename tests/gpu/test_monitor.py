@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import Queue
 from random import Random
 from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 from fake_nvml import StandIn
@@ -23,8 +24,10 @@ from perseus_planner.base.errors import (
     GpuNotSupported,
     UsageError,
 )
-from perseus_planner.gpu import open_gpu
-from perseus_planner.gpu.monitor import PowerSample, host_counters
+from perseus_planner.gpu import Gpu, open_gpu
+from perseus_planner.gpu.host import host_counters
+from perseus_planner.gpu.monitor import GpuEnergy, PowerSample
+from perseus_planner.gpu.protocol import RealGpu
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
 #: far after now on any machine, so that the counter of the stand-in never goes back
@@ -308,3 +311,94 @@ def test_callbacks_log_the_energy(nvml: StandIn, libraries: None):
     lightning.on_train_epoch_end(None, SimpleNamespace(log_dict=logged.update))
     lightning.teardown(None, None, stage="fit")
     assert logged["energy_j"] == pytest.approx(6000.0)
+
+
+def test_a_monitor_that_is_not_strict_leaves_out_what_cannot_be_read(nvml: StandIn):
+    nvml.add("* power_w 300", "* energy_step_ms 10")
+    with Monitor(strict=False) as monitor:
+        nvml.set("now_s", LATER_S)
+        window = monitor.window().begin()
+        nvml.set("now_s", LATER_S + 10)
+        nvml.fail("*", 15, gpu=1)
+        window.end()
+    assert list(window.gpu_energy) == [0]
+    assert window.energy_j == pytest.approx(3000.0)
+    (why,) = window.unknown.values()
+    assert "fallen off" in why
+
+
+def test_the_log_of_windows_says_why_it_cannot_be_written(nvml: StandIn, tmp_path: Path):
+    nvml.add("* energy_step_ms 10")
+    with pytest.raises(UsageError, match=r"nowhere/log.csv: cannot be written: No such file"):
+        Monitor("nvml:0", log=tmp_path / "nowhere" / "log.csv")
+    with Monitor("nvml:0", log="/dev/null") as monitor:
+        window = monitor.window().begin()
+        assert monitor._log is not None
+        monitor._log = (-1, "log.csv")
+        with pytest.raises(UsageError, match=r"^log.csv: the log of windows cannot be written"):
+            window.end()
+    assert window.energy_j >= 0
+
+
+class SteppedGpu(RealGpu):
+    """A GPU whose time goes on by a step whenever its sensor is read."""
+
+    text = uuid = "stepped:0"
+    name = "stepped"
+
+    def __init__(self, counter_w: float, sensor_w: Callable[[float], float]) -> None:
+        self._time_s = 0.0
+        self._counter_w = counter_w
+        self._sensor_w = sensor_w
+
+    def now_s(self) -> float:
+        return self._time_s
+
+    def wait(self, duration_s: float) -> None:
+        self._time_s += max(duration_s, 0.01)
+
+    def energy_j(self) -> float:
+        return self._counter_w * self._time_s
+
+    def power_w(self) -> float:
+        self._time_s += 0.1
+        return self._sensor_w(self._time_s)
+
+
+def stepped_window(gpu: SteppedGpu, samples: int) -> GpuEnergy:
+    seen: Queue[PowerSample] = Queue()
+    with Monitor(cast("Gpu", gpu), sample_s=0.001, on_sample=seen.put) as monitor:
+        window = monitor.window().begin()
+        for _ in range(samples):
+            seen.get(timeout=LONG_S)
+        window.end()
+    (energy,) = window.gpus
+    assert window.warnings == energy.warnings
+    return energy
+
+
+def test_a_sensor_that_disagrees_is_said():
+    """What ML.ENERGY's users saw of an idle GPU: 187 J by the counter, 327 J by the sensor."""
+    energy = stepped_window(SteppedGpu(187 / 5, lambda _: 327 / 5), 60)
+    (warning,) = energy.warnings
+    assert "says 37.4 W on average and its power sensor 65.4 W, 43% apart" in warning
+    assert energy.error_j == pytest.approx(28.0 * energy.time_s, rel=0.01)
+    assert energy.sensor_w == pytest.approx(65.4)
+
+
+def bursts(now_s: float) -> float:
+    return 400.0 if now_s % 2.0 < 1.0 else 150.0
+
+
+@pytest.mark.parametrize(
+    ("counter_w", "sensor_w", "samples"),
+    [
+        (300.0, lambda _: 290.0, 200),
+        (300.0, lambda _: 330.0, 200),
+        (30.0, lambda _: 36.0, 200),
+        (275.0, bursts, 200),
+        (300.0, lambda _: 600.0, 20),  # too short to say
+    ],
+)
+def test_sensors_as_they_are_raise_no_alarm(counter_w, sensor_w, samples: int):
+    assert stepped_window(SteppedGpu(counter_w, sensor_w), samples).warnings == ()

@@ -17,6 +17,7 @@ from replay_gpu import ReplayGpu
 
 from perseus_planner.base.errors import GpuError
 from perseus_planner.gpu.monitor import EnergyCounter
+from perseus_planner.gpu.sensor import MIN_SAMPLES
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
@@ -405,3 +406,49 @@ def test_an_outlier_on_one_gpu_is_an_outlier_of_the_group():
     (row, calls), (_, others) = measured_together(measure_counted, gpus)
     assert calls == others != []
     assert row.energy_j == pytest.approx(30.0, rel=0.01)
+
+
+class Queued(ReplayGpu):
+    """A GPU of 300 W to which work is launched ahead; its sensor shows a share of the power."""
+
+    share = 1.0
+    _left_s = 0.0
+
+    def launch(self, repetitions: int) -> None:
+        self._left_s += 0.05 * repetitions
+
+    def wait(self, duration_s: float) -> None:
+        working_s = min(duration_s, self._left_s)
+        self._work(working_s)
+        super().wait(duration_s - working_s)
+
+    def finish(self) -> None:
+        self._work(self._left_s)
+
+    def power_w(self) -> float:
+        return self.share * 300.0 if self._left_s > 0 else super().power_w()
+
+    def _work(self, time_s: float) -> None:
+        self._spend(time_s, 300.0 * time_s)
+        self._left_s -= time_s
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.57, "43% apart"), (0.93, None), (1.0, None)])
+def test_a_row_whose_counter_and_sensor_disagree_is_said(share: float, said: str | None):
+    gpu = playing(kind=Queued)
+    gpu.share = share
+    meter = RowMeter(gpu, gpu.finish, SingleGpu(), 5.0, 0.0)
+    row = meter.measure_row(gpu.launch, 1410, Random(0))
+    assert row.energy_j == pytest.approx(15.0, rel=1e-3)
+    assert len(meter._powers_w) >= MIN_SAMPLES
+    texts = list(meter.disagreements.values())
+    assert len(texts) == (said is not None)
+    assert all(said in text for text in texts if said is not None)
+
+
+def test_a_gpu_that_idles_when_it_is_sampled_raises_no_alarm():
+    """Simulated GPUs and whoever waits for the GPU in each computation."""
+    gpu = playing()
+    meter = measuring(gpu)
+    meter.measure_row(gpu.stage().runs["F"].run, 1410, Random(0))
+    assert meter.disagreements == {}

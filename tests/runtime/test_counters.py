@@ -6,17 +6,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as msgspec_replace
 
 from perseus_planner.engines.engine import PipelineRank
+from perseus_planner.gpu.sensor import chance_w
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.records import PAUSE, PAUSE_S
+from perseus_planner.runs.run import RankRecord
 from perseus_planner.runtime import telemetry
 from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
+from perseus_planner.runtime.controller.rank import SensorEnergy
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry import (
     CHECKPOINT_S,
@@ -208,3 +213,61 @@ def test_a_rank_is_off_its_plan_since_the_first_of_its_last_iterations_that_were
         kept.add(replace(record, begin_s=100.0 + number, end_s=101.0 + number))
         since_s.append(kept.kept[-1].off_plan_since_s)
     assert since_s == [None, 101.0, 101.0, None, 104.0]
+
+
+@pytest.mark.parametrize("iteration_s", [0.1, 0.25, 0.5, 1.0])
+def test_the_sensor_is_not_read_in_step_with_iterations(iteration_s: float):
+    """The power of a GPU that works for half of each iteration comes out right within chance."""
+    energy = SensorEnergy(Random(0).random)
+    now_s = 0.0
+    for _ in range(40_000):
+        now_s += 0.005
+        if energy.is_due(now_s):
+            is_working = now_s % iteration_s < iteration_s / 2
+            energy.add(now_s, 400.0 if is_working else 100.0)
+    energy_j = energy.energy_j(now_s)
+    assert energy_j is not None
+    readings = now_s / 0.5
+    assert energy_j / now_s == pytest.approx(250.0, abs=chance_w(150.0, int(readings)))
+
+
+def test_the_energy_by_the_sensor_is_recorded():
+    def read(at_s: int) -> GpuSample:
+        sample = reading(at_s * S, 100.0 * at_s)
+        return msgspec_replace(sample, sensor_j=150.0 * at_s)
+
+    telemetry = Telemetry(0, PipelineRank(0, 1, 0, (0,)), offset_ns=lambda: 0)
+    telemetry.update([], [AttachReply("nvml:0", "", "A100", "measured"), read(0)])
+    for number in range(3):
+        begin_ns, end_ns = number * 10 * S, (number * 10 + 8) * S
+        telemetry.on_end(number, None, None)
+        times = IterationTimes(number, begin_ns, ((begin_ns, end_ns),), end_ns)
+        telemetry.update([times], [read(number * 10 + 10)])
+    telemetry.close()
+    assert [row.energy_j for row in telemetry.iterations] == [800.0] * 3
+    assert [row.sensor_j for row in telemetry.iterations] == [1200.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("sensor_w", "iterations", "said"),
+    [(171.0, 20, "43% apart"), (171.0, 5, None), (280.0, 20, None), (None, 20, None)],
+)
+def test_a_run_says_where_counter_and_sensor_disagree(
+    sensor_w: float | None, iterations: int, said: str | None
+):
+    rows = tuple(
+        IterationRecord(
+            iteration=number,
+            version=1,
+            pipeline=0,
+            pipeline_rank=0,
+            begin_s=10.0 * number,
+            end_s=10.0 * number + 8,
+            busy_s=6.0,
+            energy_j=2400.0,
+            sensor_j=None if sensor_w is None else 8 * sensor_w,
+        )
+        for number in range(iterations)
+    )
+    found = RankRecord(3, rows, {}).disagreement
+    assert found is None if said is None else said in (found or "")

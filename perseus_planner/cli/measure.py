@@ -1,0 +1,270 @@
+"""`planner measure` measures the time and energy of a command, as `perf stat` does.
+
+It is a wrapper, so its exit status is that of the command: a supervisor that starts a job again
+must see the end of the job, and not that of a measurement. Once the command has begun, whatever
+goes wrong beside it is said on stderr, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import click
+
+from perseus_planner.base.errors import GpuError, PlannerError, UsageError
+from perseus_planner.base.prefixes import si
+from perseus_planner.cli import console
+from perseus_planner.cli.options import GpuName, Option, OutputFile, Time, command
+
+if TYPE_CHECKING:
+    from perseus_planner.gpu.monitor import Monitor, PowerSample, Window
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+Handled = Annotated[
+    float, Option(type=click.FloatRange(0, min_open=True), metavar="N")
+]  #: how much a command handles
+
+
+@command(
+    "planner measure -- python train.py",
+    "planner measure --gpu nvml:0 --tokens 1048576 -- torchrun --nproc-per-node 8 train.py",
+    "planner measure --gpu cuda --csv power.csv --every 50ms -- python serve.py",
+    context_settings={"allow_interspersed_args": False},
+)
+def measure(
+    command: Annotated[tuple[str, ...], Option(required=True)],
+    *,
+    gpus: Annotated[
+        tuple[GpuName, ...],
+        "GPU to measure; repeat it for several. `cuda` names all that CUDA shows to this process.  "
+        "[default: all of the node]",
+        Option("--gpu"),
+    ],
+    tokens: Annotated[Handled | None, "Tokens that the command handles."],
+    samples: Annotated[Handled | None, "Samples that the command handles."],
+    every_s: Annotated[Time, "Time between two samples of the power.", Option(default="100ms")],
+    table: Annotated[
+        Path | None, "Write all samples there.", Option("--csv", type=OutputFile(".csv"))
+    ],
+) -> None:
+    """Run COMMAND, and print on stderr its time and the energy that GPUs use meanwhile.
+
+    Nothing is set. The exit status is that of the command, or 128 + N if signal N ended it,
+    whatever becomes of the measurement. It is 2 if the command could not begin. With --json, the
+    command's output goes to stderr, so that stdout has one JSON object.
+    """
+    with ExitStack() as stack:
+        record = stack.enter_context(_recording(table)) if table is not None else None
+        monitor = stack.enter_context(_opened(gpus, every_s, record))
+        window = monitor.window(command[0]).begin()
+        process = console.start(command, sys.stderr.fileno() if console.is_json() else None)
+        begun_s = time.monotonic()
+        opened = stack.pop_all()
+    # From here on, nothing but the command decides the exit status. A terminal sends an interrupt
+    # to the command too: it ends when the command does.
+    with (
+        console.signals(_FORWARDED, process.send_signal),
+        console.signals([signal.SIGINT], lambda _: None),
+    ):
+        status = process.wait()
+        result = _Result(
+            command,
+            status=128 - status if status < 0 else status,
+            time_s=time.monotonic() - begun_s,
+            handled={
+                name: count
+                for name, count in (("token", tokens), ("sample", samples))
+                if count is not None
+            },
+        )
+        result.take(monitor, window, opened)
+        if table is not None and table.exists() and not result.problems:
+            result.notes.append(f"Wrote {click.format_filename(table)}")
+        if not gpus and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            result.notes.append(
+                f"All GPUs of the node were measured, whatever CUDA_VISIBLE_DEVICES={visible!r} "
+                "shows to the command; `--gpu cuda` measures these alone"
+            )
+        _print(result)
+    click.get_current_context().exit(result.status)
+
+
+@contextmanager
+def _opened(
+    gpus: tuple[str, ...], every_s: float, record: Callable[[PowerSample], None] | None
+) -> Iterator[Monitor]:
+    """Open the GPUs. Of all of the node, those that cannot be measured are left out."""
+    from perseus_planner import Monitor
+    from perseus_planner.gpu import expanded
+
+    for gpu in gpus:
+        if gpu.startswith("simulated:"):
+            emulated = gpu.replace("simulated:", "emulated:", 1)
+            raise UsageError(
+                f"--gpu {gpu}: has a time of its own, in which commands take none; use {emulated}/0"
+            )
+    names = expanded(gpus) or None
+    with Monitor(names, sample_s=every_s, on_sample=record, strict=False) as monitor:
+        if gpus and monitor.unknown:
+            raise GpuError("; ".join(monitor.unknown.values()))
+        yield monitor
+
+
+@contextmanager
+def _recording(table: Path) -> Iterator[Callable[[PowerSample], None]]:
+    """Yield the function that writes a sample as a row of the file at `table`, which is there at
+    the end. A row that cannot be written is told at the end, not to the thread that samples.
+    """
+    from perseus_planner.base.files import replacing
+
+    failed: list[OSError] = []
+    with replacing(table, UsageError) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(("gpu", "time_s", "power_w"))
+
+        def record(sample: PowerSample) -> None:
+            if failed:
+                return
+            try:
+                rows.writerow((sample.gpu, f"{sample.time_s:.6f}", f"{sample.power_w:.3f}"))
+            except OSError as error:
+                failed.append(error)
+
+        yield record
+        text.detach()
+        if failed:
+            raise failed[0]
+
+
+@dataclass
+class _Result:
+    """What becomes of a command and of its measurement."""
+
+    command: tuple[str, ...]
+    status: int  #: its exit status, as a shell says it
+    time_s: float
+    handled: dict[str, float]  #: how many tokens or samples it handled
+    window: Window | None = None  #: None if it could not be ended
+    lost: list[str] = field(default_factory=list)  #: why energy of the time is not known
+    problems: list[str] = field(default_factory=list)  #: what else went wrong, and what to do
+    notes: list[str] = field(default_factory=list)  #: what else to know
+
+    def take(self, monitor: Monitor, window: Window, opened: ExitStack) -> None:
+        """End the window, and close what was opened."""
+        try:
+            window.end()
+            self.notes += window.warnings
+            self.window = window
+        except Exception as error:
+            self.lost.append(_text(error))
+        try:
+            opened.close()
+        except Exception as error:
+            self.problems.append(_text(error))
+        for gpu, why in window.unknown.items():
+            if gpu in monitor.unknown:
+                self.notes.append(f"not measured: {why}; name the GPUs to measure with --gpu")
+            else:
+                self.lost.append(why)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Everything, for JSON: energies are null where they are not known."""
+        content: dict[str, Any] = {"command": self.command, "status": self.status}
+        content |= {"time_s": self.time_s, "energy_j": None, "error_j": None, "average_w": None}
+        content["gpus"] = []
+        window = self.window
+        if window is not None:
+            content["gpus"] = [{**asdict(gpu), "average_w": gpu.average_w} for gpu in window.gpus]
+        if window is not None and not self.lost:
+            for name in ("time_s", "energy_j", "error_j", "average_w"):
+                content[name] = getattr(window, name)
+            for name, count in self.handled.items():
+                content[f"energy_per_{name}_j"] = window.energy_j / count
+                if window.energy_j:
+                    content[f"{name}s_per_j"] = count / window.energy_j
+        return {**content, "unknown": self.lost, "problems": self.problems, "notes": self.notes}
+
+    @property
+    def text(self) -> str:
+        """The same for people."""
+        from perseus_planner.base.tables import Column, lay_out, table
+
+        lines = [""]
+        window = self.window
+        if window is not None and window.gpus:
+            columns = lay_out(
+                window.gpus,
+                Column("GPU", "gpu", "<"),
+                Column("name", "name", "<"),
+                Column("energy (J)", "energy_j", ".2f"),
+                Column("+- (J)", "error_j", ".2f"),
+                Column("average (W)", "average_w", ".1f"),
+                Column("peak (W)", "peak_w", ".1f"),
+            )
+            lines += [table(columns), ""]
+        if window is None or self.lost:
+            why = "; ".join(self.lost)
+            lines.append(f"{self.command[0]}: {si(self.time_s, 's')}, energy unknown: {why}")
+        else:
+            lines += _energy_lines(window, self.handled)
+        return "\n".join([*lines, *self.problems, *self.notes])
+
+
+def _energy_lines(window: Window, handled: dict[str, float]) -> list[str]:
+    origins = " and ".join(sorted({gpu.origin for gpu in window.gpus}))
+    lines = [
+        f"{window.name}: {si(window.time_s, 's')}, {si(window.energy_j, 'J', 6)} +- "
+        f"{si(window.error_j, 'J', 3)}, {si(window.average_w, 'W')} on average ({origins})"
+    ]
+    if window.energy_j:
+        lines += [
+            f"{si(window.energy_j / count, 'J', 6)}/{name}, {count / window.energy_j:.6g} {name}s/J"
+            for name, count in handled.items()
+        ]
+    return lines
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, PlannerError):
+        return str(error)
+    return f"a fault of the planner, please report it: {type(error).__name__}: {error}"
+
+
+def _print(result: _Result) -> None:
+    """Print the result. Where it cannot be printed, as on a full disk or into a closed pipe, it is
+    lost.
+    """
+    if console.is_json():
+        text = json.dumps(result.content, indent=2, allow_nan=False)
+        if _is_printed(text, sys.stdout, err=False):
+            return
+        text = "Error: the output cannot be written"
+    else:
+        text = result.text
+    _is_printed(console.printable(text), sys.stderr, err=True)
+
+
+def _is_printed(text: str, stream: IO[str], *, err: bool) -> bool:
+    try:
+        click.echo(text, err=err)
+    except OSError:
+        # What the stream still holds must not fail again when the process ends.
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return False
+    return True
