@@ -42,17 +42,19 @@ _HEADROOM = 1.5
 """A GPU draws at most so many times the limit of the catalogue: boards are sold with higher ones
 (500 W of an A100 for 400 W), and counters are off by a few percent."""
 _LEAST_W = 5.0
-"""The least that a GPU draws while it computes, watts: the smallest of a data centre idle at 8 W."""
+"""The least that a GPU draws while it computes, watts: the smallest idle at 8 W."""
 _WAITING_AT_ZERO = 0.4
 """The least share of the blocking power that a computation draws as its clock falls to 0, of the
 highest one. A waiting GPU polls at the highest clock; about half of what it draws is static."""
 _WAITING_AT_TOP = 0.8
-"""The same at the highest clock: both run at one clock, so only errors of short windows are left."""
+"""The same at the highest clock: both run at one clock, so what is left is errors of windows."""
 _NEARLY_IDLE = 0.25
 """The same of a computation that takes next to no time, which may leave the GPU idle between
 launches: idle GPUs draw a third of waiting ones (35 W and 110 W of an L40S)."""
 _NEARLY_NO_TIME = 0.05
 """A computation takes next to no time if it takes less than this share of the median one."""
+_LAUNCHES_S = 1e-3
+"""Or less than this, seconds: it is mostly launches then, and its energy is mostly noise."""
 _TIMES_WAITING = 10.0
 """More than so many times the blocking power is unusual: measured profiles have at most 5.8."""
 _JUMP = 1.5
@@ -60,12 +62,10 @@ _JUMP = 1.5
 by at most 1.07, and short windows are off by a few percent."""
 _POWER_EXPONENT = 3  #: of the clock; see above
 _LIMIT_EXPONENT = 3
-"""Of a power limit, for times: near the static power a little less of it costs much of the clock."""
+"""Of a power limit, for times: near the static power, a little of it is much of the clock."""
 _CLOCKS_MHZ = (50, 4000)
 """Clocks of GPUs, MHz: the lowest that drivers list is 114, the highest 3.2 GHz."""
-_LEAST_TOP_MHZ = (
-    400  #: the highest clock of a profile is no lower, MHz: the smallest GPUs reach 800
-)
+_LEAST_TOP_MHZ = 400  #: the highest clock of a profile is no lower, MHz: small GPUs reach 800
 _LIMITS_W = (10, 3000)  #: power limits of GPUs, watts
 _LEAST_TOP_W = 50  #: the highest power limit of a profile is no lower, watts
 _OVER_LIMIT = 1.5  #: a GPU draws at most so many times the power limit that is set
@@ -95,6 +95,14 @@ class _Judged(NamedTuple):
     gpus: int  #: of a stage
     waiting_w: Callable[[int], float]  #: stage -> power of its GPUs while they wait, watts
     most_w: float  #: that one GPU draws, watts
+
+    def short(self) -> set[Key]:
+        """Return the computations that take next to no time."""
+        if not self.rows:
+            return set()
+        usual_s = median(own[0].time_s for own in self.rows.values())
+        least_s = max(_LAUNCHES_S, _NEARLY_NO_TIME * usual_s)
+        return {key for key, own in self.rows.items() if own[0].time_s < least_s}
 
     def power_w(self, row: Measurement) -> float:
         """Return the power of one GPU, watts."""
@@ -221,15 +229,14 @@ def _setting_doubts(judged: _Judged) -> Iterator[Doubt]:
 def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows in which a GPU draws more than it can, or less than while it waits."""
     top = max((row.clock_mhz for own in judged.rows.values() for row in own), default=1)
-    usual_s = median(own[0].time_s for own in judged.rows.values()) if judged.rows else 0.0
+    short = judged.short()
     high: list[tuple[Key, Measurement]] = []
     low: list[tuple[Key, Measurement]] = []
     for key, own in judged.rows.items():
         waiting_w = judged.waiting_w(key[0]) / judged.gpus
-        is_short = own[0].time_s < _NEARLY_NO_TIME * usual_s
         for row in own:
             share = _WAITING_AT_ZERO + (_WAITING_AT_TOP - _WAITING_AT_ZERO) * row.clock_mhz / top
-            if is_short:
+            if key in short:
                 share = _NEARLY_IDLE
             if judged.power_w(row) > judged.most_w:
                 high.append((key, row))
@@ -324,9 +331,10 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
 
 
 def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
-    """Yield rows that are further from those at neighbouring clocks than physics and noise allow."""
+    """Yield rows that are further from neighbouring clocks than physics and noise allow."""
+    short = judged.short()
     for key, own in judged.rows.items():
-        if not any(_are_apart(judged, *pair) for pair in pairwise(own)):
+        if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(own)):
             continue
         # The row that disagrees with the most others is the wrong one.
         against = dict.fromkeys(range(len(own)), 0)

@@ -561,9 +561,8 @@ def _checked_rows(profile: Profile, table: Table) -> Profile:
     def place_of(doubt: Doubt) -> str:
         place = table.places[(*doubt.key, doubt.clock)]
         column = column_of(doubt, profile.control)
-        return f"{place}, column {column!r}" + (
-            " (the last row, cut short?)" * (place == table.cut)
-        )
+        cut = " (the last row, cut short?)" if place == table.cut else ""
+        return f"{place}, column {column!r}{cut}"
 
     refuse_doubtful(doubts, place_of)
     said = [f"{place_of(doubt)}: {doubt.problem}" for doubt in doubts]

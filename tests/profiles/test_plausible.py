@@ -104,7 +104,7 @@ def test_a_frozen_case_is_solved(cases: Path):
 
 
 def solved(profile: Profile, microbatches: int = 4) -> Frontier:
-    return solve(profile, generate_for_stages("1f1b", profile.stages, microbatches))
+    return solve(profile, generate_for_stages("1f1b", profile.stages, microbatches=microbatches))
 
 
 ALL = list(made_rows())
