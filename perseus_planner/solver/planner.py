@@ -18,7 +18,7 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.replay import replay, time_and_energy
+from perseus_planner.plans.replay import baseline_name, replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
@@ -357,7 +357,9 @@ class Planner:
         if max_changes is not None:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(self.dag, within_s, clocks, max_changes)
+                clocks = self._without_idle_changes(
+                    clocks_within_budget(self.dag, within_s, clocks, max_changes)
+                )
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, least_s) from None
@@ -433,7 +435,9 @@ class Planner:
         if counts:
             budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
             clocks_by_level |= {
-                level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
+                level: self._without_idle_changes(budgets[n])
+                for level, n in zip(levels, counts, strict=False)
+                if n in budgets
             }
         plans = {
             (level, False): self.plan_of(clocks, deadline_s)
@@ -495,10 +499,34 @@ class Planner:
 
         A rough plan is not polished, and takes a tenth of the effort.
         """
-        clocks = [point.clock_mhz for point in self.points(deadline_s, is_rough=is_rough)]
+        points = self.points(deadline_s, is_rough=is_rough)
+        clocks = self._without_idle_changes([point.clock_mhz for point in points])
         if (known := self._known.get(deadline_s)) is None:
             return clocks
         return min(clocks, list(known), key=lambda each: self._cost(each, deadline_s))
+
+    def _without_idle_changes(self, clocks: list[int]) -> list[int]:
+        """Return the clocks, where computations without work keep the clock of what runs before
+        them on their rank, so that no clock is changed for them.
+        """
+        keys = self.dag.iteration.keys
+        if all(map(self.profile.has_work, set(keys))):
+            return clocks
+        kept = list(clocks)
+        for program in self.dag.iteration.programs:
+            computed = [place for place in program if place < len(keys)]
+            busy = [place for place in computed if self.profile.has_work(keys[place])]
+            if not busy:  # the rank has no work at all
+                for place in computed:
+                    kept[place] = max(self._table[keys[place]])
+                continue
+            clock = clocks[busy[-1]]  # of the iteration before
+            for place in computed:
+                if self.profile.has_work(keys[place]):
+                    clock = clocks[place]
+                elif clock in self._table[keys[place]]:
+                    kept[place] = clock
+        return kept
 
     def _cost(self, clocks: Sequence[int], deadline_s: float) -> tuple[bool, float]:
         """Return whether an iteration at these clocks is late, and its effective energy, joules."""
@@ -673,6 +701,8 @@ class Planner:
             overhead_s=self.profile.overhead_s,
             clock_change=self.profile.clock_change,
             torch=self.profile.conditions.get(TORCH),
+            baseline=baseline_name(self.profile),
+            remarks=self.profile.remarks,
         )
         if plan.clock_change is None:
             return plan
