@@ -228,7 +228,7 @@ class Hook:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._keeps_modes = keeps_modes
         self._iteration = -1
-        self._is_inside = False
+        self._is_inside = self._has_evaluated = False
         self._position = 0
         self._is_unclocked = True  #: no clock is requested
         #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
@@ -266,13 +266,18 @@ class Hook:
             self._order, self._count = program.computations, len(program.computations)
         self._position, self._deviation, self._noted = 0, None, []
         self._request_first()
-        self._marks.begin_iteration(self._iteration)
+        self._marks.begin_iteration(self._iteration, follows_evaluation=self._has_evaluated)
+        self._has_evaluated = False
         if (
             program is not None
             and microbatches is not None
             and microbatches != program.microbatches
         ):
             self._deviate(f"{microbatches} microbatches, and the plan has {program.microbatches}")
+
+    def note_evaluation(self) -> None:
+        """See `IterationHook.note_evaluation`."""
+        self._has_evaluated = True
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""

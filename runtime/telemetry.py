@@ -106,7 +106,8 @@ class Checkpoints:
         self._off_plan_since_s = (
             None if record.is_as_planned else self._off_plan_since_s or record.begin_s
         )
-        if (record.iteration + 1) % _stride(self._account.gpu_s / self._account.windows) == 0:
+        window_s = self._account.gpu_s / max(1, self._account.windows)
+        if (record.iteration + 1) % _stride(window_s) == 0:
             self.keep()
 
     def keep(self) -> None:
@@ -570,7 +571,9 @@ class Telemetry:
         costs = self._costs_of(program) if has_clocks and program is not None else None
         lowered = self._lowered(program) if has_clocks and program is not None else 0
         saved: Saved | None = NOTHING
-        if lowered:
+        if times.follows_evaluation:
+            saved = None
+        elif lowered:
             saved = self._saved(times, costs, computations, energy_j) if deviation is None else None
         return IterationRecord(
             **change_statistics(computations),
@@ -592,6 +595,8 @@ class Telemetry:
             between_j=between_j,
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if self._gpu is None else self._gpu.name or None,
+            follows_evaluation=int(times.follows_evaluation),
+            precedes_evaluation=int(next_ns is not None and self._times[0].follows_evaluation),
             lowered=lowered,
             saved_j=None if saved is None or energy_j is None else saved.saved_j,
             saved_error_j=0.0 if saved is None else saved.error_j,

@@ -294,6 +294,8 @@ class _TimerEvents:
             "forward-backward": (self._begin_iteration, self._end_iteration),
             "forward-compute": (partial(self._begin, "F"), self._end),
             "backward-compute": (partial(self._begin, "B"), self._end),
+            # Megatron-LM evaluates without the timers of the config, within this one.
+            "evaluate": (self._note_evaluation, lambda: None),
         }
 
     def stop(self) -> None:
@@ -303,6 +305,8 @@ class _TimerEvents:
     def _begin_iteration(self) -> None:
         microbatches, forward_only = _schedule_arguments()
         self._is_training = not (forward_only or self._is_stopped)
+        if forward_only:
+            self._note_evaluation()
         if self._is_training:
             chunks = range(self._chunks)
             self._computations = {
@@ -312,6 +316,10 @@ class _TimerEvents:
             packed = self.packed
             batch = None if packed is None else partial(_with_lengths, packed)
             self._hook.begin_iteration(microbatches, batch)
+
+    def _note_evaluation(self) -> None:
+        if not self._is_stopped:
+            self._hook.note_evaluation()
 
     def _end_iteration(self) -> None:
         if self._is_training:
@@ -407,6 +415,10 @@ class _Timers:
         if wrapped is None or wrapped.original is not timer:
             wrapped = self._wrapped[name] = _Timer(timer, *self._actions[name])
         return wrapped
+
+    def note_evaluation(self) -> None:
+        """Note an evaluation that is not timed."""
+        self._actions["evaluate"][0]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)

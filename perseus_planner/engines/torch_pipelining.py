@@ -179,6 +179,8 @@ class TorchPipeline:
             nonlocal is_inside
             is_training = schedule._has_backward and torch.is_grad_enabled()
             if is_inside or not is_training or not are_same(parts_of(schedule), modules):
+                if not (is_inside or is_training) and are_same(parts_of(schedule), modules):
+                    hook.note_evaluation()
                 return step(*args, **kwargs)
             self._schedule, is_inside = schedule, True
             batch = partial(_microbatches_of, schedule, args, kwargs) if args or kwargs else None

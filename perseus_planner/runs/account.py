@@ -6,7 +6,8 @@ iterations is lost. The first window begins with the first iteration that a rank
 one ends with its last iteration. What comes before and after is in no account.
 
 A pause, for example an evaluation, is cut out of the window that it ends: its seconds and joules
-stand apart, because plans do not cover pauses.
+stand apart, because plans do not cover pauses. So do those of the iteration that follows an
+evaluation: it begins while other ranks still evaluate, and engines prepare anew in it.
 
 There is one baseline: what ran, each computation at full clocks, in as much time as the iteration
 took (`savings`). Where no clock was lowered, nothing was saved. Between iterations nothing is
@@ -64,11 +65,11 @@ class Account:
     as_planned: Index = 0  #: Number of windows whose iteration ran as planned
     planned_s: Finite = 0.0  #: Seconds of these iterations by the plan
     planned_busy_s: Finite = 0.0  #: Seconds of their computations by the plan
-    pause_s: Finite = 0.0  #: Seconds of pauses
+    pause_s: Finite = 0.0  #: Seconds of pauses, and of the iterations that follow evaluations
     metered_s: Finite = 0.0  #: Those of `gpu_s` whose energy is known
     energy_j: Finite = 0.0  #: Joules of the GPUs in them
     between_j: Finite = 0.0  #: Those of them that were used after the end of an iteration
-    pause_j: Finite = 0.0  #: Joules of pauses
+    pause_j: Finite = 0.0  #: Joules in `pause_s`
     lowered: Index = 0  #: Number of windows for which a clock below the highest was requested
     judged_j: Finite = 0.0  #: Those joules of `energy_j` of which it is known what was saved
     #: Joules less than with all clocks at maximum in as much time, where that is known; negative if
@@ -103,6 +104,8 @@ class Account:
             is_first: Whether the rank is the first one of the job.
             key: Other fields of a class that has more.
         """
+        if row.follows_evaluation:
+            return cls._of_evaluation(row, **key)
         between_s = 0.0 if row.is_paused or row.next_s is None else row.next_s - row.end_s
         window_s, used_j = row.time_s + between_s, row.energy_j or 0.0
         is_whole = row.energy_j is not None and (not between_s or row.between_j is not None)
@@ -139,6 +142,19 @@ class Account:
             **{name: getattr(row, name) for name in _OF_ROWS},
             last_iteration=row.iteration,
             energy_is=None if row.energy_j is None else row.origin,
+            **key,
+        )
+
+    @classmethod
+    def _of_evaluation(cls: type[A], row: IterationRecord, **key: Any) -> A:
+        """Return the account of an iteration that may hold a part of an evaluation."""
+        until_s = row.end_s if row.next_s is None else row.next_s
+        return cls(
+            pause_s=until_s - row.begin_s,
+            pause_j=(row.energy_j or 0.0) + (row.between_j or 0.0),
+            begin_s=row.begin_s,
+            end_s=row.end_s,
+            last_iteration=row.iteration,
             **key,
         )
 

@@ -117,6 +117,10 @@ class IterationRecord:
     host_load: Finite | None = None  #: Load of the node in the last minute, for each of its CPUs
     gpu: str | None = None  #: Name of the rank's GPU
     # Files of version 0.3 do not have the following.
+    #: 1 if it follows an evaluation, of which it may hold a part: its times tell nothing, and its
+    #: window counts as a pause.
+    follows_evaluation: Index = 0
+    precedes_evaluation: Index = 0  #: 1 if an evaluation comes after it
     #: Number of computations for which a clock below the highest was requested, or another mode.
     lowered: Index = 0
     #: Joules less than with all of them at full clocks, by the rows, in as much time: see
@@ -141,7 +145,9 @@ class IterationRecord:
     @property
     def is_paused(self) -> bool:
         """Whether a pause, for example an evaluation, came after it."""
-        return self.next_s is not None and is_pause(self.next_s - self.end_s, self.time_s)
+        return self.next_s is not None and (
+            self.precedes_evaluation > 0 or is_pause(self.next_s - self.end_s, self.time_s)
+        )
 
     @property
     def is_as_planned(self) -> bool:

@@ -9,9 +9,9 @@ from perseus_planner.base.prefixes import counted, si
 from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, profile_of_origin
 
 if TYPE_CHECKING:
-    from perseus_planner.runs.account import Account
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runs.account import Account
     from perseus_planner.schedules.iteration import Iteration
 
 

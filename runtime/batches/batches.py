@@ -415,6 +415,8 @@ class Batches:
         before, self._clock = self._clock, 0
         if program is None or len(seen.spans_ns) != len(program.computations):
             return
+        if seen.follows_evaluation:  # its times tell nothing
+            return
         self._clock = program.clocks[-1]
         time_s = (seen.end_ns - seen.begin_ns) / 1e9
         if seen.number < _SETTLING:

@@ -4,6 +4,7 @@ saved what the same computations would have used at full clocks.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -221,3 +222,66 @@ def test_a_gpu_that_does_not_follow_its_clocks_has_saved_nothing(tmp_path: Path)
         1 - plan.energy_j / plan.baseline_j(plan.time_s), abs=0.01
     )
     assert ignored.saved_j < 0.35 * followed.saved_j
+
+
+NEW = ("follows_evaluation", "precedes_evaluation", "lowered", "saved_j")
+NEW = (*NEW, "saved_error_j", "saved_noise_j", "judged_j", "saved_variance_j2")
+
+
+def as_of_03(path: Path) -> None:
+    """Rewrite rows or totals as 0.3 had them."""
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    is_totals = path.name.startswith("totals")
+    kept = [name for name in header if name not in NEW or (is_totals and name == "saved_j")]
+    more = ("unlocked_j", "unlocked_saved_j") if is_totals else ("baseline_j", "unlocked_j")
+    place = kept.index("energy_j") + 1
+    names = [*kept[:place], *more, *kept[place:]]
+    lines = []
+    for row in rows:
+        values = {**dict(zip(header, row, strict=True)), **dict.fromkeys(more, "200.0")}
+        values["saved_j"] = "99.0"
+        lines.append(",".join(values[name] for name in names))
+    path.write_text("\n".join([",".join(names), *lines, ""]))
+
+
+def test_a_run_that_0_3_recorded_is_shown_and_what_it_saved_is_not_known(tmp_path: Path):
+    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    plan = replace(frontier.plan_for(1.1 * frontier.baseline_time_s), full_clocks=None)
+    for _ in range(4):
+        write_run(tmp_path, plan, 4)
+    now = Run.load(tmp_path).total
+    for path in [*tmp_path.glob("*/iterations-*.csv"), *tmp_path.glob("totals-*.csv")]:
+        as_of_03(path)
+    run = Run.load(tmp_path)
+    assert now.saved_share is not None
+    assert (run.total.saved_j, run.total.saved_share) == (0.0, None)
+    assert (run.total.energy_j, run.total.time_s) == (now.energy_j, now.time_s)
+    assert "What was saved is not known" in run_text(summarize_run(run))
+    assert savings_of(Sources(runs={"run": run}), EnergyRates(), IterationSize()) == ()
+
+
+def test_a_plan_of_0_3_has_saved_what_its_baseline_says(tmp_path: Path):
+    frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    plan = frontier.plan_for(1.1 * frontier.baseline_time_s)
+    shares = []
+    for name, each in (("new", plan), ("old", replace(plan, full_clocks=None))):
+        each.save(tmp_path / f"{name}.yaml")
+        write_run(tmp_path / name, Plan.load(tmp_path / f"{name}.yaml"), 4)
+        shares.append(Run.load(tmp_path / name).total.saved_share)
+    assert "full_clocks" not in (tmp_path / "old.yaml").read_text()
+    assert shares[1] == pytest.approx(shares[0], abs=0.005)
+
+
+def test_a_row_after_an_evaluation_is_a_pause(tmp_path: Path):
+    plan = PLANS[2, 2]
+    (telemetry, _) = write_run(tmp_path, plan, 4)
+    rows = list(telemetry.iterations)
+    usual = sum((Account.of(row, is_first=True) for row in rows), Account())
+    rows[1] = replace(rows[1], precedes_evaluation=1)
+    rows[2] = replace(rows[2], follows_evaluation=1, energy_j=1e6, end_s=rows[2].end_s + 9.0)
+    seen = sum((Account.of(row, is_first=True) for row in rows), Account())
+    assert (seen.iterations, seen.windows) == (usual.iterations - 1, usual.windows - 1)
+    assert seen.mean_iteration_s == pytest.approx(usual.mean_iteration_s, rel=1e-3)
+    assert seen.pause_j > 1e6
+    assert seen.energy_j < usual.energy_j

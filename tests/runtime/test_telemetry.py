@@ -66,7 +66,7 @@ class Device:
     def request(self, index: int, part: int = 0) -> None:
         self.written.append((self.now_ns, self.words[index] | part))
 
-    def begin_iteration(self, number: int) -> None:
+    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
         self.begun, self.times_ns = (number, self.now_ns), []
 
     def begin(self) -> None:

@@ -1,0 +1,55 @@
+"""Evaluations between iterations change nothing that is said of iterations: real ranks of each
+engine train on emulated GPUs with and without them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import ranks
+
+from perseus_planner import Run
+from perseus_planner.views.run import run_text, summarize_run
+
+ITERATIONS, EVERY = 31, (4, 10)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "torch",
+        pytest.param("deepspeed", marks=pytest.mark.soak),
+        pytest.param("megatron", marks=pytest.mark.soak),
+    ],
+)
+def test_times_savings_and_verdicts_are_those_without_evaluations(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch")
+    if engine != "torch":
+        pytest.importorskip({"deepspeed": "deepspeed", "megatron": "megatron.core"}[engine])
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    for each in ranks("evaluation_programs:train", 2, tmp_path, engine, str(ITERATIONS)):
+        assert each.code == 0, each.stderr
+    without = Run.load(tmp_path / "every-0")
+    assert without.total.iterations == ITERATIONS
+    assert without.total.saved_share is not None
+    verdict = summarize_run(without).verdict
+    for every in EVERY:
+        run = Run.load(tmp_path / f"every-{every}")
+        follows = [number for number in range(1, ITERATIONS) if number % every == 0]
+        for rank in run.ranks:
+            marked = [row.iteration for row in rank.iterations if row.follows_evaluation]
+            assert marked == follows
+            before = [row.iteration for row in rank.iterations if row.precedes_evaluation]
+            assert before == [number - 1 for number in follows]
+        assert run.total.iterations == ITERATIONS - len(follows)
+        assert run.total.pause_j > 0.0
+        summary = summarize_run(run)
+        time_s, usual_s = summary.current.time_s, summarize_run(without).current.time_s
+        print(engine, every, time_s, usual_s, run.total.saved_share, without.total.saved_share)
+        assert time_s == pytest.approx(usual_s, rel=0.03)
+        assert run.total.saved_share == pytest.approx(without.total.saved_share, abs=0.01)
+        assert (summary.verdict is None) == (verdict is None), run_text(summary)
+        assert "in each iteration" not in run_text(summary)
