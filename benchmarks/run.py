@@ -38,6 +38,7 @@ import power_cap
 import references
 import service_load
 import serving_pools
+import stated_savings
 import sweep_quality
 import switch_budgets
 import unlike_stages
@@ -81,6 +82,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     batches.NUMBER: batches.measure,
     modes.NUMBER: modes.measure,
     learnt_modes.NUMBER: learnt_modes.measure,
+    stated_savings.NUMBER: stated_savings.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -198,6 +198,7 @@ class _IterationEvents:
     first: Any
     spans: list[tuple[Any, Any]] = field(default_factory=list)
     last: Any = None
+    follows_evaluation: bool = False
 
     def all(self) -> list[Any]:
         return [self.first, *(event for span in self.spans for event in span), self.last]
@@ -295,10 +296,12 @@ class CudaMarks(Marks):
         except (GpuError, RuntimeError) as error:
             self._fail(error)
 
-    def begin_iteration(self, number: int) -> None:
+    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
         """See `Marks.begin_iteration`; takes no times while `KEPT` iterations are unread."""
         first = self._record_event() if len(self._unread) < KEPT else None
-        self._current = _IterationEvents(number, first) if first is not None else None
+        self._current = None
+        if first is not None:
+            self._current = _IterationEvents(number, first, follows_evaluation=follows_evaluation)
 
     def begin(self) -> None:
         """See `Marks.begin`."""
@@ -346,12 +349,14 @@ class CudaMarks(Marks):
                 if all(event.query() for event in events):
                     raise
                 break  # a side stream is still busy with a part of the iteration
-            number = self._unread.popleft().number
+            read = self._unread.popleft()
             begin_ns, spare = self._clock.advance(first)
             self._free.extend((spare, *later))
             begin_ns, *between_ns, end_ns = accumulate(gaps_ns, initial=begin_ns)
             spans_ns = tuple(zip(between_ns[0::2], between_ns[1::2], strict=True))
-            times.append(IterationTimes(number, begin_ns, spans_ns, end_ns))
+            times.append(
+                IterationTimes(read.number, begin_ns, spans_ns, end_ns, read.follows_evaluation)
+            )
         return times
 
     def _record_event(self) -> Any:

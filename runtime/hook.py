@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Microbatches
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.savings import RankCosts
     from perseus_planner.runtime.autopilot.job import Ledger
     from perseus_planner.runtime.modes import ModeSwitch
 
@@ -66,9 +67,8 @@ class Program:
     status: AutopilotStatus | None = None  #: What the autopilot knew
     #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
-    #: Joules of this rank's GPU in such an iteration at full clocks, by the profile, where that is
-    #: known and iterations differ; else None.
-    full_j: float | None = None
+    #: What rows say of an iteration by it; None if that is not known, or its plan says it.
+    costs: RankCosts | None = field(default=None, repr=False)
     sent: Sent | None = field(default=None, repr=False, compare=False)  #: What all ranks were sent
     #: Whether the source may have another one of the same computations while the iteration runs.
     awaits: bool = False
@@ -132,13 +132,14 @@ class Program:
         if self.decision == 0:
             return self
         clocks = (self.top,) * len(self.clocks)
-        return replace(self, decision=0, clocks=clocks, busy_s=None, modes=())
+        return replace(self, decision=0, clocks=clocks, busy_s=None, costs=None, modes=())
 
     def with_changes(self, most: int) -> Program:
         """Return the program with at most so many changes in an iteration, at the same clocks or
         higher ones.
         """
-        return replace(self, clocks=with_fewer_changes(self.clocks, most), busy_s=None)
+        clocks = with_fewer_changes(self.clocks, most)
+        return replace(self, clocks=clocks, busy_s=None, costs=None)
 
     def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
         """Refuse a plan whose order of computations is not that of the engine.
@@ -230,7 +231,7 @@ class Hook:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._keeps_modes = keeps_modes
         self._iteration = -1
-        self._is_inside = False
+        self._is_inside = self._has_evaluated = False
         self._position = 0
         self._is_unclocked = True  #: no clock is requested
         #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
@@ -268,13 +269,18 @@ class Hook:
             self._order, self._count = program.computations, len(program.computations)
         self._position, self._deviation, self._noted = 0, None, []
         self._request_first()
-        self._marks.begin_iteration(self._iteration)
+        self._marks.begin_iteration(self._iteration, follows_evaluation=self._has_evaluated)
+        self._has_evaluated = False
         if (
             program is not None
             and microbatches is not None
             and microbatches != program.microbatches
         ):
             self._deviate(f"{microbatches} microbatches, and the plan has {program.microbatches}")
+
+    def note_evaluation(self) -> None:
+        """See `IterationHook.note_evaluation`."""
+        self._has_evaluated = True
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""

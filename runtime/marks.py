@@ -66,6 +66,8 @@ class IterationTimes:
     #: (begin, end) of each computation, in the order in which they ran.
     spans_ns: tuple[tuple[int, int], ...]
     end_ns: int  #: When it ended
+    #: Whether it follows an evaluation, of which it may hold a part: its times tell nothing.
+    follows_evaluation: bool = False
 
 
 class Marks:
@@ -81,16 +83,16 @@ class Marks:
     def __init__(self, shared: memoryview) -> None:
         self._shared = shared
         self._requests: Sequence[int] = ()
-        self._number = 0
+        self._number, self._follows_evaluation = 0, False
         self._iteration_begin_ns = 0
         self._begin_ns = 0
-        self._ended_s = 0.0
+        self._ended_s: float | None = 0.0
         self._spans_ns: list[tuple[int, int]] = []
         self._finished: deque[IterationTimes] = deque(maxlen=KEPT)
 
     def ended_s(self) -> float | None:
         """Return how long the iteration took that has just ended, in seconds; None if the device
-        may still run it.
+        may still run it, or its time tells nothing.
         """
         return self._ended_s
 
@@ -109,9 +111,10 @@ class Marks:
         """
         self._shared[0] = self._requests[index] | part
 
-    def begin_iteration(self, number: int) -> None:
+    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
         """Mark the begin of an iteration."""
-        self._number, self._iteration_begin_ns, self._spans_ns = number, time.monotonic_ns(), []
+        self._number, self._follows_evaluation = number, follows_evaluation
+        self._iteration_begin_ns, self._spans_ns = time.monotonic_ns(), []
 
     def begin(self) -> None:
         """Mark the begin of a computation."""
@@ -124,9 +127,16 @@ class Marks:
     def end_iteration(self) -> None:
         """Mark the end of the iteration."""
         end_ns = time.monotonic_ns()
-        self._ended_s = (end_ns - self._iteration_begin_ns) / 1e9
+        time_s = (end_ns - self._iteration_begin_ns) / 1e9
+        self._ended_s = None if self._follows_evaluation else time_s
         self._finished.append(
-            IterationTimes(self._number, self._iteration_begin_ns, tuple(self._spans_ns), end_ns)
+            IterationTimes(
+                self._number,
+                self._iteration_begin_ns,
+                tuple(self._spans_ns),
+                end_ns,
+                self._follows_evaluation,
+            )
         )
 
     def finished(self) -> list[IterationTimes]:

@@ -41,6 +41,7 @@ class PlannerCallback:
         """Follow it again: an evaluation gives the configs the timers of Megatron-Bridge back."""
         for config, timers in self._timers:
             config.timers = timers
+            timers.note_evaluation()
 
     def on_train_end(self, context: Any) -> None:
         """Leave the model as it was."""

@@ -240,6 +240,7 @@ class _Session:
             warn=lambda text: warnings.warn("record", text),
             planned_busy_s=None if context.batches is None else context.batches.planned_busy_s,
             sharded_torch=sharded_torch(context.engine),
+            control=context.control,
         )
         self._telemetry.update([], [] if self._gpu is None else [self._gpu])
         marks = _make_marks(context.engine, self._connection, stack)

@@ -15,11 +15,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlannerError
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.account import Account
 from perseus_planner.runs.records import (
     ClockSample,
@@ -27,8 +28,10 @@ from perseus_planner.runs.records import (
     IterationRecord,
     SetCall,
     change_statistics,
+    followed_clocks,
     match_changes,
 )
+from perseus_planner.runs.savings import NOTHING, Saved, Savings, plan_costs
 from perseus_planner.runtime.controller.protocol import (
     AttachReply,
     ControlChange,
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
-    from perseus_planner.runs.records import ComputationRecord
+    from perseus_planner.runs.savings import RankCosts
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
 
@@ -103,7 +106,8 @@ class Checkpoints:
         self._off_plan_since_s = (
             None if record.is_as_planned else self._off_plan_since_s or record.begin_s
         )
-        if (record.iteration + 1) % _stride(self._account.gpu_s / self._account.windows) == 0:
+        window_s = self._account.gpu_s / max(1, self._account.windows)
+        if (record.iteration + 1) % _stride(window_s) == 0:
             self.keep()
 
     def keep(self) -> None:
@@ -323,11 +327,9 @@ def _seconds_of(reason: str) -> Callable[[GpuSample], float | None]:
 
 
 _PATIENCE = 4  #: iterations that may wait for a sample
-_FULL = 32  #: iterations at full clocks with which those of the autopilot are compared
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
-_UNLOCKED_S = 10.0  #: before a clock is set, until what counters said then is known within 2 %
 
 
 def wall_offset_ns() -> int:
@@ -354,6 +356,7 @@ class Telemetry:
         planned_busy_s: Where clocks follow the batch, returns the seconds of an iteration's
             computations by their work, or None.
         sharded_torch: Version of torch, if it shards this rank's stages.
+        control: What clocks are, as `Profile.control`.
     """
 
     def __init__(
@@ -369,9 +372,11 @@ class Telemetry:
         now_s: Callable[[], float] = time.monotonic,
         planned_busy_s: Callable[[int], float | None] | None = None,
         sharded_torch: str | None = None,
+        control: str = "clock",
     ) -> None:
         self._planned_busy_s = planned_busy_s
         self._sharded_torch = sharded_torch
+        self._control = control
         self._pipeline_rank, self._capacity, self._offset_ns = (
             pipeline_rank.rank,
             capacity,
@@ -398,11 +403,8 @@ class Telemetry:
         self._since_epoch_ns = offset_ns()
         # Of the previous iteration:
         self._program: Program | None = None
-        self._is_at_full_clocks = False
-        self._at_full_j: deque[tuple[float, float | None]] = deque(
-            maxlen=_FULL
-        )  #: energies of the last iterations at full clocks
-        self._unlocked, self._is_unlocked = Account(), True  #: before a clock was first requested
+        self._savings = Savings()
+        self._costs: tuple[Program, RankCosts | None] | None = None  #: of the last program
         self._has_deviated = False  #: whether the engine ran something that is not in the program
         self._requested_ns = 0  #: when the first clock of the next iteration was requested
 
@@ -499,7 +501,6 @@ class Telemetry:
         record = self._record(
             times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
         )
-        record = self._compared(record, program)
         plan = None if program is None else program.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
         self._prepare_next(times, program, has_deviated=has_deviated)
@@ -566,25 +567,22 @@ class Telemetry:
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
         after = self._samples.first_after(times.end_ns)
-        planned_busy_s = baseline_j = None
         energy_j = self._samples.energy_j(times.begin_ns, times.end_ns)
         next_ns = self._next_ns(times)
         between_j = None if next_ns is None else self._samples.energy_j(times.end_ns, next_ns)
-        time_s = (times.end_ns - times.begin_ns) / 1e9
         plan = None if program is None else program.plan
-        if plan is not None and deviation is None:
-            gpus = len(plan.schedule.ranks) * plan.gpus_per_stage
-            baseline_j = plan.baseline_j(time_s) / gpus
-            planned_busy_s = math.fsum(
-                plan.measurement(record.computation).time_s for record in computations
-            )
-        elif program is not None and plan is None and deviation is None:
-            if program.decision == 0 and self._is_at_full_clocks and energy_j is not None:
-                self._at_full_j.append((energy_j, program.full_j))
-            self._is_at_full_clocks = program.decision == 0
-            by_work = self._planned_busy_s
-            planned_busy_s = program.busy_s if by_work is None else by_work(times.number)
-            baseline_j = self._baseline_j(program.full_j)
+        planned_busy_s = None
+        if program is not None and deviation is None:
+            planned_busy_s = self._planned_busy_s_of(times, program, computations)
+        # A GPU without clocks of the iteration runs as without the planner.
+        has_clocks = program is not None and deviation != _UNCLOCKED and not self._is_dry
+        costs = self._costs_of(program) if has_clocks and program is not None else None
+        lowered = self._lowered(program) if has_clocks and program is not None else 0
+        saved: Saved | None = NOTHING
+        if times.follows_evaluation:
+            saved = None
+        elif lowered:
+            saved = self._saved(times, costs, computations, energy_j) if deviation is None else None
         return IterationRecord(
             **change_statistics(computations),
             iteration=times.number,
@@ -597,7 +595,6 @@ class Telemetry:
             planned_s=None if plan is None or deviation is not None else plan.time_s,
             planned_busy_s=planned_busy_s,
             energy_j=energy_j,
-            baseline_j=None if self._is_dry else baseline_j,
             temperature_c=None if after is None else after.temperature_c,
             throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,
@@ -608,19 +605,72 @@ class Telemetry:
             gpu=None if self._gpu is None else self._gpu.name or None,
             sharded_torch=self._sharded_torch,
             sensor_j=self._samples.sensor_j(times.begin_ns, times.end_ns),
+            follows_evaluation=int(times.follows_evaluation),
+            precedes_evaluation=int(next_ns is not None and self._times[0].follows_evaluation),
+            lowered=lowered,
+            saved_j=None if saved is None or energy_j is None else saved.saved_j,
+            saved_error_j=0.0 if saved is None else saved.error_j,
+            saved_noise_j=0.0 if saved is None else saved.noise_j,
         )
 
-    def _baseline_j(self, full_j: float | None) -> float | None:
-        """Return the mean energy of the last iterations at full clocks; where iterations differ,
-        what they drew over what the profile says, times what it says of this one.
+    def _planned_busy_s_of(
+        self, times: IterationTimes, program: Program, computations: Sequence[ComputationRecord]
+    ) -> float | None:
+        """Return the seconds of the computations as planned."""
+        if program.plan is not None:
+            return math.fsum(
+                program.plan.measurement(record.computation).time_s for record in computations
+            )
+        if self._planned_busy_s is not None:
+            return self._planned_busy_s(times.number)
+        return program.busy_s
+
+    def _lowered(self, program: Program) -> int:
+        """Return how many computations have a clock below the highest, or another mode."""
+        plan = program.plan
+        if plan is None:
+            modes = program.modes or (OWN,) * len(program.clocks)
+            pairs = zip(program.clocks, modes, strict=True)
+            return sum(clock < program.top or mode != OWN for clock, mode in pairs)
+        costs = self._costs_of(program)
+        if plan.control == "observed" or costs is None or not costs.is_lowered:
+            return 0
+        if len(costs.each) == len(program.clocks):
+            return sum(cost.is_lowered for cost in costs.each)
+        return len(program.clocks)  # a plan of 0.3 does not say which
+
+    def _costs_of(self, program: Program) -> RankCosts | None:
+        """Return what rows say of a program; None if they are not known."""
+        if self._costs is None or self._costs[0] is not program:
+            costs = program.costs
+            if program.plan is not None:
+                costs = plan_costs(
+                    program.plan, program.computations, program.clocks, self._pipeline_rank
+                )
+            self._costs = program, costs
+        return self._costs[1]
+
+    def _saved(
+        self,
+        times: IterationTimes,
+        costs: RankCosts | None,
+        computations: Sequence[ComputationRecord],
+        energy_j: float | None,
+    ) -> Saved | None:
+        """Return what an iteration has saved in which clocks were lowered; None if it is not
+        known.
         """
-        alike = [each for each in self._at_full_j if (each[1] is None) == (full_j is None)]
-        if not alike:
+        if costs is None or energy_j is None or not computations:
             return None
-        drawn_j = fmean(energy_j for energy_j, _ in alike)
-        if full_j is None:
-            return drawn_j
-        return drawn_j * full_j / fmean(by_profile_j or 0.0 for _, by_profile_j in alike)
+        are_lowered = followed_clocks(computations, is_clock=self._control == "clock")
+        ran_s = [computation.duration_s for computation in computations]
+        busy_s = math.fsum(ran_s)
+        lowered_s = math.fsum(
+            each_s for each_s, is_low in zip(ran_s, are_lowered, strict=True) if is_low
+        )
+        share = lowered_s / busy_s if len(costs.each) == 1 and busy_s > 0.0 else 1.0
+        time_s = (times.end_ns - times.begin_ns) / 1e9
+        return self._savings.add(costs.lowered_where(are_lowered), ran_s, time_s, energy_j, share)
 
     @property
     def _is_dry(self) -> bool:
@@ -634,25 +684,6 @@ class Telemetry:
         if not self._times or self._times[0].number != times.number + 1:
             return None
         return max(self._times[0].begin_ns, times.end_ns)
-
-    def _compared(self, record: IterationRecord, program: Program | None) -> IterationRecord:
-        """Return the record with what a window as long took before a clock was first requested."""
-        window, usual = Account.of(record, is_first=False), self._unlocked
-        self._is_unlocked = self._is_unlocked and (program is None or self._is_dry)
-        if self._is_unlocked:
-            # The very first iteration is not typical.
-            if self._iterations and window.metered_s == window.gpu_s:
-                self._unlocked += window
-            return record
-        is_stepped = self._gpu is not None and self._gpu.origin == "measured"
-        if not usual.windows or (is_stepped and usual.gpu_s < _UNLOCKED_S):
-            return record
-        plan = None if program is None else program.plan
-        waiting_w = (
-            0.0 if plan is None else plan.rank_waiting_w[self._pipeline_rank] / plan.gpus_per_stage
-        )
-        longer_s = max(0.0, window.gpu_s - usual.gpu_s / usual.windows)
-        return replace(record, unlocked_j=usual.energy_j / usual.windows + waiting_w * longer_s)
 
     def _prepare_next(
         self, times: IterationTimes, program: Program | None, *, has_deviated: bool

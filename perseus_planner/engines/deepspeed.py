@@ -140,6 +140,7 @@ class DeepSpeedPipeline:
 
         def execute_hooked(schedule: Any) -> Any:
             if not torch.is_grad_enabled():  # an evaluation; DeepSpeed refuses to train like this
+                hook.note_evaluation()
                 return execute(schedule)
             given = engine.data_iterator if engine.is_first_stage() and not self._is_v else None
             ahead = None if given is None else ReadAhead(given)

@@ -69,6 +69,11 @@ class IterationHook(Protocol):
                 them ahead from where they come from, in their order; the iteration then gets those.
         """
 
+    def note_evaluation(self) -> None:
+        """Note that the engine evaluates, between two iterations: the next one begins while other
+        ranks still do, and may hold what the engine has to do again after it.
+        """
+
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""
 
@@ -148,7 +153,8 @@ class Engine(Protocol):
         """
 
     def attached(self, hook: IterationHook) -> AbstractContextManager[None]:
-        """Call `hook` in every training iteration, but in no evaluation, while the block runs.
+        """Call `hook` in every training iteration while the block runs; in an evaluation only its
+        `note_evaluation`, where the engine shows it.
 
         On leaving, all that was wrapped is as it was before.
 

@@ -364,6 +364,8 @@ class _TimerEvents:
             "forward-backward": (self._begin_iteration, self._end_iteration),
             "forward-compute": (partial(self._begin, "F"), partial(self._end, "F")),
             "backward-compute": (partial(self._begin, "B"), partial(self._end, "B")),
+            # Megatron-LM evaluates without the timers of the config, within this one.
+            "evaluate": (self._note_evaluation, lambda: None),
         }
 
     def stop(self) -> None:
@@ -373,6 +375,8 @@ class _TimerEvents:
     def _begin_iteration(self) -> None:
         call = _ScheduleCall.running()
         self._is_training = not (call.forward_only or self._is_stopped)
+        if call.forward_only:
+            self._note_evaluation()
         if not self._is_training:
             return
         if call.is_multimodule:
@@ -388,6 +392,10 @@ class _TimerEvents:
         packed = self.packed
         batch = None if packed is None else partial(_with_lengths, packed)
         self._hook.begin_iteration(call.microbatches, batch)
+
+    def _note_evaluation(self) -> None:
+        if not self._is_stopped:
+            self._hook.note_evaluation()
 
     def _end_iteration(self) -> None:
         if not self._is_training:
@@ -511,6 +519,10 @@ class _Timers:
         if wrapped is None or wrapped.original is not timer:
             wrapped = self._wrapped[name] = _Timer(timer, *self._actions[name])
         return wrapped
+
+    def note_evaluation(self) -> None:
+        """Note an evaluation that is not timed."""
+        self._actions["evaluate"][0]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)

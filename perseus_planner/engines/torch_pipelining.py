@@ -213,7 +213,11 @@ class TorchPipeline:
 
         def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
-            if is_inside or not _trains(schedule) or not are_same(parts_of(schedule), modules):
+            is_own = are_same(parts_of(schedule), modules)
+            if is_inside or not is_own:
+                return step(*args, **kwargs)
+            if not _trains(schedule):
+                hook.note_evaluation()
                 return step(*args, **kwargs)
             if not is_followed(schedule):
                 return step(*args, **kwargs)

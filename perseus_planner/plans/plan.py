@@ -107,7 +107,7 @@ _NUMBERS = (
 )
 _OPTIONAL = ("point_bound_j", "on_time", "torch", "baseline", "remarks")
 _KEYS = ("profile", *_ORIGIN, "schedule", *_NUMBERS, "changes", "measurements", "ranks")
-_OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "min_dwell_s")
+_OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "full_clocks", "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -160,6 +160,9 @@ class Plan(Checked, error=PlanError):
     baseline: str = ALL_MAXIMUM
     #: what a reader may not expect of the profile.
     remarks: tuple[str, ...] = ()
+    #: (stage, kind in the profile) -> the measurement at its highest clock, in the training's own
+    #: way: what a saving is stated against. None in plans of 0.3.
+    full_clocks: Mapping[tuple[int, str], Measurement] | None = field(default=None, repr=False)
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -167,6 +170,8 @@ class Plan(Checked, error=PlanError):
         object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
         points = {key: MappingProxyType(dict(clocks)) for key, clocks in self.measurements.items()}
         object.__setattr__(self, "measurements", MappingProxyType(points))
+        if self.full_clocks is not None:
+            object.__setattr__(self, "full_clocks", MappingProxyType(dict(self.full_clocks)))
         wanted = [str(computation) for computation in self.schedule.computations()]
         if list(self.clocks) != wanted:
             raise PlanError("clocks: are not those of the schedule's computations, in their order")
@@ -180,6 +185,7 @@ class Plan(Checked, error=PlanError):
         )
         for computation in self.schedule.computations():
             self.measurement(computation)
+            self._check_full_clocks(computation)
 
     def __repr__(self) -> str:
         time, energy, deadline = (
@@ -188,6 +194,12 @@ class Plan(Checked, error=PlanError):
             si(self.deadline_s, "s", 6),
         )
         return f"<Plan: {self.schedule}, {time} and {energy} per iteration, deadline {deadline}>"
+
+    def _check_full_clocks(self, computation: Computation) -> None:
+        stage, kind = self.key(computation)
+        wanted = stage, in_mode(kind, OWN)
+        if self.full_clocks is not None and wanted not in self.full_clocks:
+            raise PlanError(f"full_clocks: has no {stage}{wanted[1]}, which the plan runs")
 
     @property
     def schedule(self) -> Schedule:
@@ -252,6 +264,10 @@ class Plan(Checked, error=PlanError):
     def saving_j(self) -> float:
         """Joules saved per iteration, compared with all clocks at their maximum."""
         return self.baseline_energy_j - self.energy_j
+
+    def key(self, computation: Computation) -> tuple[int, str]:
+        """Return the stage and the kind, in the profile, of a computation of the plan."""
+        return self._keys[computation]
 
     def measurement(self, computation: Computation) -> Measurement:
         """Return the measurement of `computation` at its clock in the plan.
@@ -380,12 +396,22 @@ class Plan(Checked, error=PlanError):
                 }
                 for (stage, kind), clocks in self.measurements.items()
             },
+            **self._full_clocks_content(),
             **iteration_to_dict(self.iteration),
             "ranks": [
                 {str(computation): self.clocks[str(computation)] for computation in rank}
                 for rank in self.schedule.ranks
             ],
         }
+
+    def _full_clocks_content(self) -> dict[str, Any]:
+        if self.full_clocks is None:
+            return {}
+        rows = {
+            f"{stage}{kind}": [row.clock_mhz, row.time_s, row.energy_j]
+            for (stage, kind), row in self.full_clocks.items()
+        }
+        return {"full_clocks": rows}
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -408,12 +434,19 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             for text, clocks in values["measurements"].items()
         }
         fields = (*_ORIGIN, *_NUMBERS, *_OPTIONAL)
+        full_clocks = None
+        if "full_clocks" in values:  # not until 0.3
+            full_clocks = {
+                parse_stage_kind(text): Measurement(*row)
+                for text, row in values["full_clocks"].items()
+            }
         return restore(
             Plan,
             {name: values[name] for name in fields if name in values},
             iteration=iteration_from_dict(Schedule(str(values["schedule"]), ranks), values),
             clocks={text: clock for rank in values["ranks"] for text, clock in rank.items()},
             measurements=measurements,
+            full_clocks=full_clocks,
             profile_digest=str(values["profile"]),
         )
     except (PlannerError, TypeError, ValueError, KeyError, AttributeError) as error:

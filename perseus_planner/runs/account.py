@@ -6,16 +6,22 @@ iterations is lost. The first window begins with the first iteration that a rank
 one ends with its last iteration. What comes before and after is in no account.
 
 A pause, for example an evaluation, is cut out of the window that it ends: its seconds and joules
-stand apart, because plans do not cover pauses.
+stand apart, because plans do not cover pauses. So do those of the iteration that follows an
+evaluation: it begins while other ranks still evaluate, and engines prepare anew in it.
 
-There is one baseline: the same iterations, each in as much time as it took. It is stated against
-all clocks locked at maximum, by the profile; and against what the GPU did before the planner first
-set a clock, where the job ran so. Between iterations nothing is saved against the first one: what
-was used there counts on both sides, as no profile has it.
+There is one baseline: what ran, each computation at full clocks, in as much time as the iteration
+took (`savings`). Where no clock was lowered, nothing was saved. Between iterations nothing is
+saved: what was used there counts on both sides, as no profile has it.
+
+A saving is known of some windows, which are *judged*: all in which no clock was lowered, and those
+that ran as planned and took about as long as rows say. Its 95 % interval adds up the standard
+errors that iterations share (those of rows and of the power of waiting GPUs), and, as independent
+ones, by how much the energy of each iteration differs from what rows say of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +32,20 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import IterationRecord
 
 A = TypeVar("A", bound="Account")
+JUDGED = 0.5
+"""Share of the energy of which it must be known what was saved before a saving is stated."""
+QUANTILE = 1.96
+"""Standard errors on each side of a saving in its 95 % interval."""
+
+
+@dataclass(frozen=True)
+class SavedInterval:
+    """What was saved, and half of its 95 % interval."""
+
+    saved_j: float  #: Joules less than with all clocks at maximum, in as much time
+    within_j: float  #: Joules by which it may be more or less
+    share: float  #: Of the energy with all clocks at maximum
+    within_share: float  #: By which that may be more or less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +65,18 @@ class Account:
     as_planned: Index = 0  #: Number of windows whose iteration ran as planned
     planned_s: Finite = 0.0  #: Seconds of these iterations by the plan
     planned_busy_s: Finite = 0.0  #: Seconds of their computations by the plan
-    pause_s: Finite = 0.0  #: Seconds of pauses
+    pause_s: Finite = 0.0  #: Seconds of pauses, and of the iterations that follow evaluations
     metered_s: Finite = 0.0  #: Those of `gpu_s` whose energy is known
     energy_j: Finite = 0.0  #: Joules of the GPUs in them
     between_j: Finite = 0.0  #: Those of them that were used after the end of an iteration
-    pause_j: Finite = 0.0  #: Joules of pauses
-    #: Joules less than with all clocks at maximum in as much time, by the profile; negative if
-    #: more. Iterations that did not run as planned save nothing.
+    pause_j: Finite = 0.0  #: Joules in `pause_s`
+    lowered: Index = 0  #: Number of windows for which a clock below the highest was requested
+    judged_j: Finite = 0.0  #: Those joules of `energy_j` of which it is known what was saved
+    #: Joules less than with all clocks at maximum in as much time, where that is known; negative if
+    #: more.
     saved_j: Finite = 0.0
-    #: Joules that windows as long took before the planner first set a clock, for those windows that
-    #: can be compared; 0 if there are none.
-    unlocked_j: Finite = 0.0
-    unlocked_saved_j: Finite = 0.0  #: Joules less than that; negative if more
+    saved_error_j: Finite = 0.0  #: Standard error of `saved_j`, as far as windows share it
+    saved_variance_j2: Finite = 0.0  #: Variance of `saved_j`, as far as each window has its own
     changes_asked: Index = 0  #: Number of clock changes that were requested
     changes_set: Index = 0  #: Number of them that were made before another clock was requested
     changes_late: Index = 0  #: Number of those made late; see `IterationRecord`
@@ -84,6 +104,8 @@ class Account:
             is_first: Whether the rank is the first one of the job.
             key: Other fields of a class that has more.
         """
+        if row.follows_evaluation:
+            return cls._of_evaluation(row, **key)
         between_s = 0.0 if row.is_paused or row.next_s is None else row.next_s - row.end_s
         window_s, used_j = row.time_s + between_s, row.energy_j or 0.0
         is_whole = row.energy_j is not None and (not between_s or row.between_j is not None)
@@ -99,6 +121,7 @@ class Account:
             "metered_s": window_s if is_whole else row.time_s * (row.energy_j is not None),
             "energy_j": used_j + between_j,
             "between_j": between_j,
+            "lowered": int(row.lowered > 0),
             "clocked_s": clocked_s,
             "clock_s": clocked_s * (row.clock or 0.0),
             "achieved_mhz_s": clocked_s * (row.achieved_mhz or 0.0),
@@ -109,16 +132,29 @@ class Account:
         if row.is_paused:
             sums["pause_s"] = (row.next_s or 0.0) - row.end_s
             sums["pause_j"] = row.between_j or 0.0
-        if row.baseline_j is not None and row.energy_j is not None:
-            sums["saved_j"] = row.baseline_j - used_j
-        if row.unlocked_j is not None and is_whole:
-            sums["unlocked_j"] = row.unlocked_j
-            sums["unlocked_saved_j"] = row.unlocked_j - sums["energy_j"]
+        if row.saved_j is not None and row.energy_j is not None:
+            sums["judged_j"] = sums["energy_j"]
+            sums["saved_j"] = row.saved_j
+            sums["saved_error_j"] = row.saved_error_j
+            sums["saved_variance_j2"] = row.saved_noise_j**2
         return cls(
             **sums,  # type: ignore[arg-type]
             **{name: getattr(row, name) for name in _OF_ROWS},
             last_iteration=row.iteration,
             energy_is=None if row.energy_j is None else row.origin,
+            **key,
+        )
+
+    @classmethod
+    def _of_evaluation(cls: type[A], row: IterationRecord, **key: Any) -> A:
+        """Return the account of an iteration that may hold a part of an evaluation."""
+        until_s = row.end_s if row.next_s is None else row.next_s
+        return cls(
+            pause_s=until_s - row.begin_s,
+            pause_j=(row.energy_j or 0.0) + (row.between_j or 0.0),
+            begin_s=row.begin_s,
+            end_s=row.end_s,
+            last_iteration=row.iteration,
             **key,
         )
 
@@ -140,14 +176,32 @@ class Account:
         return Account(**{**{name: getattr(self, name) for name in _ADDS}, **changed})
 
     @property
-    def saved_share(self) -> float:
-        """`saved_j` over the energy that there would have been, or 0 if no energy is known."""
-        return _share(self.saved_j, self.energy_j + self.saved_j)
+    def is_judged(self) -> bool:
+        """Whether it is known what most of the energy has saved; else no saving is stated."""
+        return self.judged_j > 0.0 and self.judged_j >= JUDGED * self.energy_j
 
     @property
-    def unlocked_share(self) -> float | None:
-        """`unlocked_saved_j` over `unlocked_j`; None if there is nothing to compare with."""
-        return self.unlocked_saved_j / self.unlocked_j if self.unlocked_j else None
+    def saved_share(self) -> float | None:
+        """`saved_j` over the energy that there would have been; None if it `is_judged` not."""
+        return _share(self.saved_j, self.judged_j + self.saved_j) if self.is_judged else None
+
+    @property
+    def saved_within_j(self) -> float:
+        """Half of the 95 % interval of `saved_j`, joules."""
+        return QUANTILE * math.sqrt(self.saved_error_j**2 + max(0.0, self.saved_variance_j2))
+
+    @property
+    def saved_within_share(self) -> float:
+        """Half of the 95 % interval of `saved_share`."""
+        return _share(self.saved_within_j, self.judged_j + self.saved_j)
+
+    @property
+    def saving(self) -> SavedInterval | None:
+        """What was saved, with its interval; None if it `is_judged` not."""
+        share = self.saved_share
+        if share is None:
+            return None
+        return SavedInterval(self.saved_j, self.saved_within_j, share, self.saved_within_share)
 
     @property
     def mean_iteration_s(self) -> float:
@@ -249,3 +303,5 @@ _ADDS = {column.name: _OTHERWISE.get(column.name, _sum) for column in fields(Acc
 """How each field adds up."""
 SUMS = tuple(name for name, add in _ADDS.items() if add is _sum)
 """The fields that are sums."""
+GROWING = tuple(name for name in SUMS if name != "saved_j")
+"""The sums that never fall."""

@@ -39,7 +39,7 @@ import csv
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
@@ -66,6 +66,13 @@ if TYPE_CHECKING:
 _MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
 _THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column
 _CHANGED = "the file was changed"
+
+_OF_03 = ("planned_s", "next_s", "between_j", "host_load", "gpu")
+_LATER = {*_OF_03, "lowered", "judged_j", "saved_j", "saved_error_j", "saved_noise_j"}
+_LATER |= {"saved_variance_j2", "follows_evaluation", "precedes_evaluation"}
+"""Columns that files of earlier versions may lack."""
+_RETIRED = {"baseline_j", "unlocked_j", "unlocked_saved_j"}
+"""Columns of earlier versions, of savings against other baselines, which are not read."""
 
 Row = TypeVar("Row")
 
@@ -138,28 +145,44 @@ class Table(Generic[Row]):
             RunError: If the file cannot be read, or has a whole line that the planner did not
                 write.
         """
-        whole = self.header.rstrip("\n")
-        header, *lines = [*_whole_lines(path)] or [whole]
-        count = header.count(",") + 1
-        later = list(self.columns.values())[count:]  # which an earlier version did not write
-        if header != whole.rsplit(",", len(later))[0] or not all(c.is_optional for c in later):
+        header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
+        names = header.split(",")
+        known = [name for name in names if name in self.columns]
+        missing = [name for name in self.columns if name not in names]
+        if (
+            known != [name for name in self.columns if name in names]
+            or not {*names} - {*known} <= _RETIRED
+            or not {*missing} <= _LATER
+        ):
             raise RunError(
                 f"{path}, line 1: has other columns; read it with the planner that the training "
                 "ran with"
             )
+        #: the cell of each column; None for one that is not read any more
+        cells = [None if self._is_retired(name, names) else self.columns[name] for name in names]
         return [
-            self._row(f"{path}, line {number}", line, count) for number, line in enumerate(lines, 2)
+            self._row(f"{path}, line {number}", line, dict(zip(names, cells, strict=True)))
+            for number, line in enumerate(lines, 2)
         ]
 
-    def _row(self, where: str, line: str, count: int) -> Row:
+    def _is_retired(self, name: str, names: Sequence[str]) -> bool:
+        """Whether a column of a file is not read: its meaning was another one in 0.3."""
+        is_of_others = name == "saved_j" and "judged_j" in self.columns and "judged_j" not in names
+        return name not in self.columns or is_of_others
+
+    def _row(self, where: str, line: str, cells: Mapping[str, _Cell | None]) -> Row:
         try:
             (texts,) = csv.reader([line], strict=True)
         except (csv.Error, ValueError):
             texts = []
-        if len(texts) != count:
-            raise RunError(f"{where}: is not a row of {count} cells; {_CHANGED}: record it again")
+        if len(texts) != len(cells):
+            raise RunError(
+                f"{where}: is not a row of {len(cells)} cells; {_CHANGED}: record it again"
+            )
         values: dict[str, Any] = {}
-        for (name, cell), text in zip(self.columns.items(), texts, strict=False):
+        for (name, cell), text in zip(cells.items(), texts, strict=True):
+            if cell is None:
+                continue
             value = cell.rule.parse(text) if text else None
             if value is None and (text or not cell.is_optional):
                 wanted = f"{cell.rule.wanted}; {_CHANGED}"

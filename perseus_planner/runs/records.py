@@ -30,6 +30,7 @@ PAUSE, PAUSE_S = 2.0, 1.0
 """The time after an iteration is a pause if it is longer than `PAUSE` times the iteration plus
 `PAUSE_S`.
 """
+_NOT_FOLLOWED = 1.05  #: times the requested clock above which the GPU has not followed it
 _MAX_CHARACTERS = 300  #: of a deviation
 
 
@@ -85,10 +86,6 @@ class IterationRecord:
     #: planned.
     planned_busy_s: Finite | None = None
     energy_j: Finite | None = None  #: Joules of this rank's GPU from begin to end
-    #: Joules of a GPU with all clocks at maximum, by the profile, in an iteration that takes as
-    #: long: the mean over the GPUs of the pipeline. With the autopilot, the mean over the last
-    #: iterations of this GPU that ran so. None if it did not run as planned.
-    baseline_j: Finite | None = None
     #: Mean requested clock, weighted by time, over the computations whose achieved clock is known;
     #: None if no achieved clock is known.
     clock: Finite | None = None
@@ -117,9 +114,6 @@ class IterationRecord:
     #: When the next one began; None for the last, and where that is not known.
     next_s: Finite | None = None
     between_j: Finite | None = None  #: Joules of the GPU from its end to the begin of the next
-    #: Joules of the GPU in as much time, until the next one begins, before the planner first set a
-    #: clock: the mean over those iterations, and waiting for the rest. None if there were none.
-    unlocked_j: Finite | None = None
     host_load: Finite | None = None  #: Load of the node in the last minute, for each of its CPUs
     gpu: str | None = None  #: Name of the rank's GPU
     #: Version of torch if it shards the rank's stages; None if they are not sharded by it.
@@ -127,6 +121,18 @@ class IterationRecord:
     #: Joules of the GPU from begin to end by its power sensor, which is read about twice a second:
     #: it says little of one iteration. None if it cannot be read.
     sensor_j: Finite | None = None
+    # Files of version 0.3 do not have the following.
+    #: 1 if it follows an evaluation, of which it may hold a part: its times tell nothing, and its
+    #: window counts as a pause.
+    follows_evaluation: Index = 0
+    precedes_evaluation: Index = 0  #: 1 if an evaluation comes after it
+    #: Number of computations for which a clock below the highest was requested, or another mode.
+    lowered: Index = 0
+    #: Joules less than with all of them at full clocks, by the rows, in as much time: see
+    #: `savings`. 0 where nothing was lowered; None if it is not known.
+    saved_j: Finite | None = None
+    saved_error_j: Finite = 0.0  #: Its standard error, as far as iterations share it
+    saved_noise_j: Finite = 0.0  #: Its standard error, as far as it is this iteration's own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))
@@ -144,7 +150,9 @@ class IterationRecord:
     @property
     def is_paused(self) -> bool:
         """Whether a pause, for example an evaluation, came after it."""
-        return self.next_s is not None and is_pause(self.next_s - self.end_s, self.time_s)
+        return self.next_s is not None and (
+            self.precedes_evaluation > 0 or is_pause(self.next_s - self.end_s, self.time_s)
+        )
 
     @property
     def is_as_planned(self) -> bool:
@@ -185,6 +193,32 @@ def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, An
             for name in ("clock", "achieved_mhz")
         },
     }
+
+
+def followed_clocks(computations: Sequence[ComputationRecord], *, is_clock: bool) -> list[bool]:
+    """Return for each computation whether its clock was set for it, as far as is known: not
+    overtaken by another request, and not above it by what the GPU achieved.
+
+    Args:
+        computations: In the order in which they ran.
+        is_clock: Whether their clocks are in MHz.
+    """
+    followed, is_set, clock = [], True, None
+    for each in computations:
+        if each.asked_s is not None:
+            is_set = each.set_end_s is not None
+        elif each.clock != clock:  # the clock was in force already
+            is_set = True
+        clock = each.clock
+        is_above = (
+            is_clock
+            and clock is not None
+            and each.achieved_mhz is not None
+            and not each.is_late  # else the reading may be from before
+            and each.achieved_mhz > _NOT_FOLLOWED * clock
+        )
+        followed.append(clock is not None and is_set and not is_above)
+    return followed
 
 
 def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:

@@ -77,10 +77,14 @@ class RankRecord:
         return self.iterations[-1].pipeline_rank
 
     def counted(self, version: int) -> tuple[IterationRecord, ...]:
-        """Return the iterations that ran as planned by a plan, without its first one, which is
-        not typical.
+        """Return the iterations that ran as planned by a plan, without its first one and those
+        that follow an evaluation, which are not typical.
         """
-        return tuple(row for row in self.iterations_by(version)[1:] if row.is_as_planned)
+        return tuple(
+            row
+            for row in self.iterations_by(version)[1:]
+            if row.is_as_planned and not row.follows_evaluation
+        )
 
     def iterations_by(self, version: int) -> tuple[IterationRecord, ...]:
         """Return the iterations that ran by a plan, as planned or not."""

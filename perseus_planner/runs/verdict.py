@@ -63,9 +63,12 @@ class StragglerDetector:
         """Return the state after one more iteration, and what to report, if anything.
 
         Reported once each: that the GPU is slow, that its slowdown has changed by more than `SLOW`,
-        and that it has recovered. Iterations that did not run as planned are ignored.
+        and that it has recovered. Iterations that did not run as planned are ignored, and so are
+        those that follow an evaluation.
         """
         if iteration.deviation is not None or not iteration.planned_busy_s or iteration.busy_s <= 0:
+            return self, None
+        if iteration.follows_evaluation:
             return self, None
         recent = (*self.recent, iteration)[-ENOUGH:]
         detector = replace(self, recent=recent)
@@ -194,8 +197,8 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
     if most_s < off_s / 2:
         waits = "longer" if ratio > 1 else "shorter"
         text = (
-            f"no rank computes much {waits}, but all wait {si(off_s, 's', 3)} {waits} in each "
-            "iteration, for transfers, data or the host"
+            f"no rank computes much {waits}, but all wait {si(off_s, 's', 3)} {waits} an "
+            "iteration on average, for transfers, data or the host"
         )
         step = "see where with `planner show RUN --perfetto run.json`"
         return Verdict(ratio, "waiting", (), begin + text, step)

@@ -542,7 +542,12 @@ _TELEMETRY: Sequence[Row] = (
     (
         "planner_job_saved_joules",
         "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
-        lambda telemetry: telemetry.saved_j if telemetry.energy_is else None,
+        lambda telemetry: telemetry.saved_j if telemetry.is_judged else None,
+    ),
+    (
+        "planner_job_saved_joules_error",
+        "Half of the 95 % interval of the energy saved.",
+        lambda telemetry: telemetry.saved_within_j if telemetry.is_judged else None,
     ),
 )
 _COUNTERS: Sequence[Row] = (
@@ -561,7 +566,7 @@ _JOULES: Sequence[Row] = (
     ("planner_job_energy_joules", "Energy of all GPUs of a job.", attrgetter("energy_j")),
     (
         "planner_job_baseline_joules",
-        "Their energy with all clocks at maximum in iterations as long, by the profile.",
+        "Their energy with all clocks at maximum in iterations as long, where that is known.",
         lambda telemetry: telemetry.energy_j + telemetry.saved_j,
     ),
 )

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
 from perseus_planner.base.prefixes import counted, si
-from perseus_planner.runs.account import Entry, fold
+from perseus_planner.runs.account import GROWING, Entry, fold
 from perseus_planner.service.models import (
-    GROWING,
     REMEMBERED,
     Answer,
     Conflict,
@@ -139,7 +138,7 @@ def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
     """Add the figures of `tally`. The last point moves along until it is far enough from the one
     before.
     """
-    saved_j = None if tally.energy_is is None else tally.saved_j
+    saved_j = tally.saved_j if tally.is_judged else None
     now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
     if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
         return (*points[:-1], now)

@@ -36,7 +36,7 @@ from pydantic import (
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError, shown
 from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runs.account import SUMS, Account, Entry
+from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
 from perseus_planner.runs.autopilot import AutopilotStatus
 
 if TYPE_CHECKING:
@@ -659,10 +659,6 @@ class Counters(_Running):
             )
         if self.metered_s == 0.0 and self.energy_j != 0.0:
             raise UsageError("energy_j is of metered_s, and there are none")
-
-
-GROWING = tuple(name for name in SUMS if name not in ("saved_j", "unlocked_saved_j"))
-"""What only grows while a run goes on."""
 
 
 @dataclass(frozen=True)

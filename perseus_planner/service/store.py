@@ -145,10 +145,34 @@ def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
     named = {name: counted[name] for name in ("iterations", "time_s", "energy_j", "energy_is")}
     return {
         **named,
-        "saved_j": counted.get("saved_j", 0.0),
         "metered_s": metered_s,
         "changes_late": counted["late_changes"],
     }
+
+
+_OF_03 = ("saved_j", "unlocked_j", "unlocked_saved_j")
+"""What accounts of 0.3 said of savings, against other baselines."""
+
+
+def _as_judged(text: str) -> str:
+    """Return accounts without the savings of 0.3, which are not known by what is compared now."""
+    content = json.loads(text)
+    _forget_savings(content)
+    return json.dumps(content)
+
+
+def _forget_savings(content: Any) -> None:
+    if isinstance(content, dict):
+        if "iterations" in content and "judged_j" not in content:
+            for name in _OF_03:
+                content.pop(name, None)
+            for point in content.get("points", ()):
+                point["saved_j"] = None
+        for value in content.values():
+            _forget_savings(value)
+    elif isinstance(content, list):
+        for value in content:
+            _forget_savings(value)
 
 
 ENDED_SHOWN = 1000
@@ -467,7 +491,7 @@ class Storage:
                 }
                 reports = self._reports()
                 tallies = {
-                    name: from_json(Tally, content)
+                    name: from_json(Tally, _as_judged(content))
                     for name, content in self.execute("SELECT job, content FROM totals")
                 }
                 states = {
@@ -511,7 +535,7 @@ class Storage:
         """
         with self.transaction():
             rows = self.execute(f"SELECT totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}")
-        return tuple(from_json(JobTotals, text) for (text,) in rows)
+        return tuple(from_json(JobTotals, _as_judged(text)) for (text,) in rows)
 
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.

@@ -20,6 +20,7 @@ from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import baseline_name, replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
+from perseus_planner.profiles.modes import OWN, in_mode
 from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.kernels import inner_kernel, kernel
@@ -703,6 +704,7 @@ class Planner:
             torch=self.profile.conditions.get(TORCH),
             baseline=baseline_name(self.profile),
             remarks=self.profile.remarks,
+            full_clocks=self._full_clocks,
         )
         if plan.clock_change is None:
             return plan
@@ -721,6 +723,16 @@ class Planner:
             for key, rows in self.profile.measurements.items()
             if key in used
         }
+
+    @cached_property
+    def _full_clocks(self) -> dict[Key, Measurement]:
+        """The `Plan.full_clocks` of each plan."""
+        rows = {}
+        for stage, kind in self._table:
+            own = stage, in_mode(kind, OWN)
+            key = own if own in self.profile.measurements else (stage, kind)
+            rows[own] = self.profile.measurements[key][0]
+        return rows
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
         """Return the `Plan.measurements` of a plan of these clocks, highest clocks first."""

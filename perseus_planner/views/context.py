@@ -11,6 +11,7 @@ from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text, profile_of_or
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runs.account import Account
     from perseus_planner.schedules.iteration import Iteration
 
 
@@ -169,3 +170,20 @@ def power_text(power_w: float | tuple[float, ...] | None) -> str:
 def saving_text(comparison: Comparison) -> str:
     """Write a saving in joules and percent."""
     return f"{si(comparison.saved_j, 'J', 6)} ({100 * comparison.saved_share:.2f} %)"
+
+
+def saved_text(account: Account) -> str:
+    """Say what an account has saved, and how sure that is."""
+    saving = account.saving
+    if saving is None:
+        return (
+            "what was saved is not known: most iterations ran otherwise than rows say, or were "
+            "recorded by 0.3"
+        )
+    if account.lowered == 0:
+        return "no clock was lowered, nothing was saved"
+    share, within = 100 * saving.share, 100 * saving.within_share
+    return (
+        f"saved {si(saving.saved_j, 'J')} ({share:.2f} % \u00b1 {within:.2f}, a 95 % interval) "
+        f"against {ALL_MAXIMUM}"
+    )

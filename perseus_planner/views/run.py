@@ -17,11 +17,11 @@ from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, clock_calls, profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.profiles.sharding import difference
-from perseus_planner.runs.account import Account, Entry, fold
+from perseus_planner.runs.account import Account, Entry, SavedInterval, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
 from perseus_planner.runs.verdict import OFF, Verdict, rank_names, verdict_of, why_no_saving
-from perseus_planner.views.context import Context, context_of_plan, pipeline_text
+from perseus_planner.views.context import Context, context_of_plan, pipeline_text, saved_text
 from perseus_planner.views.plan import summarize_plan
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class RunSummary:
     #: what ran by each plan in each attempt, and what that saved, oldest first.
     totals: tuple[Entry, ...]
     total: Account  #: the sum of all totals
+    #: what was saved in all, with its interval; None if that is not known.
+    saving: SavedInterval | None
     foreseen_share: float  #: saving by the plan `version`, against the same baseline as `total`
     verdict: Verdict | None  #: why iterations do not take the planned time, if they do not
     #: why no saving by the plan `version` can be stated, in a sentence; None if it can.
@@ -173,6 +175,7 @@ def summarize_run(run: Run) -> RunSummary:
         attempt=run.attempt,
         totals=run.totals,
         total=run.total,
+        saving=run.total.saving,
         foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
         verdict=verdict_of(accounts, _torch_difference(run, plan)),
         disagreements=_disagreements(run),
@@ -307,6 +310,7 @@ def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> 
 
 
 _MOST_REASONS = 10  #: why iterations did not run as planned
+_ALL_JUDGED = 0.995  #: share of the energy of which it is known what was saved that counts as all
 _MOST_ATTEMPTS = 10  #: in a table; older ones are added up
 
 
@@ -372,9 +376,7 @@ def run_text(summary: RunSummary) -> str:
                 "what passes between iterations."
             ]
         ),
-        totals_text(
-            summary.totals, summary.total, ALL_MAXIMUM if summary.unlike_plan is None else None
-        ),
+        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -493,9 +495,9 @@ def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
         yield (f"Not counted: the last row of {rank_names(ranks)}, which was cut off.")
 
 
-def totals_text(totals: Sequence[Entry], total: Account, baseline: str | None) -> str:
-    """Return a table of what each attempt ran and saved against the baseline, if any, with their
-    sum at the end.
+def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
+    """Return a table of what each attempt ran and, if it `saves`, what it saved, with their sum at
+    the end.
     """
     attempts = list(fold(replace(entry, version=None) for entry in totals))
     shown = attempts[-_MOST_ATTEMPTS:]
@@ -514,38 +516,38 @@ def totals_text(totals: Sequence[Entry], total: Account, baseline: str | None) -
     def if_known(field: str) -> Callable[[Entry], float | None]:
         return lambda entry: getattr(entry, field) if entry.energy_is else None
 
+    def if_judged(field: str) -> Callable[[Entry], float | None]:
+        return lambda entry: getattr(entry, field) if entry.is_judged else None
+
     columns = [
         Column("attempt", name, "<"),
         Column("iterations", "iterations"),
         Column("time {}", "time_s", "s"),
         Column("energy {}", if_known("energy_j"), "J"),
     ]
-    if baseline is not None:
-        columns.append(Column("saved {}", if_known("saved_j"), "J"))
-        columns.append(Column("saved %", if_known("saved_share"), "%"))
-    saved = "" if baseline is None else f", saved against {baseline} in as much time"
+    if saves:
+        columns.append(Column("saved {}", if_judged("saved_j"), "J"))
+        columns.append(Column("saved %", if_judged("saved_share"), "%"))
+    saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
     lines = [
         f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        f"\n{account_text(total, saves=baseline is not None)}",
+        f"\n{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)
 
 
 def account_text(account: Account, *, saves: bool) -> str:
-    """Say what the table of an account leaves out: the other baseline, what passed between
+    """Say what the table of an account leaves out: how sure a saving is, what passed between
     iterations, and what is not known.
     """
     parts = []
-    if saves:
-        unlocked = account.unlocked_share
-        parts.append(
-            "Saved against what the job did before a clock was first set: unknown: a clock "
-            "was set within 10 s, or never."
-            if unlocked is None
-            else "Saved against what the job did before a clock was first set, in as much time: "
-            f"{si(account.unlocked_saved_j, 'J')} ({100 * unlocked:.2f} %)."
-        )
+    if saves and account.energy_is is not None:
+        text = saved_text(account)
+        parts.append(f"{text[0].upper()}{text[1:]}.")
+        if account.is_judged and account.judged_j < _ALL_JUDGED * account.energy_j:
+            known = 100 * account.judged_j / account.energy_j
+            parts.append(f"What was saved is known of {known:.1f} % of the energy.")
     if account.gpu_s:
         share = 100 * account.between_s / account.gpu_s
         text = f"Between iterations, as for the optimizer and data: {share:.1f} % of the time"
@@ -574,6 +576,7 @@ def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:
         "pipelines": len({rank.pipeline for rank in run.ranks}),
         "autopilot": status,
         "total": run.total,
+        "saving": run.total.saving,
         "totals": run.totals,
         "disagreements": _disagreements(run),
     }
@@ -592,6 +595,6 @@ def unplanned_text(summary: dict[str, Any]) -> str:
         lines.append(
             f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
         )
-    text = totals_text(summary["totals"], summary["total"], "the last iterations at full clocks")
+    text = totals_text(summary["totals"], summary["total"], saves=True)
     lines += summary["disagreements"]
     return "\n".join([*lines, "", text]) + "\n"

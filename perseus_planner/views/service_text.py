@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
-from perseus_planner.views.context import share
+from perseus_planner.views.context import saved_text, share
 
 if TYPE_CHECKING:
     from perseus_planner.service.models import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-_SUMS = ("iterations", "time_s", "energy_j", "saved_j")
+_SUMS = ("iterations", "time_s", "energy_j", "judged_j", "saved_j")
 
 
 def answer_text(answer: Answer) -> str:
@@ -85,12 +85,12 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
         Column("seconds", "time_s", ".6g"),
         Column("joules", "energy_j", ".6g"),
         Column("saved", "saved_j", ".6g"),
-        Column("saved %", lambda row: share(row["saved_j"], row["energy_j"] + row["saved_j"]), "%"),
+        Column("saved %", lambda row: share(row["saved_j"], row["judged_j"] + row["saved_j"]), "%"),
         Column("  energy is", "energy is", "<"),
     )
     return (
-        f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, by the "
-        "profile."
+        f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, where "
+        "that is known."
     )
 
 
@@ -201,9 +201,7 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
     text = f"Ran: {sent.iterations} iterations, {recent}"
     if sent.energy_is is not None:
         text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
-        text += f", saved {si(sent.saved_j, 'J')} against all clocks at maximum" if saves else ""
-        if saves and (unlocked := sent.unlocked_share) is not None:
-            text += f" and {100 * unlocked:.2f} % against what it drew before a clock was set"
+        text += f", {saved_text(sent)}" if saves else ""
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
         text += (
             f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"

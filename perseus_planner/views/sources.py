@@ -337,15 +337,15 @@ def _run_saving(
 ) -> Iterator[Saving]:
     """Yield the saving of a run, if the energy of an iteration is known."""
     current = summary.current
-    if current.time_s is None or current.energy_j is None or not run.total.iterations:
+    share = run.total.saved_share
+    if current.time_s is None or current.energy_j is None or share is None:
         return
     plan, total = run.plan(summary.version, summary.ranks[0].pipeline), run.total
     iteration_s = total.mean_iteration_s
     part = total.gpu_s / total.metered_s / total.iterations
     baseline_s = plan.baseline_time_s + iteration_s - current.time_s
-    compared = compare(
-        iteration_s, part * total.energy_j, baseline_s, part * (total.energy_j + total.saved_j)
-    )
+    energy_j = part * total.energy_j
+    compared = compare(iteration_s, energy_j, baseline_s, energy_j / (1.0 - share))
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
     pipelines = summary.pipelines_of_plan

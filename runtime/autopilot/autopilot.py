@@ -21,6 +21,7 @@ from perseus_planner.runtime.autopilot.job import (
     Decision,
     Ledger,
     Phase,
+    RankRow,
 )
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import LATE, Costs, Searcher
@@ -182,6 +183,8 @@ class Autopilot:
             otherwise.
     """
 
+    tells_busy = True  #: whether `rank_costs` tells computing from waiting
+
     def __init__(
         self,
         job: AutopilotJob,
@@ -274,9 +277,9 @@ class Autopilot:
         self._search.set_clock_change(change)
         self.job = self._learner.job = self._search.job
 
-    def busy_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return the seconds that each pipeline's ranks compute by the last decision, were GPUs as
-        fast as at first.
+    def rank_costs(self) -> tuple[tuple[RankRow, ...], ...]:
+        """Return for each pipeline what its ranks take and use by the last decision, by what is
+        known; were GPUs as fast as at first.
 
         A GPU that takes longer has become slower. Empty if not every stage was observed at full
         clocks yet.
@@ -285,17 +288,20 @@ class Autopilot:
             return ()
         problem, ranks = self._search.problem, self.job.ranks
         factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
-        return tuple(
-            tuple(
-                (
-                    np.bincount(problem.rank, costs.time_s[problem.member, program], ranks)
-                    / rank_factors
-                ).tolist()
-            )
-            for program, costs, rank_factors in zip(
-                self._last, self._learner.costs(), factors, strict=True
-            )
-        )
+        full, gpus = self._search.full(), self.job.gpus_per_stage
+        found = []
+        for program, costs, rank_factors in zip(
+            self._last, self._learner.costs(), factors, strict=True
+        ):
+            columns = []
+            for clocks in (program, full):
+                time_s = costs.time_s[problem.member, clocks]
+                energy_j = time_s * costs.power_w[problem.member, clocks]
+                columns.append(np.bincount(problem.rank, time_s, ranks) / rank_factors)
+                columns.append(np.bincount(problem.rank, energy_j, ranks) / rank_factors / gpus)
+            columns.append(costs.waiting_w / gpus)
+            found.append(tuple(RankRow(*row) for row in np.array(columns).T.tolist()))
+        return tuple(found)
 
     def _slowdown(self, replayed_s: float) -> float:
         """Return the agreed slowdown, or that of the pipeline for which others wait, if it is

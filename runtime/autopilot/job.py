@@ -86,6 +86,16 @@ class AutopilotSettings(Checked):
     seed: Index = 0  #: of all random choices: equal observations, equal decisions
 
 
+class RankRow(NamedTuple):
+    """What a rank takes and uses in an iteration, on one of its GPUs, by what is known."""
+
+    busy_s: float  #: seconds that it computes
+    busy_j: float  #: joules while it computes
+    full_s: float  #: seconds that it computes at full clocks
+    full_j: float  #: joules while it computes at full clocks
+    waiting_w: float  #: watts while it waits
+
+
 class ComputationObservation(NamedTuple):
     """When one computation ran, and at which clock."""
 

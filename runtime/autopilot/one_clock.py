@@ -34,7 +34,13 @@ import numpy as np
 from perseus_planner.base.errors import UsageError
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runtime.autopilot.job import AutopilotSettings, Decision, Ledger, Phase
+from perseus_planner.runtime.autopilot.job import (
+    AutopilotSettings,
+    Decision,
+    Ledger,
+    Phase,
+    RankRow,
+)
 from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
@@ -143,6 +149,9 @@ class OneClock:
         prior: A profile of the iteration. How its values compare counts as measured to 1 %.
     """
 
+    #: a rank that waits for another in its iteration cannot be told from one that computes.
+    tells_busy = False
+
     def __init__(
         self, job: AutopilotJob, settings: AutopilotSettings, prior: Profile | None = None
     ) -> None:
@@ -229,7 +238,12 @@ class OneClock:
             unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
             time_s=self._seconds(self._index) if self._measured else None,
             saving=self.best[2],
+            saving_stderr=(1.0 - self.best[2]) * self._error(self.best[0]),
         )
+
+    def _error(self, index: int) -> float:
+        """Return the relative standard error of the energy at a value."""
+        return math.hypot(self._time.error[index], self._power.error[index])
 
     def _seconds(self, index: int) -> float:
         """Return the expected seconds of an iteration at a value."""
@@ -356,11 +370,20 @@ class OneClock:
         """Know what setting a clock was measured to cost, which nothing depends on."""
         self.job = replace(self.job, clock_change=change)
 
-    def busy_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return nothing: a rank that waits for another in its iteration cannot be told from one
-        that computes.
+    def rank_costs(self) -> tuple[tuple[RankRow, ...], ...]:
+        """Return for each pipeline what a GPU takes and uses in an iteration at the value of the
+        last decision, and at full clocks; empty before that was measured.
+
+        What it draws while it waits was not seen: so it counts as 0, and a GPU that would wait at
+        full clocks is said to save less than it does.
         """
-        return ()
+        if self._top_w is None:
+            return ()
+        time_s, full_s = self._seconds(self._index), self._seconds(0)
+        full_w = self._top_w * math.exp(self._power.mean[0])
+        watts = self._top_w * math.exp(self._power.mean[self._index])
+        row = RankRow(time_s, time_s * watts, full_s, full_s * full_w, 0.0)
+        return ((row,),) * self.job.pipelines
 
     def learned(self) -> Profile:
         """Return what was learnt as a profile, with the values whose energy was measured.

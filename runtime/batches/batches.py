@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -22,8 +22,9 @@ import numpy as np
 
 from perseus_planner.base.errors import PlannerError, ProfileError, UsageError
 from perseus_planner.base.loops import Loop
-from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.measurement import Measurement, nearest_clock
 from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.autopilot.ranks.messages import order_number, order_of
 from perseus_planner.runtime.batches.exchange import (
     Batch,
@@ -419,6 +420,8 @@ class Batches:
         before, self._clock = self._clock, 0
         if program is None or len(seen.spans_ns) != len(program.computations):
             return
+        if seen.follows_evaluation:  # its times tell nothing
+            return
         self._clock = program.clocks[-1]
         time_s = (seen.end_ns - seen.begin_ns) / 1e9
         if seen.number < _SETTLING:
@@ -579,15 +582,32 @@ class Batches:
         full_s = tuple(laws[c.stage, c.kind].full_s(rows[c.microbatch]) for c in order)
         return replace(known, plan=plan, full_s=full_s)
 
+    def _costs(
+        self, program: Program, clocks: tuple[int, ...], full_s: tuple[float, ...]
+    ) -> RankCosts | None:
+        """Return what the profile says of computations that take `full_s` at full clocks."""
+        if not full_s:
+            return None
+        profile, each = self._profile, []
+        gpus = profile.gpus_per_stage
+        for c, clock, seconds in zip(program.computations, clocks, full_s, strict=True):
+            rows = {row.clock_mhz: row for row in profile.measurements[c.stage, c.kind]}
+            top, row = rows[max(rows)], rows[nearest_clock(rows, clock)]
+            work = seconds / top.time_s
+            row_j, top_j = work * row.energy_j / gpus, work * top.energy_j / gpus
+            each.append(Cost(work * row.time_s, row_j, seconds, top_j))
+        waiting_w = fmean(profile.blocking_w(c.stage) for c in program.computations) / gpus
+        return profile_costs(tuple(each), waiting_w, program.time_s)
+
     def _planned(self, iteration: int, program: Program, known: _Known) -> Program:
         """Return the program at the clocks that this rank was told, and write its latest starts."""
         plan = known.plan
         assert plan is not None
-        program = replace(program, full_j=plan.full_j)
         clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
         if len(clocks) != len(program.clocks) or min(clocks) == program.top:
             return program
-        program = replace(program, clocks=clocks, decision=1, then=program.top)
+        costs = self._costs(program, clocks, known.full_s)
+        program = replace(program, clocks=clocks, decision=1, then=program.top, costs=costs)
         if self._latest is None or not known.full_s or self._is_whole:
             return program
         has_begun = self._iteration >= iteration

@@ -184,8 +184,6 @@ class Slowest(Record, frozen=True, array_like=True):
 class RankPlan(Record, frozen=True, array_like=True):
     """What a rank of a pipeline is told of an iteration; times are from its start."""
 
-    #: Joules of one of its GPUs at full clocks in an iteration as long, by the profile.
-    full_j: float = 0.0
     clocks: Runs = ()  #: Empty for full clocks
     #: When its first computation starts and its last one ends at full clocks, microseconds.
     full_us: tuple[int, int] = (0, 0)

@@ -352,22 +352,16 @@ class Leader:
         self, planner: BatchPlanner, work: Floats, time_s: float, plan: BatchPlan | None = None
     ) -> Batch:
         """Return what ranks are told of a plan, None for full clocks, and an iteration time."""
-        rows, ranks, profile = work.tolist(), [], self._profile
+        rows, ranks = work.tolist(), []
         full = planner.plan_of(work, None, time_s)
-        for rank, order in enumerate(self._orders[len(work)]):
-            rank_j, at_full_clocks = 0.0, full.times(rank)
-            for stage, kind, microbatch in order:
-                row = profile.measurements[stage, kind][0]
-                full_s = self._laws[stage, kind].full_s(rows[microbatch])
-                rank_j += full_s * (row.power_w - profile.blocking_w(stage))
-            waiting_w = fmean(profile.blocking_w(c.stage) for c in order)
-            full_j = (rank_j + waiting_w * time_s) / profile.gpus_per_stage
+        for rank in range(len(self._orders[len(work)])):
+            at_full_clocks = full.times(rank)
             full_us = _us(at_full_clocks.start_s), _us(at_full_clocks.end_s)
-            told = RankPlan(full_j, full_us=full_us)
+            told = RankPlan(full_us=full_us)
             if plan is not None:
                 clocks, times = runs_of(plan.clocks_mhz[rank]), plan.times(rank)
                 latest_us = tuple(map(_us, times.latest_end_s))
-                told = RankPlan(full_j, clocks, full_us, _us(times.start_s), latest_us)
+                told = RankPlan(clocks, full_us, _us(times.start_s), latest_us)
             ranks.append(told)
         return Batch(tuple(map(tuple, rows)), time_s, tuple(ranks))
 

@@ -47,8 +47,10 @@ def rows_of_rank(draw: st.DrawFn) -> list[IterationRecord]:
                 planned_busy_s=draw(st.none() | SOME_S),
                 energy_j=draw(SOME_J),
                 between_j=draw(SOME_J),
-                baseline_j=draw(SOME_J),
-                unlocked_j=draw(SOME_J),
+                lowered=draw(st.integers(0, 3)),
+                saved_j=draw(st.none() | st.floats(-1e3, 1e3)),
+                saved_error_j=draw(st.floats(0.0, 10.0)),
+                saved_noise_j=draw(st.floats(0.0, 10.0)),
                 next_s=next_s,
                 deviation=draw(st.none() | st.just("another order")),
                 origin=draw(st.sampled_from((None, "measured", "simulated"))),
@@ -139,4 +141,6 @@ def test_the_service_and_what_is_shown_and_reported_of_a_run_are_one_account(tmp
     assert saving.energy_j * tally.iterations == pytest.approx(tally.energy_j)
     assert saving.time_s * tally.iterations == pytest.approx(tally.time_s)
     assert f" {100 * tally.saved_share:.2f}\n" in run_text(shown)
+    assert f"({100 * tally.saved_share:.2f} % ± " in run_text(shown)
+    assert tally.saving == shown.saving
     assert (tally.iterations, tally.windows, tally.as_planned) == (6, 24, 16)

@@ -70,8 +70,8 @@ def ranks(time_s: float, odd: Account | None = None) -> dict[int, Account]:
             ranks(1.1),
             "waiting",
             (),
-            "10 % slower than planned: no rank computes much longer, but all wait 0.1 s longer in "
-            "each iteration, for transfers, data or the host",
+            "10 % slower than planned: no rank computes much longer, but all wait 0.1 s longer "
+            "an iteration on average, for transfers, data or the host",
         ),
         (
             {rank: ran(1.1, 0.66) for rank in range(RANKS)},

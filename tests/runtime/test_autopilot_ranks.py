@@ -50,7 +50,7 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
     shown = run(f"show {tmp_path / 'run'}")
     who = "2 ranks" if ranks == 2 else "4 ranks, 2 pipelines"
     assert f"Run of {who}, without a plan." in shown.stdout, shown.stderr
-    assert "energy simulated, saved against the last iterations at full clocks" in shown.stdout
+    assert "energy simulated, saved against all clocks at maximum" in shown.stdout
     status = json.loads(run(f"show {tmp_path / 'run'} --json").stdout)["autopilot"]
     assert status["reference_s"] > 0.0
     refused = run(f"calibrate {tmp_path / 'run' / 'autopilot.yaml'} {tmp_path / 'run'}")

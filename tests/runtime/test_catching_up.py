@@ -177,7 +177,7 @@ def test_latest_starts_are_in_the_time_that_iterations_take():
     catching_up = CatchingUp(profile)
     total_us = round(2e6 * sum(full_s))
     latest_us = tuple(total_us * (i + 1) // len(order) for i in range(len(order)))
-    plan = RankPlan(1.0, ((900, len(order)),), (1000, 1000 + total_us // 2), 1500, latest_us)
+    plan = RankPlan(((900, len(order)),), (1000, 1000 + total_us // 2), 1500, latest_us)
     clocks = tuple(rows[c.kind][4].clock_mhz for c in order)
     program = Program(1, order, clocks, 1.0)
     assert catching_up.rows(program, full_s, plan, has_begun=True) == []

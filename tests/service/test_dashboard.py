@@ -38,6 +38,8 @@ COUNTED = {
     "gpu_s": 100_000.0,
     "metered_s": 100_000.0,
     "energy_j": 9e7,
+    "judged_j": 9e7,
+    "lowered": 100,
     "saved_j": 1e7,
     "energy_is": "simulated",
     "changes_late": 17,

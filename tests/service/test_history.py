@@ -43,6 +43,8 @@ def tally_at(at_s: float, before: Tally | None = None) -> Tally:
         gpu_s=2.0 * number,
         metered_s=2.0 * number,
         energy_j=900.0 * number,
+        judged_j=900.0 * number,
+        lowered=number,
         saved_j=100.0 * number,
         energy_is="measured",
     )
@@ -159,6 +161,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
             gpu_s=2.0,
             metered_s=2.0,
             energy_j=900.0,
+            judged_j=900.0,
             energy_is="measured",
             set_p50_s=0.01,
             set_p99_s=0.02,

@@ -59,6 +59,8 @@ def counters(iterations: int) -> Counters:
         gpu_s=2.0 * iterations,
         metered_s=2.0 * iterations,
         energy_j=900.0 * iterations,
+        judged_j=900.0 * iterations,
+        lowered=iterations,
         saved_j=100.0 * iterations,
         energy_is="measured",
         set_p50_s=0.01,

@@ -58,7 +58,10 @@ def counters(
         gpu_s=time_s,
         metered_s=time_s,
         energy_j=energy_j,
+        judged_j=energy_j,
+        lowered=iterations,
         saved_j=energy_j / 4,
+        saved_error_j=energy_j / 400,
         energy_is="measured",
         changes_late=iterations // 2,
         **more,
@@ -85,6 +88,7 @@ def runs(draw: st.DrawFn, name: str) -> list[Counters]:
             gpu_s=count * each_s,
             metered_s=count * is_metered * each_s,
             energy_j=count * is_metered * each_j,
+            judged_j=count * is_metered * 100.0,
             saved_j=count * is_metered * draw(st.floats(-1e3, 1e3)),
             changes_late=late,
             energy_is=draw(st.sampled_from(["measured", "simulated"])) if is_metered else None,
@@ -408,8 +412,8 @@ def test_what_a_job_saved_is_known_for_ever_after_its_end(place: Path):
         assert ["it runs" in row for row in rows] == [True, False, False]
         assert whole.split()[:4] == ["all", "60", "75", "48000"]
         assert (
-            note
-            == "Saved: joules against all clocks at maximum in iterations as long, by the profile."
+            note == "Saved: joules against all clocks at maximum in iterations as long, where that "
+            "is known."
         )
         assert [each["name"] for each in ask("GET", "/v1/totals").json()["jobs"]] == [
             "other",
@@ -535,14 +539,16 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         assert ran.startswith("Ran: 10 iterations, recently 1.25 s each, until ")
         assert "; 8000 J, measured, saved " in ran
         assert (
-            " J against all clocks at maximum; clocks set in 6 ms, 99 % in 20 ms, 5 late; " in ran
+            " a 95 % interval) against all clocks at maximum; clocks set in 6 ms, 99 % in " in ran
         )
         assert "; 6 of 8 ranks follow their plan, not all since " in ran
-        unlocked = replace(status.telemetry, unlocked_j=200.0, unlocked_saved_j=9.0)
-        assert (
-            " J against all clocks at maximum and 4.50 % against what it drew before a clock was "
-            "set; " in status_text(replace(status, telemetry=unlocked))
+        assert "(20.00 % ± 0.39, a 95 % interval)" in ran
+        at_full = replace(status.telemetry, lowered=0, saved_j=0.0, saved_error_j=0.0)
+        assert ", no clock was lowered, nothing was saved; " in status_text(
+            replace(status, telemetry=at_full)
         )
+        unknown = replace(status.telemetry, judged_j=0.0, saved_j=0.0)
+        assert ", what was saved is not known: " in status_text(replace(status, telemetry=unknown))
 
 
 def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path: Path):

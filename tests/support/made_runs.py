@@ -43,7 +43,15 @@ def any_plan(dag: PipelineDag, rng: Random) -> Plan:
         for key, measured in profile.measurements.items()
     }
     return Plan(
-        iteration, clocks, table, "", None, "measured", profile.blocking_power_w, *[math.nan] * 6
+        iteration,
+        clocks,
+        table,
+        "",
+        None,
+        "measured",
+        profile.blocking_power_w,
+        *[math.nan] * 6,
+        full_clocks={key: measured[0] for key, measured in profile.measurements.items()},
     )
 
 

@@ -75,7 +75,7 @@ class RecordedMarks:
     def on_unfollowed(self, problem: str) -> None:
         self.problems.append(problem)
 
-    def nothing(self, *_: Any) -> None:
+    def nothing(self, *_: Any, **__: Any) -> None:
         pass
 
     begin_iteration = begin = end = end_iteration = nothing
@@ -454,7 +454,7 @@ def _trained(virtual: int | None, hook: Any) -> tuple[list[Any], list[Any]]:
 
 
 def evaluations() -> None:
-    """An evaluation does not call the hook, with or without gradients."""
+    """Of an evaluation the hook only hears that it is one, with or without gradients."""
     for virtual in (None, 2):
         with parallel(virtual):
             training, recorded = Training(virtual), Recorder()
@@ -467,6 +467,7 @@ def evaluations() -> None:
             assert [each["microbatches"] for each in recorded.iterations] == [4, 4]
             first, second = (each["computations"] for each in recorded.iterations)
             assert first == second
+            assert recorded.evaluations == 2
             assert not recorded.inside
 
 

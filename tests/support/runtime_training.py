@@ -97,6 +97,7 @@ class Recorder:
         self.problems: list[str] = []
         self.iterations: list[dict[str, Any]] = []
         self.inside = self.computing = False
+        self.evaluations = 0
 
     def begin_iteration(self, microbatches: int | None = None, _batch: Any = None) -> None:
         assert not self.inside
@@ -112,6 +113,10 @@ class Recorder:
     def end(self) -> None:
         assert self.computing
         self.computing = False
+
+    def note_evaluation(self) -> None:
+        assert not self.inside
+        self.evaluations += 1
 
     def begin_update(self) -> None:
         assert not self.computing

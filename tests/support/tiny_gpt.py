@@ -372,11 +372,13 @@ class LoopTraining:
         return self._training.run(self._train, 4)
 
     def evaluate(self) -> list[Any]:
-        evaluate = get_forward_backward_func()
+        evaluate, timers = get_forward_backward_func(), self._globals._GLOBAL_TIMERS
+        timers("evaluate", log_level=2).start(barrier=True)  # 0 there, which needs CUDA
         with torch.no_grad():
             self._training.config.timers = None
             losses = self._training.run(evaluate, 4, forward_only=True)
-            self._training.config.timers = self._globals._GLOBAL_TIMERS
+            self._training.config.timers = timers
+        timers("evaluate", log_level=2).stop()
         return losses
 
     def state(self) -> list[Any]:

@@ -36,6 +36,17 @@ export function less(value, baseline) {
   return `${number(Math.abs(share), 1)}\u00a0% ${share > 0 ? "less" : "more"}`;
 }
 
+/** Whether it is known what a job has saved: of most of its energy. */
+export const isJudged = (telemetry) => Boolean(telemetry?.energy_is) && telemetry.judged_j > 0 && telemetry.judged_j >= 0.5 * telemetry.energy_j;
+
+/** The share of energy that a job has saved, with its 95 % interval, such as "12.3 ± 0.4 %". */
+export function savedShare({ saved_j, judged_j, lowered, saved_error_j, saved_variance_j2 }) {
+  if (!lowered) return `${number(0)}\u00a0%`;
+  const whole_j = judged_j + saved_j;
+  const within_j = 1.96 * Math.sqrt(saved_error_j ** 2 + Math.max(0, saved_variance_j2));
+  return `${number((100 * saved_j) / whole_j, 1)}\u00a0±\u00a0${number((100 * within_j) / whole_j, 1)}\u00a0%`;
+}
+
 /** A span in its two largest units, such as "3 h 5 min". */
 export function span(span_s) {
   const whole = Math.max(0, Math.round(span_s));

@@ -1,7 +1,7 @@
 // One job: what it does now, why, and what that saves.
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
-import { budgetText, byPlans, count, joules, kilowattHours, less, number, profileText, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, isJudged, joules, kilowattHours, less, number, profileText, savedShare, seconds, watts } from "./format.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { showHistory } from "./history.js";
@@ -68,8 +68,10 @@ const expectedDayJ = ({ expected }) => (expected.baseline_power_w - expected.pow
 function saved(status) {
   const { telemetry } = status;
   if (status.unlike_plan) return { name: "Saved", value: "–", notes: [status.unlike_plan] };
+  if (isMetered(status) && !isJudged(telemetry)) return { name: "Saved", value: "–", notes: ["not known: most iterations ran otherwise than the rows of their plan say"] };
   if (isMetered(status)) {
-    const notes = [`${joules(telemetry.saved_j)}, ${less(telemetry.energy_j, telemetry.energy_j + telemetry.saved_j)} than all clocks at maximum`, `in ${count(telemetry.iterations, "iteration")}`];
+    const how = telemetry.lowered ? `${joules(telemetry.saved_j)}, ${savedShare(telemetry)} less than all clocks at maximum` : "no clock was lowered, nothing was saved";
+    const notes = [how, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   const day_j = expectedDayJ(status);
@@ -80,6 +82,7 @@ function costs(status) {
   const { telemetry } = status;
   if (status.unlike_plan) return { name: "Cost saved", value: "–", notes: [] };
   const isMeasured = isMetered(status);
+  if (isMeasured && !isJudged(telemetry)) return { name: "Cost saved", value: "–", notes: [] };
   const saved_j = isMeasured ? telemetry.saved_j : expectedDayJ(status);
   const name = isMeasured ? "Cost saved so far" : "Cost saved per day";
   return { name, value: money(saved_j), origin: isMeasured ? telemetry.energy_is : byPlans(status.expected.origin), notes: [carbon(saved_j), assumed()] };

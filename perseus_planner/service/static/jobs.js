@@ -1,7 +1,7 @@
 // The list of jobs, and their totals.
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
-import { budgetText, byPlans, count, joules, kilowattHours, less, moment, number, seconds, watts } from "./format.js";
+import { budgetText, byPlans, count, isJudged, joules, kilowattHours, less, moment, number, savedShare, seconds, watts } from "./format.js";
 import { reportsText } from "./reports.js";
 
 const SEARCHABLE = 8; // fewer need no search
@@ -43,10 +43,10 @@ function madeRow(status) {
 
 function fillRow(element, status) {
   const { telemetry, expected, gpus } = status;
-  const isMetered = telemetry !== null && telemetry.energy_is !== null && !status.unlike_plan;
+  const isKnown = isJudged(telemetry) && !status.unlike_plan;
   const texts = [
     gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s), watts(telemetry?.power_w ?? expected.power_w),
-    isMetered ? `${kilowattHours(telemetry.saved_j)}, ${number((100 * telemetry.saved_j) / (telemetry.energy_j + telemetry.saved_j), 1)}\u00a0%` : "–",
+    isKnown ? `${kilowattHours(telemetry.saved_j)}, ${savedShare(telemetry)}` : "–",
     telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateOf(status),
   ];
   COLUMNS.forEach((name, index) => say(part(element, name), texts[index]));
@@ -83,9 +83,9 @@ export function showAll(jobs, budget) {
   const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
   const most_w = sum((status) => status.expected.baseline_power_w);
   const isUnlike = jobs.some((status) => status.unlike_plan); // what all clocks at maximum would draw is not known then
-  const metered = jobs.filter((status) => status.telemetry?.energy_is && !status.unlike_plan).length;
+  const metered = jobs.filter((status) => isJudged(status.telemetry) && !status.unlike_plan).length;
   const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
-  const saved_j = sum((status) => (status.telemetry?.energy_is && !status.unlike_plan ? status.telemetry.saved_j : 0));
+  const saved_j = sum((status) => (isJudged(status.telemetry) && !status.unlike_plan ? status.telemetry.saved_j : 0));
   const cards = [
     { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing is slow"] },
     { name: "Saves now, by plans", value: watts(sum((status) => (status.unlike_plan ? 0 : status.expected_saving_w))), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },

@@ -16,12 +16,14 @@ from perseus_planner.base.errors import PlanError
 from perseus_planner.base.wires import Message, decode
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs.savings import Cost, RankCosts
 from perseus_planner.runtime.autopilot.job import (
     AutopilotSettings,
     ComputationObservation,
     Decision,
     Ledger,
     RankObservation,
+    RankRow,
 )
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import Computation
@@ -54,9 +56,11 @@ class Programs(Message, frozen=True):
     #: The reference and the limits for the ledger of each rank; None before the reference is known.
     ledger: Ledger | None
     status: AutopilotStatus  #: What the autopilot knew
-    #: For each pipeline, the seconds that its ranks compute, as `Autopilot.busy_s`; empty if not
-    #: known.
-    busy_s: tuple[tuple[float, ...], ...] = ()
+    #: `Autopilot.rank_costs`; empty if not known.
+    costs: tuple[tuple[RankRow, ...], ...] = ()
+    saving_stderr: float = 0.0  #: `Decision.saving_stderr`
+    #: Whether a rank's computing is told from its waiting, so that a slow one can be seen.
+    tells_busy: bool = True
     #: Modes, likewise as `clocks`; empty if the job has one.
     modes: tuple[tuple[Runs[str], ...], ...] = ()
 
@@ -66,6 +70,14 @@ class Programs(Message, frozen=True):
             sum(clock * count for clock, count in runs) / sum(count for _, count in runs)
             for runs in self.clocks[self.pipelines[pipeline]]
         ]
+
+    def _rank_costs(self, pipeline: int, rank: int) -> RankCosts:
+        """Return what a rank takes and uses, with its part of the error of the saving."""
+        rows, own = self.costs[pipeline], self.costs[pipeline][rank]
+        all_j = sum(row.full_j + row.waiting_w * max(0.0, self.time_s - row.full_s) for row in rows)
+        each = (Cost(own.busy_s, own.busy_j, own.full_s, own.full_j),)
+        error_j = self.saving_stderr * all_j / len(rows)
+        return RankCosts(each, own.waiting_w, self.time_s, error_j)
 
     @staticmethod
     def program_of(
@@ -91,7 +103,8 @@ class Programs(Message, frozen=True):
             sent = decode(data, Programs)
             number = sent.orders[rank]
             runs = sent.clocks[sent.pipelines[pipeline]][rank]
-            busy_s = sent.busy_s[pipeline][rank] if sent.busy_s else None
+            costs = sent._rank_costs(pipeline, rank) if sent.costs else None
+            busy_s = sent.costs[pipeline][rank].busy_s if sent.costs else None
             modes = sent.modes[sent.pipelines[pipeline]][rank] if sent.modes else ()
         except (ValueError, IndexError) as error:
             raise PlanError(
@@ -112,7 +125,8 @@ class Programs(Message, frozen=True):
             top=sent.top,
             ledger=sent.ledger,
             status=sent.status,
-            busy_s=busy_s,
+            busy_s=busy_s if sent.tells_busy else None,
+            costs=costs,
             sent=sent,
             modes=values_of(modes),
         )

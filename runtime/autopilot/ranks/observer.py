@@ -131,6 +131,8 @@ class Observer:
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
         program, last_ns = ended.program, times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+        if times.follows_evaluation:  # its times tell nothing, and so the frame has none
+            program = None
         energy_j = self._energy_j(times, last_ns) if program is not None else None
         if energy_j is not None:
             self._metered = self._metered[0] + 1, self._metered[1] + energy_j
@@ -157,6 +159,8 @@ class Observer:
         self, times: IterationTimes, ended: Ended, time_s: float, energy_j: float | None
     ) -> Frame:
         program, begin_ns = ended.program, times.begin_ns
+        if times.follows_evaluation:
+            program = None
         if program is None or len(times.spans_ns) != len(program.computations):
             return Frame(self._rank, ended.order, times.number, 0, time_s)
         last_ns = times.spans_ns[-1][1]

@@ -263,7 +263,7 @@ class Planner:
             self._sent = news
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
             top = self._autopilot.job.clocks_mhz[0]
-            busy_s = self._autopilot.busy_s()
+            costs = self._autopilot.rank_costs()
             programs = Programs(
                 decision=decision.version,
                 orders=self._orders,
@@ -272,7 +272,9 @@ class Planner:
                 time_s=time_s,
                 ledger=ledger,
                 status=status,
-                busy_s=busy_s,
+                costs=costs,
+                saving_stderr=decision.saving_stderr,
+                tells_busy=self._autopilot.tells_busy,
             )
             replies.append(programs)
         return replies

@@ -1,0 +1,70 @@
+"""Evaluations between iterations change nothing that is said of iterations: real ranks of each
+engine train on emulated GPUs with and without them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+from launching import ranks
+
+from perseus_planner import Run
+from perseus_planner.views.run import run_text, summarize_run
+
+ITERATIONS, EVERY = 31, (4, 10)
+#: Of times on a machine that runs other tests; Megatron's model takes longer than its emulated GPU.
+NOISE = {"torch": 0.05, "deepspeed": 0.05, "megatron": 0.2}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "torch",
+        pytest.param("deepspeed", marks=pytest.mark.soak),
+        pytest.param("megatron", marks=pytest.mark.soak),
+    ],
+)
+def test_times_savings_and_verdicts_are_those_without_evaluations(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch")
+    if engine != "torch":
+        pytest.importorskip({"deepspeed": "deepspeed", "megatron": "megatron.core"}[engine])
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    for each in ranks("evaluation_programs:train", 2, tmp_path, engine, str(ITERATIONS)):
+        assert each.code == 0, each.stderr
+    without = Run.load(tmp_path / "every-0")
+    assert without.total.iterations == ITERATIONS
+    #: None where this machine takes longer than the emulated GPUs, as for Megatron's small model
+    usual_share = without.total.saved_share
+    assert usual_share is not None or engine == "megatron"
+    verdict = summarize_run(without).verdict
+    for every in EVERY:
+        run = Run.load(tmp_path / f"every-{every}")
+        follows = [number for number in range(1, ITERATIONS) if number % every == 0]
+        for rank in run.ranks:
+            marked = [row.iteration for row in rank.iterations if row.follows_evaluation]
+            assert marked == follows
+            before = [row.iteration for row in rank.iterations if row.precedes_evaluation]
+            assert before == [number - 1 for number in follows]
+        assert run.total.iterations == ITERATIONS - len(follows)
+        assert run.total.pause_j > 0.0
+        summary = summarize_run(run)
+        ran = [rank.counted(1) for rank in run.ranks]
+        times_s = [row.time_s for row in ran[0]]
+        after_s = [row.time_s for row in run.ranks[0].iterations if row.follows_evaluation]
+        usual_s = [row.time_s for row in without.ranks[0].counted(1)]
+        print(
+            f"{engine}, evaluation before each {every}th: {fmean(times_s):.4f} s, after one "
+            f"{fmean(after_s):.4f} s, without {fmean(usual_s):.4f} s; saved "
+            f"{run.total.saved_share}, without {usual_share}; "
+            f"{summary.verdict}; without {verdict}"
+        )
+        # What else runs on this machine makes iterations longer, by more than some percent.
+        assert fmean(times_s) == pytest.approx(median(times_s), rel=NOISE[engine])
+        assert fmean(times_s) == pytest.approx(fmean(usual_s), rel=2 * NOISE[engine])
+        if usual_share is not None and engine != "megatron":
+            assert run.total.saved_share == pytest.approx(usual_share, abs=0.02)
+        assert "in each iteration" not in run_text(summary)
