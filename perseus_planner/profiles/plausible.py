@@ -60,6 +60,10 @@ _TIMES_WAITING = 10.0
 _JUMP = 1.5
 """Neighbouring clocks may be further apart than physics lets them by this factor: measured ones are
 by at most 1.07, and short windows are off by a few percent."""
+_ERRORS = 4.0
+"""Further apart by so many of the standard errors that rows state: those that training learnt beside
+other work are off by several percent."""
+_MOST_ERROR = 0.25  #: of which so large a share of a row counts at most
 _POWER_EXPONENT = 3  #: of the clock; see above
 _LIMIT_EXPONENT = 3
 """Of a power limit, for times: near the static power, a little of it is much of the clock."""
@@ -366,13 +370,30 @@ def _are_apart(judged: _Judged, high: Measurement, low: Measurement) -> str | No
     ratio = high.clock_mhz / low.clock_mhz
     is_limit = judged.control == "power-limit"
     most_slower = ratio**_LIMIT_EXPONENT if is_limit else ratio
-    if not 1 / _JUMP <= slower <= most_slower * _JUMP:
+    time_jump = _JUMP * (1.0 + _ERRORS * (_time_error(high) + _time_error(low)))
+    if not 1 / time_jump <= slower <= most_slower * time_jump:
         return "time"
     if low.energy_j == 0.0 or high.energy_j == 0.0:
         return "energy"
     weaker = high.power_w / low.power_w
     most_weaker = ratio if is_limit else ratio**_POWER_EXPONENT
-    return None if 1 / _JUMP <= weaker <= most_weaker * _JUMP else "energy"
+    error = _time_error(high) + _time_error(low) + _energy_error(high) + _energy_error(low)
+    jump = _JUMP * (1.0 + _ERRORS * error)
+    return None if 1 / jump <= weaker <= most_weaker * jump else "energy"
+
+
+def _time_error(row: Measurement) -> float:
+    """Return the standard error of a row's time, as a share of it."""
+    if row.evidence is None:
+        return 0.0
+    return min(row.evidence.time_stderr_s / row.time_s, _MOST_ERROR)
+
+
+def _energy_error(row: Measurement) -> float:
+    """Return the standard error of a row's energy, as a share of it."""
+    if row.evidence is None or not row.energy_j:
+        return 0.0
+    return min(row.evidence.energy_stderr_j / row.energy_j, _MOST_ERROR)
 
 
 def _unusual(judged: _Judged) -> Iterator[Doubt]:

@@ -220,6 +220,12 @@ def test_an_option_of_schedules_is_followed(option: str, schedule: str, launched
     check_followed([rank[f"{option} {schedule}"] for rank in ranks])
 
 
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+def test_a_schedule_from_a_file_is_followed(schedule: str, form: str, launched: Launched) -> None:
+    check_followed([rank[f"{schedule} {form}"] for rank in launched("files")])
+
+
 def test_torch_refuses_1f1b_with_fewer_microbatches_than_stages(launched: Launched) -> None:
     for rank in launched("few_microbatches"):
         assert "Number of microbatches (1) must be greater than" in rank["refused"]

@@ -105,7 +105,7 @@ def _slurm(words: list[str]) -> None:
 
 
 def _targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def _torchrun(words: list[str]) -> None:

@@ -409,6 +409,18 @@ def options(state: str) -> None:
                 result[f"{name} {schedule}"] = watched(Numbered(schedule, 4, options=given))
 
 
+def files(state: str) -> None:
+    """Train with schedules that are loaded from files, of each kind that torch writes."""
+    with job(state) as result:
+        for name in ("interleaved-1f1b", "zbv"):
+            for form in ("compute_only", "compute_comms"):
+                path = f"{state}-{name}-{form}-{dist.get_rank()}.csv"
+                Numbered(name, 4).engine._dump_csv(path, format=form)
+                loaded = Numbered(name, 4, kind=schedules._PipelineScheduleRuntime)
+                loaded.engine._load_csv(path, format=form)
+                result[f"{name} {form}"] = watched(loaded)
+
+
 def few_microbatches(state: str) -> None:
     """Make 1F1B with fewer microbatches than stages."""
     with job(state) as result:
