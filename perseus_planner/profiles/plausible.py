@@ -61,8 +61,8 @@ _JUMP = 1.5
 """Neighbouring clocks may be further apart than physics lets them by this factor: measured ones are
 by at most 1.07, and short windows are off by a few percent."""
 _ERRORS = 4.0
-"""Further apart by so many of the standard errors that rows state: those that training learnt beside
-other work are off by several percent."""
+"""Further apart by so many of the standard errors that rows state: those that training learnt
+beside other work are off by several percent."""
 _MOST_ERROR = 0.25  #: of which so large a share of a row counts at most
 _POWER_EXPONENT = 3  #: of the clock; see above
 _LIMIT_EXPONENT = 3

@@ -64,7 +64,7 @@ def test_stages_that_one_simulated_gpu_measured_can_share_a_rank() -> None:
         pytest.param(
             2,
             ["1f1b+fsdp", "1f1b+fsdp-again", "interleaved-1f1b+fsdp", "dualpipe-v+synced"],
-            marks=pytest.mark.soak,
+            marks=[pytest.mark.soak, pytest.mark.newest],
         ),
     ],
 )
@@ -76,6 +76,7 @@ def test_torch(degree: int, names: list[str], tmp_path: Path) -> None:
     check(results, names, tmp_path)
 
 
+@pytest.mark.newest
 @pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
 @pytest.mark.parametrize("degree", [1, 2])
 def test_deepspeed(degree: int, tmp_path: Path) -> None:
@@ -90,6 +91,7 @@ def test_deepspeed(degree: int, tmp_path: Path) -> None:
     check(results, ["1f1b"], tmp_path)
 
 
+@pytest.mark.newest
 @pytest.mark.soak  # project/test_examples.py profiles, plans and trains once
 @pytest.mark.parametrize(
     ("degree", "names"),

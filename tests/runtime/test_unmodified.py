@@ -116,12 +116,12 @@ def locked_mhz(rank: int) -> int | None:
         pytest.param(
             *("deepspeed", deepspeed, [], 1),
             id="DeepSpeed and its launcher, without a plan",
-            marks=pytest.mark.soak,
+            marks=[pytest.mark.soak, pytest.mark.newest],
         ),
         pytest.param(
             *("megatron", processes, ["--plan", "plan-2.yaml"], 1),
             id="Megatron's loop, ranks by themselves",
-            marks=pytest.mark.soak,
+            marks=[pytest.mark.soak, pytest.mark.newest],
         ),
     ],
 )

@@ -145,9 +145,7 @@ def sharded() -> None:
     rank, alone = dist.get_rank(), [dist.new_group([each]) for each in range(2)]
     module: Any = nn.Linear(WIDTH, WIDTH)
     if rank == 1:  # one rank alone must end the profiling of all
-        module = FullyShardedDataParallel(
-            module, alone[rank], device_id=torch.device("cpu"), use_orig_params=True
-        )
+        module = FullyShardedDataParallel(module, alone[rank], device_id=torch.device("cpu"))
     stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     with profile_pipeline(schedule, gpu=GPU, settings=OBSERVED, output="profile.yaml") as profiling:
