@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.schedules import Computation
 
-FAR_OFF = 2.0
+UNLIKE_ROWS = 2.0
 """Iterations that take this many times as long as rows say, or as short, are not what rows are of:
 nothing is stated of them."""
 _STALL = 3.0  #: times as long as the rank's others: what is beyond them is waiting, not work
@@ -228,7 +228,7 @@ class Savings:
         busy_j = math.fsum(map(_product, works, (cost.energy_j for cost in costs.each)))
         waited_s = max(0.0, time_s - busy_s)
         self._learn(costs, busy_j, waited_s, energy_j)
-        if not 1.0 / FAR_OFF <= self._scale <= FAR_OFF:
+        if not 1.0 / UNLIKE_ROWS <= self._scale <= UNLIKE_ROWS:
             return None
         full_j = math.fsum(map(_product, works, (cost.full_j for cost in costs.each)))
         full_s = math.fsum(map(_product, works, (cost.full_s for cost in costs.each)))
@@ -277,7 +277,7 @@ def _works(costs: Sequence[Cost], ran_s: Sequence[float]) -> list[float]:
 
 
 def _is_near(seconds: float, expected_s: float) -> bool:
-    return expected_s / FAR_OFF <= seconds <= FAR_OFF * expected_s
+    return expected_s / UNLIKE_ROWS <= seconds <= UNLIKE_ROWS * expected_s
 
 
 def _product(one: float, other: float) -> float:
