@@ -25,6 +25,7 @@ from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merg
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
 from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.plausible import Doubt, find_doubts, row_name
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
@@ -300,6 +301,7 @@ class _Sweep:
             while (setting := self._next_setting(settings, waiting_w)) is not None:
                 self._measure_all(setting, set_to, expected)
             self._measure_hot_again(set_to)
+            self._measure_doubtful_again(set_to, waiting_w)
             for lock in self._locks.values():
                 lock.finish()
             if power_w is None:
@@ -357,6 +359,43 @@ class _Sweep:
                 "on with --resume, or keep the rows with --allow-hot (in Python "
                 "SweepSettings(allow_hot=True))"
             )
+
+    def _measure_doubtful_again(self, set_to: Callable[[int], None], waiting_w: float) -> None:
+        """Measure rows again that cannot be true, as after a disturbed window.
+
+        Raises:
+            GpuError: If they cannot be true again, or most rows cannot.
+        """
+        doubts = self._doubts(waiting_w)
+        if 2 * len(doubts) < len(self.stage.runs) * len(next(iter(self._visits.values()))):
+            for doubt in doubts:
+                (_, kind), setting = doubt.key, doubt.clock
+                set_to(setting)
+                self.meter.cool_down()
+                row = self._measure(kind, setting)
+                self._visits[kind][setting].clear()
+                self._add(kind, setting, row, 0)
+            doubts = self._doubts(waiting_w) if doubts else doubts
+        if doubts:
+            raise GpuError(
+                f"{row_name(doubts[0], self.settings.control)}: {doubts[0].problem}; the energy "
+                "counter of this GPU cannot be trusted, or something else runs on it"
+            )
+
+    def _doubts(self, waiting_w: float) -> list[Doubt]:
+        """Return the rows that cannot be true, the same on all GPUs of the group."""
+        if self._is_observed:
+            return []  # a row of each kind, with no other one to compare it with
+        rows = {
+            (self.number, kind): [table[setting] for setting in sorted(table, reverse=True)]
+            for kind, table in self._rows().items()
+        }
+        found = find_doubts(
+            rows, self.settings.control, self.group.size, lambda _: waiting_w, self.gpu.name
+        )
+        refused = [doubt for doubt in found if doubt.is_refused]
+        each = {(doubt.key, doubt.clock): doubt for doubt in reversed(refused)}
+        return self.group.gather(list(each.values()))[0]
 
     def _hot(self) -> Iterator[tuple[str, Measurement]]:
         """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""

@@ -61,6 +61,7 @@ class CsvRow:
     where: str  #: the file and the line, for error texts
     cells: Mapping[str, str]  #: column -> its text, without surrounding blanks
     error: type[PlannerError]  #: what a wrong cell raises
+    is_cut: bool = False  #: whether the file ends without the end of this line
 
     def __getitem__(self, column: str) -> str:
         return self.cells[column]
@@ -75,7 +76,12 @@ class CsvRow:
         Raises:
             PlannerError: If it breaks the rule; of the type `error`.
         """
-        return rule.read(self.cells[column], self.place(column), self.error)
+        try:
+            return rule.read(self.cells[column], self.place(column), self.error)
+        except PlannerError as error:
+            if self.is_cut:
+                raise self.error(f"{error}; {_CUT}") from None
+            raise
 
 
 class CsvFile:
@@ -93,7 +99,8 @@ class CsvFile:
     """
 
     def __init__(self, path: Path, error: type[PlannerError], empty: str = "") -> None:
-        self._error, self._rows = error, csv_rows(path, error)
+        self._error, self._ending = error, _Ending()
+        self._rows = csv_rows(path, error, self._ending)
         self.where, self.header = next(self._rows, (str(path), []))
         if empty and not self.header:
             raise error(f"{path}: is empty; write {empty}")
@@ -128,14 +135,28 @@ class CsvFile:
     def __iter__(self) -> Iterator[CsvRow]:
         for where, cells in self._rows:
             if len(cells) != len(self.header):
+                remedy = "give each column one cell, with a point as decimal mark"
                 raise self._error(
                     f"{where}: has {len(cells)} cells where the header has {len(self.header)}; "
-                    "give each column one cell, with a point as decimal mark"
+                    f"{_CUT if self._ending.is_missing else remedy}"
                 )
-            yield CsvRow(where, dict(zip(self.header, cells, strict=True)), self._error)
+            columns = dict(zip(self.header, cells, strict=True))
+            yield CsvRow(where, columns, self._error, self._ending.is_missing)
 
 
-def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[str]]]:
+_CUT = "the file ends inside this row, or lacks its last end of line; write it again"
+
+
+@dataclass
+class _Ending:
+    """How the lines that were read of a file end."""
+
+    is_missing: bool = False  #: whether the last of them has no end of line
+
+
+def csv_rows(
+    path: Path, error: type[PlannerError], ending: _Ending | None = None
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the place of each row of a CSV file, for error texts, and its cells without surrounding
     blanks.
 
@@ -146,7 +167,7 @@ def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[
         PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
     """
     with reading(path, error), path.open("rb") as file:
-        reader = csv.reader(_lines(path, file, error), strict=True)
+        reader = csv.reader(_lines(path, file, error, ending or _Ending()), strict=True)
         try:
             for cells in filter(None, reader):
                 yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
@@ -157,11 +178,12 @@ def csv_rows(path: Path, error: type[PlannerError]) -> Iterator[tuple[str, list[
             raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
 
 
-def _lines(path: Path, file: BinaryIO, error: type[PlannerError]) -> Iterator[str]:
+def _lines(path: Path, file: BinaryIO, error: type[PlannerError], ending: _Ending) -> Iterator[str]:
     for number in count(1):
         line = file.readline(_MAX_LINE_BYTES + 1)
         if not line:
             return
+        ending.is_missing = not line.endswith((b"\n", b"\r"))
         if b"\0" in line:
             raise error(
                 f"{path}, line {number}: has a NUL byte, so the file is damaged or not text; write "

@@ -94,6 +94,8 @@ CLOCK = Rule(int, False, "a clock: write whole MHz above 0, such as 1410")
 LIMIT = Rule(int, False, "a power limit: write whole watts above 0, such as 250")
 TEMPERATURE = Rule(float, True, "a temperature: write degrees Celsius of 0 or more, such as 61")
 TIME = Rule(float, False, "a time: write finite seconds above 0, such as 0.0512")
+COMPUTED = Rule(float, True, TIME.wanted)
+"""The time of a computation, which is 0 where it has no work."""
 ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as 23.8")
 FINITE = Rule(float, True, "a finite number", negative=True)
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
@@ -225,6 +227,7 @@ Count = Annotated[int, COUNT]
 Changes = Annotated[int, CHANGES]
 ClockMhz = Annotated[int, CLOCK]
 Seconds = Annotated[float, TIME]  #: above 0
+ComputedSeconds = Annotated[float, COMPUTED]  #: above 0, or 0 of a computation without work
 Finite = Annotated[float, FINITE]
 Wait = Annotated[float, WAIT]  #: seconds, 0 or more
 Offset = Annotated[float, OFFSET]  #: seconds, also below 0

@@ -346,7 +346,8 @@ class _Replay:
         if rank.cost is None or self.tasks[rank.task].clock_mhz is None:
             rank.in_force = clock_mhz
             return
-        done = min((now_s - rank.since_s) / rank.cost.time_s, rank.left)
+        time_s = rank.cost.time_s
+        done = min((now_s - rank.since_s) / time_s, rank.left) if time_s else rank.left
         self._account(rank, done)
         rank.left -= done
         rank.in_force = clock_mhz

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import fsum
+from operator import mul
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ _NUMBERS = (
     "baseline_energy_j",
     "clock_change",
 )
-_OPTIONAL = ("point_bound_j", "on_time", "torch")
+_OPTIONAL = ("point_bound_j", "on_time", "torch", "baseline", "remarks")
 _KEYS = ("profile", *_ORIGIN, "schedule", *_NUMBERS, "changes", "measurements", "ranks")
 _OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -155,6 +156,10 @@ class Plan(Checked, error=PlanError):
     #: expected ones then, and operating points in `measurements` may be estimates.
     on_time: OnTime | None = None
     torch: str | None = None  #: the version of torch of the profile, if it has one
+    #: with what it is compared: all clocks at maximum, or as near to them as was measured.
+    baseline: str = ALL_MAXIMUM
+    #: what a reader may not expect of the profile.
+    remarks: tuple[str, ...] = ()
     _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -229,11 +234,14 @@ class Plan(Checked, error=PlanError):
     @cached_property
     def rank_clocks(self) -> tuple[float, ...]:
         """The mean clock of the computations of each rank, over their time."""
-        return tuple(
-            fsum(self.clocks[str(c)] * self.measurement(c).time_s for c in program)
-            / fsum(self.measurement(c).time_s for c in program)
-            for program in self.schedule.ranks
-        )
+        means = []
+        for program in self.schedule.ranks:
+            times_s = [self.measurement(c).time_s for c in program]
+            clocks = [self.clocks[str(c)] for c in program]
+            if not any(times_s):  # a rank without work, whose computations all count alike
+                times_s = [1.0] * len(clocks)
+            means.append(fsum(map(mul, clocks, times_s)) / fsum(times_s))
+        return tuple(means)
 
     @property
     def power_w(self) -> float:

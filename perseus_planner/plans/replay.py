@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from perseus_planner.profiles.measurement import Measurement
+    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Computation
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
 
 ALL_MAXIMUM = "all clocks at maximum"
 """The name of the baseline of every saving."""
+HIGHEST_MEASURED = "the highest measured clocks"
+"""Its name where some computations were not measured at the highest clock."""
 
 Nodes: TypeAlias = "tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]"
 """When each node of an iteration starts and ends, how long it takes, seconds, and its energy,
@@ -95,6 +98,11 @@ def all_maximum(dag: PipelineDag) -> dict[str, int]:
     }
 
 
+def baseline_name(profile: Profile) -> str:
+    """Return what the highest rows of a profile are, with which savings are compared."""
+    return HIGHEST_MEASURED if profile.without_full_clocks else ALL_MAXIMUM
+
+
 def origin_text(origin: str) -> str:
     """Say where a replayed number comes from, as the start of a sentence."""
     return f"Replayed from a {profile_of_origin(origin)}"
@@ -125,7 +133,8 @@ def replay(plan: Planned) -> Timeline:
         nodes = *_starts_and_ends_s(iteration, durations_s), durations_s, energies_j
     values = zip(iteration.names, *nodes, strict=True)
     spans = {
-        name: Span(start, end, joules / seconds) for name, start, end, seconds, joules in values
+        name: Span(start, end, joules / seconds if seconds else 0.0)
+        for name, start, end, seconds, joules in values
     }
     time_s = max(nodes[1]) + plan.overhead_s
     return Timeline(

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.errors import ProfileError, shown
 from perseus_planner.base.fields import rules
 from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
-from perseus_planner.base.units import CLOCK, ENERGY, LIMIT, STAGE, TIME
+from perseus_planner.base.units import CLOCK, COMPUTED, ENERGY, LIMIT, STAGE, TIME
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name, mode_of
 
@@ -40,6 +40,7 @@ _KINDS = MappingProxyType(
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
 KIND_IN_MODE = re.compile(r"[FBIW](\.[a-z0-9_-]+)?(@[a-z0-9_-]+)?")
 """The kind of a computation in a profile."""
+_FEW_GHZ = re.compile(r"[0-9]\.[0-9]+")  #: how a clock in GHz is written
 _MODE = "mode"  #: the column, which only a profile with modes has
 
 
@@ -54,6 +55,15 @@ class Row(NamedTuple):
     time_s: float
     energy_j: float
     evidence: Evidence | None = None
+
+
+class Table(NamedTuple):
+    """The rows of a CSV, and where they stand."""
+
+    rows: list[Row]
+    control: str  #: what was set, as the header says
+    places: dict[tuple[int, str, int], str]  #: stage, kind and clock -> file and line
+    cut: str | None  #: the place of the last row if the file ends without its end of line
 
 
 def word_of(kind: str) -> str:
@@ -104,7 +114,7 @@ def _evidence_cells(evidence: Evidence | None) -> list[object]:
     return [*(getattr(evidence, name) for name in rules(Evidence)), "+".join(evidence.throttle)]
 
 
-def read_table(path: Path) -> tuple[list[Row], str]:
+def read_table(path: Path) -> Table:
     """Read the rows of the CSV at `path`, and the control that its header names.
 
     Each number is within its range, and each stage, instruction and clock is there once. Unknown
@@ -126,6 +136,7 @@ def read_table(path: Path) -> tuple[list[Row], str]:
     (control,) = controls
     rows = []
     seen: dict[tuple[int, str, int], str] = {}
+    cut: str | None = None
     for cells in table:
         row = _row(cells, setting)
         earlier = seen.setdefault(row[:3], cells.where)
@@ -136,19 +147,27 @@ def read_table(path: Path) -> tuple[list[Row], str]:
                 "them"
             )
         rows.append(row)
-    return rows, control
+        cut = cells.where if cells.is_cut else None
+    return Table(rows, control, seen, cut)
 
 
 def _row(cells: CsvRow, setting: str) -> Row:
+    number = _FEW_GHZ.fullmatch(cells[setting])
+    if number is not None and setting != "power_limit":
+        raise ProfileError(
+            f"{cells.place(setting)}: {shown(cells[setting])} is not {CLOCK.wanted}; is it GHz?"
+        )
     stage, time_s, energy_j, value = (
         cells.read(column, rule)
         for column, rule in (
             ("stage", STAGE),
-            ("time", TIME),
+            ("time", COMPUTED),
             ("energy", ENERGY),
             (setting, LIMIT if setting == "power_limit" else CLOCK),
         )
     )
+    if energy_j:
+        cells.read("time", TIME)  # only a computation without work takes no time
     kind = cells.read("instruction", _INSTRUCTION)
     if cells.cells.get(_MODE):
         kind = in_mode(kind, cells.read(_MODE, _MODE_NAME))

@@ -74,6 +74,8 @@ class Estimate(Generic[P]):
     #: kind -> the relative standard errors of the time, and of the energy, of a row, as they were
     #: found.
     noise: Mapping[str, tuple[float, float]]
+    _clocks: tuple[int, ...] = field(repr=False)
+    _without_work: tuple[Key, ...] = field(repr=False)
     _kinds: tuple[_Kind, ...] = field(repr=False)
     _shared_errors: Callable[[int], tuple[float, float]] = field(repr=False)
 
@@ -99,7 +101,10 @@ class Estimate(Generic[P]):
             errors = self._shared_errors(stage)
             for table, error, drawn in zip((time_s, energy_j), errors, drift[stage], strict=True):
                 table[stage, name][1:] *= np.exp(error * drawn)
-        return Draws(self._kinds[0].clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
+        for key in self._without_work:
+            time_s[key] = np.zeros((len(self._clocks), count))
+            energy_j[key] = np.zeros((len(self._clocks), count))
+        return Draws(self._clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
 
 
 class _Kind(NamedTuple):
@@ -152,9 +157,13 @@ def estimate_rows(
     it; `profile_of` makes a profile of other rows.
     """
     clocks = _clocks(rows, control, clocks_mhz)
-    names = dict.fromkeys(kind for _, kind in rows)
-    kinds = tuple(_kind(rows, control, name, clocks) for name in names)
+    without_work = tuple(key for key, of_key in rows.items() if not of_key[0].has_work)
+    busy = {key: of_key for key, of_key in rows.items() if of_key[0].has_work}
+    names = dict.fromkeys(kind for _, kind in busy)
+    kinds = tuple(_kind(busy, control, name, clocks) for name in names)
     expected = dict[Key, tuple[Measurement, ...]]()
+    for key in without_work:
+        expected[key] = tuple(Measurement(mhz, 0.0, 0.0) for mhz in clocks)
     for kind in kinds:
         times_s, energies_j = (
             kind.table(kind.reachable(kind.time.mean())),
@@ -174,6 +183,7 @@ def estimate_rows(
             {
                 key: tuple(mhz for mhz in clocks if mhz not in measured_mhz)
                 for key, measured_mhz in measured.items()
+                if key in busy
             }
         ),
         any(row.evidence is not None for row in chain(*rows.values())),
@@ -183,6 +193,8 @@ def estimate_rows(
                 for name, k in zip(names, kinds, strict=True)
             }
         ),
+        clocks,
+        without_work,
         kinds,
         shared_errors,
     )

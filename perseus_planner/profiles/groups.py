@@ -171,11 +171,9 @@ def within_power_limit(profile: Profile, limit_w: float) -> Profile:
     most_w = limit_w * (1 + _SENSOR_ERROR)
 
     def power_w(row: Measurement) -> float:
-        return (
-            row.clock_mhz
-            if profile.control == "power-limit"
-            else row.energy_j / row.time_s / profile.gpus_per_stage
-        )
+        if profile.control == "power-limit":
+            return row.clock_mhz
+        return row.power_w / profile.gpus_per_stage
 
     kept = {
         key: tuple(row for row in rows if power_w(row) <= most_w)

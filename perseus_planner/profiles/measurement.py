@@ -18,7 +18,16 @@ from typing import Annotated, TypeVar
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import Celsius, ClockMhz, Count, Joules, Rule, Seconds, Wait
+from perseus_planner.base.units import (
+    TIME,
+    Celsius,
+    ClockMhz,
+    ComputedSeconds,
+    Count,
+    Joules,
+    Rule,
+    Wait,
+)
 
 _ACHIEVED = Rule(float, False, "a clock: write MHz above 0, such as 1395")
 
@@ -45,16 +54,34 @@ class Evidence(Checked, error=ProfileError):
 class Measurement(Checked, error=ProfileError):
     """One computation at one clock.
 
+    A computation without work, such as the backward of a frozen stage, takes 0 s and 0 J.
+
     Raises:
-        ProfileError: If a value is out of range.
+        ProfileError: If a value is out of range, or an energy is used in no time.
     """
 
     #: the SM clock that was set, MHz, above 0; in a profile of power limits the limit, watts.
     clock_mhz: ClockMhz
-    time_s: Seconds  #: its duration, seconds, above 0
+    time_s: ComputedSeconds  #: its duration, seconds, above 0; or 0 if it has no work
     energy_j: Joules  #: the energy that the GPU used for it, joules, 0 or more
     #: how it was measured, if that is known; measurements that differ only in it are equal.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given_s = self.time_s
+        super().__post_init__()
+        if self.energy_j:
+            TIME.check(given_s, "time_s", ProfileError)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it takes time."""
+        return self.time_s > 0.0
+
+    @property
+    def power_w(self) -> float:
+        """The mean power meanwhile, watts; 0 of a computation without work."""
+        return self.energy_j / self.time_s if self.has_work else 0.0
 
 
 def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:

@@ -33,13 +33,22 @@ from perseus_planner.profiles.csv_file import (
     KIND_IN_MODE,
     WORDS,
     Row,
+    Table,
     csv_bytes,
     read_table,
     setting_of,
+    unit_of,
     word_of,
 )
 from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
 from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.plausible import (
+    Doubt,
+    column_of,
+    find_doubts,
+    power_problem,
+    refuse_doubtful,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +61,8 @@ _COUNTS = ("microbatches", "virtual_stages", "microbatch_group")  # of the itera
 _ROUNDED = 1e-4  #: relative; rows of four digits and more scatter less around a curve
 _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
+DOUBTS = "doubts"
+"""The condition that holds what is unusual about the rows of a file."""
 _EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
 
 
@@ -68,7 +79,8 @@ class Profile(Checked, error=ProfileError):
     #: or one of them with a suffix that you choose, such as "B.sync"; a mode stands behind it, as
     #: in "B@recompute", and each computation has every mode. Each stage has F, and B or
     #: both I and W; F of stage 0 alone is a whole iteration, of the schedule "whole". One clock is
-    #: enough.
+    #: enough. A kind without work, such as B of a frozen first stage, takes 0 s and 0 J at every
+    #: clock; one row is enough to say so.
     measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
     #: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
     #: number for each stage.
@@ -118,6 +130,7 @@ class Profile(Checked, error=ProfileError):
         is_whole = self.iteration and dict(self.iteration).get("schedule") == "whole"
         if not (is_whole and table.keys() == {(0, "F")}):
             _check_complete(table)
+        table = _with_every_clock(table)
         kinds = list(WORDS)
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
         object.__setattr__(
@@ -157,6 +170,10 @@ class Profile(Checked, error=ProfileError):
                     f"modes: {shown(list(of_stages))} has {len(of_stages)} numbers of bytes for "
                     f"{self.stages} stages; give one for each, or one for all"
                 )
+
+    def has_work(self, key: tuple[int, str]) -> bool:
+        """Return whether a computation takes time, which is so at all of its clocks or at none."""
+        return self.measurements[key][0].has_work
 
     @property
     def stages(self) -> int:
@@ -225,6 +242,50 @@ class Profile(Checked, error=ProfileError):
             profile_of=lambda rows: replace(self, measurements=rows),
         )
 
+    def doubts(self) -> list[Doubt]:
+        """Return what cannot be true of the rows, and then what is unusual; see
+        `profiles.plausible`. Files with rows that cannot be true are not read.
+        """
+        return find_doubts(
+            self.measurements, self.control, self.gpus_per_stage, self.blocking_w, self.gpu
+        )
+
+    @cached_property
+    def without_full_clocks(self) -> Mapping[str, int]:
+        """The computations that were not measured at the highest clock of the profile, such as "2
+        forward" -> their highest clock. None where the GPU chose the clocks.
+        """
+        tops = {
+            f"{stage} {word_of(kind)}": rows[0].clock_mhz
+            for (stage, kind), rows in self.measurements.items()
+            if rows[0].has_work
+        }
+        if self.control == "observed":
+            return MappingProxyType({})
+        highest = max(tops.values())
+        return MappingProxyType({name: clock for name, clock in tops.items() if clock < highest})
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader of plans may not expect of the rows."""
+        said = []
+        if self.without_full_clocks:
+            name, clock = next(iter(self.without_full_clocks.items()))
+            others = len(self.without_full_clocks) - 1
+            highest, unit = (
+                max(rows[0].clock_mhz for rows in self.measurements.values()),
+                unit_of(self.control),
+            )
+            said.append(
+                f"Stage {name}{f' and {others} more' if others else ''} was not measured above "
+                f"{clock} {unit}, others up to {highest} {unit}: unless a power limit holds it "
+                "there, full clocks are faster than the rows say, and a plan that is no slower "
+                f"than they are may be slower; measure it at {highest} {unit}."
+            )
+        if DOUBTS in self.conditions:
+            said.append(f"Check the rows: {self.conditions[DOUBTS]}.")
+        return tuple(said)
+
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each measurement, computation by computation,
         highest clock first.
@@ -272,9 +333,11 @@ class Profile(Checked, error=ProfileError):
         if path.suffix.lower() in _YAML_SUFFIXES:
             return _load_yaml(path, blocking_power_w)
         if blocking_power_w is None:
-            _built(path, blocking_power_w=0.0)  # what else is wrong with the file is said first
+            _checked_rows(*_built(path, blocking_power_w=0.0))  # what else is wrong is said first
             raise ProfileError(_without_power(path))
-        return _built(path, blocking_power_w=blocking_power_w)
+        profile, table = _built(path, blocking_power_w=blocking_power_w)
+        _check_waiting(profile)
+        return _checked_rows(profile, table)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `path`, a .yaml file, and the CSV of the same stem beside it; existing files are
@@ -411,7 +474,37 @@ def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tupl
             raise ProfileError(
                 f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock"
             )
+        if above.has_work != below.has_work:
+            idle, busy = sorted((above, below), key=lambda row: row.has_work)
+            raise ProfileError(
+                f"{place}: takes 0 s at {idle.clock_mhz} MHz and {busy.time_s:g} s at "
+                f"{busy.clock_mhz} MHz; leave the row of 0 s out, or give 0 s and 0 J at every "
+                "clock if it has no work"
+            )
     return ordered
+
+
+def _with_every_clock(
+    table: Mapping[tuple[int, str], tuple[Measurement, ...]],
+) -> dict[tuple[int, str], tuple[Measurement, ...]]:
+    """Return the rows, with one at each clock of its stage for each kind without work: no clock
+    needs to be set for it.
+    """
+    if not any(rows[0].has_work for rows in table.values()):
+        raise ProfileError("no computation takes time; give at least one that has work")
+    filled = dict(table)
+    for (stage, kind), rows in table.items():
+        if rows[0].has_work:
+            continue
+        of_stage = [own for (other, _), own in table.items() if other == stage]
+        busy = [own for own in of_stage if own[0].has_work]
+        # A stage without any work may run at the clocks of all others.
+        near = busy or list(table.values())
+        clocks = {row.clock_mhz for own in [*near, rows] for row in own}
+        filled[stage, kind] = tuple(
+            Measurement(clock, 0.0, 0.0) for clock in sorted(clocks, reverse=True)
+        )
+    return filled
 
 
 def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
@@ -432,23 +525,56 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
             if (stage, kind) not in table:
                 word = WORDS[kind]
                 raise ProfileError(
-                    f"stage {stage} has no {word}; measure its {word} at one clock or more"
+                    f"stage {stage} has no {word}; measure its {word} at one clock or more, or, "
+                    "if it does not run, as in a frozen stage, give it a row of 0 s and 0 J"
                 )
 
 
-def _built(path: Path, **rest: Any) -> Profile:
-    """Return the profile of the CSV at `path`, which errors name."""
-    rows, control = read_table(path)
-    table: dict[tuple[int, str], list[Measurement]] = {}
-    for row in rows:
+def _built(path: Path, **rest: Any) -> tuple[Profile, Table]:
+    """Return the profile of the CSV at `path`, which errors name, and the table."""
+    table = read_table(path)
+    by_key: dict[tuple[int, str], list[Measurement]] = {}
+    for row in table.rows:
         option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
-        table.setdefault((row.stage, row.kind), []).append(option)
+        by_key.setdefault((row.stage, row.kind), []).append(option)
+    measurements = {key: tuple(options) for key, options in by_key.items()}
     try:
-        return Profile(
-            {key: tuple(options) for key, options in table.items()}, control=control, **rest
-        )
+        return Profile(measurements, control=table.control, **rest), table
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
+
+
+def _check_waiting(profile: Profile) -> None:
+    """Refuse a blocking power that no GPU draws."""
+    for stage in range(profile.stages):
+        waiting_w = profile.blocking_w(stage) / profile.gpus_per_stage
+        if problem := power_problem(waiting_w, profile.gpu):
+            raise ProfileError(f"blocking_power_w: {problem}")
+
+
+def _checked_rows(profile: Profile, table: Table) -> Profile:
+    """Return the profile of a table with what is unusual about its rows; refuse rows that cannot
+    be true.
+    """
+    doubts = profile.doubts()
+
+    def place_of(doubt: Doubt) -> str:
+        place = table.places[(*doubt.key, doubt.clock)]
+        column = column_of(doubt, profile.control)
+        cut = " (the last row, cut short?)" if place == table.cut else ""
+        return f"{place}, column {column!r}{cut}"
+
+    refuse_doubtful(doubts, place_of)
+    said = [f"{place_of(doubt)}: {doubt.problem}" for doubt in doubts]
+    if table.cut is not None:
+        said.append(
+            f"{table.cut}: the file ends inside this row, or lacks its last end of line; compare "
+            "the row with its source"
+        )
+    conditions = {name: text for name, text in profile.conditions.items() if name != DOUBTS}
+    if said:
+        conditions[DOUBTS] = "; ".join(said)
+    return replace(profile, conditions=conditions)
 
 
 def _check(name: str, value: object, where: str) -> None:
@@ -487,13 +613,15 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     table = _table_path(document)
     if power_w is not None:
         rest["blocking_power_w"] = power_w
-    profile = _built(table, blocking_power_w=0.0, iteration=rest.get("iteration", {}))
+    profile, rows = _built(table, blocking_power_w=0.0, iteration=rest.get("iteration", {}))
     try:
-        return replace(profile, **rest)
+        profile = replace(profile, **rest)
+        _check_waiting(profile)
     except ProfileError as error:  # each value alone is right, but it is not of these stages
         name = re.split("[,:]", str(error))[0]
         line = document.lines.get(name, document.lines["blocking_power_w"])
         raise ProfileError(f"{path}, line {line}, {error}") from None
+    return _checked_rows(profile, rows)
 
 
 def _table_path(document: Document) -> Path:

@@ -326,7 +326,9 @@ def replay_changes(
         option = in_force[r] << bits | mode
         if event == _SETTLE:
             if running[r] and i >= 0:
-                done = min((now_s - since_s[r]) / time_s[c, option], left[r])
+                done = left[r]
+                if time_s[c, option] > 0.0:
+                    done = min((now_s - since_s[r]) / time_s[c, option], done)
                 spent_j += done * cost_j[c, option]
                 left[r], since_s[r] = left[r] - done, now_s
                 next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]] << bits | mode]

@@ -34,7 +34,7 @@ from perseus_planner.base.files import reading, replacing, sha256
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
-from perseus_planner.plans.replay import ALL_MAXIMUM, all_maximum, origin_text
+from perseus_planner.plans.replay import all_maximum, baseline_name, origin_text
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.modes import OWN, mode_of
 from perseus_planner.profiles.profiles import Profile
@@ -494,7 +494,7 @@ class Frontier(TimeEnergyCurve):
         return make_frame(
             columns,
             origin=origin_text(self.profile.origin),
-            baseline=ALL_MAXIMUM,
+            baseline=baseline_name(self.profile),
             baseline_time_s=self.baseline_time_s,
             baseline_energy_j=self.baseline_energy_j,
         )

@@ -233,6 +233,9 @@ class OnTimePlanner:
         """
         index, doubts = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}, {}
         for key, rows in self._mean.profile.measurements.items():
+            if not rows[0].has_work:
+                doubts[key] = np.zeros(len(rows))
+                continue
             logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
             doubts[key] = np.hypot(np.std(logs - logs[:1], axis=1), self.curve.profile.jitter)
             doubts[key][0] = 0.0
@@ -265,7 +268,8 @@ class OnTimePlanner:
     def _plan_of(self, drawn: _Drawn) -> Plan:
         """Return the plan of these clocks with their expected times."""
         plan = self.mean_planner.plan_of(drawn.clocks_mhz, None)
-        return replace(plan, profile_digest=self.curve.profile.digest)
+        profile = self.curve.profile
+        return replace(plan, profile_digest=profile.digest, remarks=profile.remarks)
 
     def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
         """Return the time that the plan keeps with this probability, over that with all clocks

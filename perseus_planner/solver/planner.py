@@ -18,7 +18,7 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
-from perseus_planner.plans.replay import replay, time_and_energy
+from perseus_planner.plans.replay import baseline_name, replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
@@ -495,10 +495,32 @@ class Planner:
 
         A rough plan is not polished, and takes a tenth of the effort.
         """
-        clocks = [point.clock_mhz for point in self.points(deadline_s, is_rough=is_rough)]
+        points = self.points(deadline_s, is_rough=is_rough)
+        clocks = self._without_idle_changes([point.clock_mhz for point in points])
         if (known := self._known.get(deadline_s)) is None:
             return clocks
         return min(clocks, list(known), key=lambda each: self._cost(each, deadline_s))
+
+    def _without_idle_changes(self, clocks: list[int]) -> list[int]:
+        """Return the clocks, where computations without work keep the clock of what runs before
+        them on their rank, so that no clock is changed for them.
+        """
+        keys = self.dag.iteration.keys
+        if all(map(self.profile.has_work, set(keys))):
+            return clocks
+        kept = list(clocks)
+        for program in self.dag.iteration.programs:
+            computed = [place for place in program if place < len(keys)]
+            busy = [place for place in computed if self.profile.has_work(keys[place])]
+            if not busy:
+                continue
+            clock = clocks[busy[-1]]  # of the iteration before
+            for place in computed:
+                if self.profile.has_work(keys[place]):
+                    clock = clocks[place]
+                elif clock in self._table[keys[place]]:
+                    kept[place] = clock
+        return kept
 
     def _cost(self, clocks: Sequence[int], deadline_s: float) -> tuple[bool, float]:
         """Return whether an iteration at these clocks is late, and its effective energy, joules."""
@@ -673,6 +695,8 @@ class Planner:
             overhead_s=self.profile.overhead_s,
             clock_change=self.profile.clock_change,
             torch=self.profile.conditions.get(TORCH),
+            baseline=baseline_name(self.profile),
+            remarks=self.profile.remarks,
         )
         if plan.clock_change is None:
             return plan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, ranges, table
-from perseus_planner.plans.replay import ALL_MAXIMUM, origin_text
+from perseus_planner.plans.replay import baseline_name, origin_text
 from perseus_planner.profiles.csv_file import unit_of, word_of
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull, pareto_front
 from perseus_planner.profiles.sharding import remark
@@ -66,6 +66,7 @@ class ProfileSummary:
     computations: tuple[ClockRange, ...]
     shared_time_error: float  #: the largest of the stages, relative
     shared_energy_error: float  #: the same for energies
+    remarks: tuple[str, ...]  #: what a reader may not expect
 
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
@@ -75,7 +76,11 @@ def summarize_profile(profile: Profile) -> ProfileSummary:
     )
     errors = map(max, zip(*map(profile.shared_errors, range(profile.stages)), strict=True))
     return ProfileSummary(
-        context_of_profile(profile), dict(profile.conditions), clock_ranges, *errors
+        context_of_profile(profile),
+        dict(profile.conditions),
+        clock_ranges,
+        *errors,
+        profile.remarks,
     )
 
 
@@ -88,7 +93,12 @@ def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRan
         rows[0],
         rows[-1],
         time_error=max(
-            (evidence.time_stderr_s / row.time_s for row, evidence in with_evidence), default=None
+            (
+                evidence.time_stderr_s / row.time_s
+                for row, evidence in with_evidence
+                if row.has_work
+            ),
+            default=None,
         ),
         energy_error=max(
             (
@@ -139,6 +149,7 @@ def profile_text(summary: ProfileSummary) -> str:
     )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
+    warnings += [("remark", text) for text in summary.remarks]
     if summary.shared_time_error or summary.shared_energy_error:
         drift = (
             f"{summary.shared_time_error:.2%} of time, {summary.shared_energy_error:.2%} of energy"
@@ -279,6 +290,7 @@ class FrontierSummary:
 
     context: Context  #: the profile and the iteration
     computations: int  #: number of computations of an iteration
+    baseline: str  #: with what it is compared: all clocks at maximum, or as near as was measured
     baseline_time_s: float  #: iteration time with all clocks at maximum, seconds
     baseline_energy_j: float  #: energy of such an iteration, joules
     min_time_s: float  #: iteration time of the fastest point, seconds
@@ -296,6 +308,7 @@ def summarize_frontier(frontier: Frontier) -> FrontierSummary:
     return FrontierSummary(
         context=context_of_profile(frontier.profile, frontier.dag.iteration),
         computations=len(frontier.dag.computations),
+        baseline=baseline_name(frontier.profile),
         baseline_time_s=frontier.baseline_time_s,
         baseline_energy_j=frontier.baseline_energy_j,
         min_time_s=frontier.min_time_s,
@@ -312,7 +325,7 @@ def frontier_text(summary: FrontierSummary) -> str:
     to that of least energy, against all clocks at maximum.
     """
     baseline = (
-        f"Baseline of every saving: {ALL_MAXIMUM}, {si(summary.baseline_time_s, 's', 6)} and "
+        f"Baseline of every saving: {summary.baseline}, {si(summary.baseline_time_s, 's', 6)} and "
         f"{si(summary.baseline_energy_j, 'J', 6)} per iteration."
     )
     text = Sheet(
@@ -383,7 +396,11 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     for time_s, mark in [*asked, *last]:
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
         comparison = compare(
-            time_s, frontier.bound_j(time_s), time_s, waiting_j, f"{ALL_MAXIMUM}, then waiting"
+            time_s,
+            frontier.bound_j(time_s),
+            time_s,
+            waiting_j,
+            f"{baseline_name(frontier.profile)}, then waiting",
         )
         yield FrontierPoint(
             **{**vars(comparison), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark
@@ -397,7 +414,11 @@ def _is_same(time_s: float, other_s: float) -> bool:
 
 def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
     comparison = compare(
-        time_s, frontier.bound_j(time_s), frontier.baseline_time_s, frontier.baseline_energy_j
+        time_s,
+        frontier.bound_j(time_s),
+        frontier.baseline_time_s,
+        frontier.baseline_energy_j,
+        baseline_name(frontier.profile),
     )
     return FrontierPoint(**vars(comparison), mark=mark)
 
@@ -407,6 +428,7 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
     yield from schedule_remarks(context_of_profile(profile, frontier.dag.iteration))
     if (sharded := remark(profile.conditions)) is not None:
         yield sharded
+    yield from profile.remarks
     if frontier.dag.has_tied_modes:
         yield (
             "Modes are chosen for each plan, within memory and with what ties them to each other; "
@@ -429,9 +451,7 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
             f"The blocking power of {power} is so large that the fastest iteration takes the "
             "least energy. Slower iterations pay only beside a straggler."
         )
-    most_w = max(
-        row.energy_j / row.time_s for rows in profile.measurements.values() for row in rows
-    )
+    most_w = max(row.power_w for rows in profile.measurements.values() for row in rows)
     if most_waiting_w > most_w:
         yield (
             f"The blocking power of {power} is more than any computation draws, "
@@ -473,7 +493,11 @@ def chart_frontier(frontier: Frontier) -> FrontierChart:
     kept = sorted({round(k * (count - 1) / max(1, last)) for k in range(last + 1)}, reverse=True)
     origin = origin_label(frontier.profile.origin)
     baseline = IterationPoint(
-        ALL_MAXIMUM, "baseline", frontier.baseline_time_s, frontier.baseline_energy_j, origin
+        baseline_name(frontier.profile),
+        "baseline",
+        frontier.baseline_time_s,
+        frontier.baseline_energy_j,
+        origin,
     )
     special = (
         IterationPoint(f"bound, {name}", "landmark", time_s, frontier.bound_j(time_s), origin)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, column, lay_out, quantities, table
 from perseus_planner.plans.plan import INTERVAL, OnTime
-from perseus_planner.plans.replay import ALL_MAXIMUM
+from perseus_planner.plans.replay import ALL_MAXIMUM, HIGHEST_MEASURED
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
 from perseus_planner.views.context import (
@@ -68,6 +68,7 @@ class PlanSummary(Comparison):
     #: mode -> number of computations that run in it, besides those that run in the training's own
     #: way.
     modes: Mapping[str, int]
+    remarks: tuple[str, ...]  #: what a reader may not expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,15 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
     made for, if any.
     """
     return PlanSummary(
-        **vars(compare(plan.time_s, plan.energy_j, plan.baseline_time_s, plan.baseline_energy_j)),
+        **vars(
+            compare(
+                plan.time_s,
+                plan.energy_j,
+                plan.baseline_time_s,
+                plan.baseline_energy_j,
+                plan.baseline,
+            )
+        ),
         context=context_of_plan(plan),
         deadline_s=plan.deadline_s,
         power_w=plan.power_w,
@@ -123,6 +132,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         else _beside_straggler(plan, straggler_time_s),
         on_time=plan.on_time,
         modes=Counter(plan.modes.values()),
+        remarks=plan.remarks,
     )
 
 
@@ -130,8 +140,12 @@ def summarize_plans(
     replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None
 ) -> PlansSummary:
     """Summarize the plans of several frontiers, one for each of `replicas.frontiers`."""
+    names = {plan.baseline for plan in plans}
     together = compare(
-        *replicas.time_and_energy(plans), replicas.baseline_time_s, replicas.baseline_energy_j
+        *replicas.time_and_energy(plans),
+        replicas.baseline_time_s,
+        replicas.baseline_energy_j,
+        ALL_MAXIMUM if names == {ALL_MAXIMUM} else HIGHEST_MEASURED,
     )
     return PlansSummary(
         **vars(together),
@@ -175,7 +189,7 @@ def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
         plan.energy_j + waiting_w * waiting_s[0],
         plan.baseline_time_s + waiting_s[1],
         plan.baseline_energy_j + waiting_w * waiting_s[1],
-        f"{ALL_MAXIMUM}, both waiting for a straggler of {si(straggler_time_s, 's', 6)}",
+        f"{plan.baseline}, both waiting for a straggler of {si(straggler_time_s, 's', 6)}",
     )
 
 
@@ -213,6 +227,7 @@ def plan_text(summary: PlanSummary) -> str:
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
     notes += schedule_remarks(summary.context)
+    notes += summary.remarks
     return Sheet(
         f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),

@@ -348,13 +348,14 @@ class Learner:
         """Begin with what GPUs drew at full clocks, and with the rows of the prior."""
         self.powers.start(energy_j, busy_s, waiting_s)
         for row, clock, measurement in self._prior_rows():
-            self.powers.add_row(row, clock, measurement.energy_j / measurement.time_s, _PRIOR_DOUBT)
+            self.powers.add_row(row, clock, measurement.power_w, _PRIOR_DOUBT)
 
     def _prior_rows(self) -> Iterator[tuple[int, int, Measurement]]:
         """Yield class, clock and measurement of each row of the prior that the job has."""
         for key, measurements in () if self._prior is None else self._prior.measurements.items():
             for measurement in measurements:
-                if key in self._class_of and measurement.clock_mhz in self._number:
+                is_known = key in self._class_of and measurement.clock_mhz in self._number
+                if is_known and measurement.has_work:
                     yield self._class_of[key], self._number[measurement.clock_mhz], measurement
 
     def settled(self) -> NDArray[np.bool_]:

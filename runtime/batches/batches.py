@@ -77,7 +77,10 @@ class CatchingUp:
 
     def __init__(self, profile: Profile) -> None:
         self._ratios = {
-            key: {row.clock_mhz: row.time_s / rows[0].time_s for row in reversed(rows)}
+            key: {
+                row.clock_mhz: row.time_s / rows[0].time_s if row.has_work else 1.0
+                for row in reversed(rows)
+            }
             for key, rows in profile.measurements.items()
         }
         self._longer_s: tuple[float, ...] = ()

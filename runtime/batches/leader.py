@@ -359,7 +359,7 @@ class Leader:
             for stage, kind, microbatch in order:
                 row = profile.measurements[stage, kind][0]
                 full_s = self._laws[stage, kind].full_s(rows[microbatch])
-                rank_j += full_s * (row.energy_j / row.time_s - profile.blocking_w(stage))
+                rank_j += full_s * (row.power_w - profile.blocking_w(stage))
             waiting_w = fmean(profile.blocking_w(c.stage) for c in order)
             full_j = (rank_j + waiting_w * time_s) / profile.gpus_per_stage
             full_us = _us(at_full_clocks.start_s), _us(at_full_clocks.end_s)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from threading import BrokenBarrierError
 from typing import cast
@@ -23,8 +24,9 @@ from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import NOISE, SimulationOptions
 from perseus_planner.gpu.wrappers import DryRunGpu
+from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
-from perseus_planner.profiler.stage import Stage, StageRows, TimedRun, assemble_profile
+from perseus_planner.profiler.stage import Run, Stage, StageRows, TimedRun, assemble_profile
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
@@ -524,3 +526,35 @@ def test_a_sweep_of_few_clocks_reproduces_a_measured_profile(measured_data: Path
         for row in table:
             assert row.time_s == pytest.approx(truth[row.clock_mhz].time_s, rel=0.01)
             assert row.energy_j == pytest.approx(truth[row.clock_mhz].energy_j, rel=0.01)
+
+
+class Hiccups(RowMeter):
+    """A meter whose counter stands still for the backward at one clock."""
+
+    times = 1
+
+    def measure_row(self, run: Run, setting: int | None, random: Random) -> Measurement:
+        row = super().measure_row(run, setting, random)
+        if setting != 1410 or row.time_s < 0.05 or not self.times:
+            return row
+        Hiccups.times -= 1
+        return replace(row, energy_j=0.0)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_row_that_cannot_be_true_is_measured_again_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch, times: int
+):
+    monkeypatch.setattr("perseus_planner.profiler.sweep.RowMeter", Hiccups)
+    monkeypatch.setattr(Hiccups, "times", times)
+    gpu = quiet()
+    sweep = partial(measure_stage, gpu, stage_of(gpu), 0, replace(QUICK, saving_within=None))
+    # The highest clock is measured three times, of which the mean counts.
+    if times == 1:
+        rows = sweep().measurements["B"]
+        assert rows[0].power_w > rows[-1].power_w > 0
+        return
+    Hiccups.times = 1000
+    with pytest.raises(GpuError, match="stage 0 backward at 1410 MHz: 0 J in .* did not move"):
+        sweep()
+    assert gpu.locked_mhz is None

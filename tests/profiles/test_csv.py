@@ -163,15 +163,18 @@ BAD_TABLES = {
     ),
     "no backward": (
         HEADER + "0,forward,1410,0.05,20\n",
-        "p.csv: stage 0 has no backward; measure its backward at one clock or more",
+        "p.csv: stage 0 has no backward; measure its backward at one clock or more, or, if it does "
+        "not run, as in a frozen stage, give it a row of 0 s and 0 J",
     ),
     "no forward": (
         GOOD + "1,backward,1410,0.1,40\n",
-        "p.csv: stage 1 has no forward; measure its forward at one clock or more",
+        "p.csv: stage 1 has no forward; measure its forward at one clock or more, or, if it does "
+        "not run, as in a frozen stage, give it a row of 0 s and 0 J",
     ),
     "half a backward": (
         GOOD + "1,forward,1410,0.1,40\n1,W,1410,0.1,40\n",
-        "p.csv: stage 1 has no input-gradient; measure its input-gradient at one clock or more",
+        "p.csv: stage 1 has no input-gradient; measure its input-gradient at one clock or more, "
+        "or, if it does not run, as in a frozen stage, give it a row of 0 s and 0 J",
     ),
     "hole": (
         GOOD + "2,forward,1410,0.05,20\n2,backward,1410,0.1,40\n",
@@ -328,7 +331,7 @@ def test_a_profile_without_evidence_has_the_documented_columns_alone(folder: Pat
     ("control", "column"), [("power-limit", "power_limit"), ("observed", "observed_frequency")]
 )
 def test_the_third_column_names_the_control(folder: Path, control: str, column: str):
-    row = (Measurement(250, 0.05, 20.0),)
+    row = (Measurement(400, 0.05, 20.0),)
     profile = Profile({(0, "F"): row, (0, "B"): row}, 85.0, control=control)
     profile.save("p.yaml")
     assert Path("p.csv").read_text().splitlines()[0] == f"stage,instruction,{column},time,energy"
