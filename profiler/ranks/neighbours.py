@@ -174,6 +174,7 @@ def connect_neighbour(
     import torch.distributed as dist
 
     pairs = neighbours(pipelines)
+    group.gather(None)  # a rank that has ended before would leave the others in `new_group`
     backend = "nccl" if device.type == "cuda" else "gloo"
     # In each of them a rank has one other rank to receive from or to send to: where one message
     # waits behind another, neighbours that wait for each other would never stop waiting.

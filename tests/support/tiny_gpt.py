@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -121,32 +121,38 @@ class Training:
         apart: bool = False,
         overlap: bool = False,
         experts: int = 1,
+        adapt: Callable[[int, nn.Module], None] = lambda number, chunk: None,
         **options: Any,
     ) -> None:
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        config = TransformerConfig(
-            num_layers=ranks * (virtual or 1),
-            hidden_size=8,
-            num_attention_heads=2,
-            pipeline_model_parallel_size=ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-            microbatch_group_size_per_vp_stage=group,
-            pipeline_dtype=torch.float32,
-            use_cpu_initialization=True,
-            batch_p2p_sync=False,
-            hidden_dropout=0.1,
-            **(EXPERTS if experts > 1 else {}),
-            **options,
-        )
+        settings: dict[str, Any] = {
+            "num_layers": ranks * (virtual or 1),
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "pipeline_model_parallel_size": ranks,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "microbatch_group_size_per_vp_stage": group,
+            "pipeline_dtype": torch.float32,
+            "use_cpu_initialization": True,
+            "batch_p2p_sync": False,
+            "hidden_dropout": 0.1,
+        }
+        if experts > 1:
+            settings |= EXPERTS
+        config = TransformerConfig(**(settings | options))
         torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
         self.chunks = [
             _chunk(copy.copy(config) if apart else config, each, virtual)
             for each in range(virtual or 1)
         ]
+        for each, chunk in enumerate(self.chunks):
+            adapt(each * ranks + parallel_state.get_pipeline_model_parallel_rank(), chunk)
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
         self.model: list[Any] = [Wrapper(chunk) for chunk in self.chunks]
         parameters = [each for chunk in self.chunks for each in chunk.parameters()]
+        if not parameters:  # an optimizer wants one, and a rank with empty stages has none
+            parameters = [nn.Parameter(torch.zeros(1))]
         self.optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
         if overlap:
             self._distribute()
@@ -288,8 +294,17 @@ def _chunk(config: Any, number: int, virtual: int | None) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=_mtp_block(config, stage) if config.mtp_num_layers else None,
         vp_stage=stage,
     )
+
+
+def _mtp_block(config: Any, stage: int | None) -> Any:
+    """Return what predicts further tokens, on the ranks that do."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    layer = get_gpt_layer_local_spec()
+    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=stage)
 
 
 def _forward_step(batches: Any, model: Any, *, reports: bool = True) -> Any:
