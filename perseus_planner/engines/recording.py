@@ -43,7 +43,7 @@ def _without_raising(
     """
 
     @wraps(method)
-    def recorded(call: RecordedCall, *args: P.args, **kwargs: P.kwargs) -> None:
+    def recorded(call: RecordedCall, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if call._fault is not None:
             return
         try:

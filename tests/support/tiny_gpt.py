@@ -79,6 +79,7 @@ def parallel(
         with (
             megatron_cpu.cpu_only(),
             mock.patch.object(torch.Tensor, "type", _type_on_gpu),
+            mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         ):
             yield

@@ -35,6 +35,17 @@ class Ungraded(Layer):
             return super().forward(x)
 
 
+class Asked(nn.Module):
+    """A layer whose result is made to require gradients, which DeepSpeed wants of each stage."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layer = make()
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).requires_grad_()
+
+
 class Adapted(Frozen):
     """A layer that does not train, with an adapter of low rank that does."""
 
@@ -122,14 +133,14 @@ TORCH: dict[str, tuple[str, Mapping[int, Make]]] = {
 """Name -> the schedule, and the number of each unusual stage of its two ranks."""
 
 DEEPSPEED: dict[str, tuple[tuple[Make, ...], dict[str, Any]]] = {
-    "frozen first": ((Frozen, Layer), {}),
-    "vision tower": ((Ungraded, Layer), {}),
+    "frozen first": ((partial(Asked, Frozen), Layer), {}),
+    "vision tower": ((partial(Asked, Ungraded), Layer), {}),
     "frozen last": ((Layer, Frozen), {}),
     "adapters": ((Adapted, Adapted), {}),
     "embedding alone": ((Embedded, Layer), {}),
-    "frozen embedding": ((FrozenEmbedded, Adapted), {}),
+    "frozen embedding": ((partial(Asked, FrozenEmbedded), Adapted), {}),
     "loss alone": ((Layer, nn.Identity), {}),
-    "recomputed": ((Frozen, Layer, Layer, Layer), {"activation_checkpoint_interval": 1}),
+    "recomputed": ((Recomputed, Frozen, FrozenRecomputed, Recomputed), {}),
     "half frozen": ((Frozen, Layer, Frozen, Layer), {}),
 }
 """Name -> the layers of two stages, and options of the model."""
