@@ -540,6 +540,8 @@ class _Sweep:
                 f"{power_w:.1f} W at {setting} {unit_of(control)}"
                 for setting, power_w in blocking_w.items()
             )
+        if self.stage.without_work:
+            conditions["without work"] = ", ".join(self.stage.without_work)
         if self._doubt is not None:
             conditions["saving known within"] = f"{self._doubt:.2%}"
         if hot := list(self._hot()):

@@ -233,11 +233,12 @@ class RankGroup:
             if not end.is_stuck or time.monotonic() > self._ended_s + self._repetition_s:
                 raise self._error(end)
 
-    def rank_error(self, text: str) -> RankError:
-        """Return the error to raise when another rank has ended; only the first rank to notice
-        reports `text`.
+    def rank_error(self, text: str, *, has_lost: bool = True) -> RankError:
+        """Return the error to raise when another rank has ended, or if not `has_lost`, when it does
+        not answer; only the first rank to notice reports `text`.
         """
-        return RankError(text) if self._report(text) else EndedElsewhere(text)
+        is_first = self._report(text, has_lost=has_lost)
+        return RankError(text) if is_first else EndedElsewhere(text)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -257,13 +258,22 @@ class RankGroup:
         Raises:
             RankError: If the rank that holds the store has ended.
         """
+        return str(self._error(end)) if (end := self._agreed_end(error)) is not None else None
+
+    def wait_for_return(self, error: Exception) -> None:
+        """Tell the other ranks of an error, and wait until every rank has come back from what it
+        did together with others, or one does not.
+        """
+        self._agreed_end(error)
+
+    def _agreed_end(self, error: Exception) -> _End | None:
         with self._reachable_store():
             if not isinstance(error, RankError):
                 self._report(f"rank {self.rank}: {_reason(error)}")
             end = self._end()
         if end is None or end.has_lost or not self._have_all_returned():
             return None
-        return str(self._error(end))
+        return end
 
     def _have_all_returned(self) -> bool:
         """Return whether every rank has left what it repeated when one ended, the same on all

@@ -261,7 +261,10 @@ class DeepSpeed:
             **(settings or {}),
         }
         self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
+            # An optimizer wants a parameter, and a rank with empty stages has none.
+            model=model,
+            model_parameters=[*model.parameters()] or [nn.Parameter(torch.zeros(1))],
+            config=config,
         )
         self.rank, self._shape = dist.get_rank(), shape
         if watch is not None:

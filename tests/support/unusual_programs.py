@@ -209,7 +209,13 @@ def deepspeed_stages(state: str, *names: str) -> None:
     def make(layers: tuple[Make, ...], options: dict[str, Any]) -> DeepSpeed:
         each = iter(layers)
         return DeepSpeed(
-            MICROBATCHES, layer=lambda: next(each)(), layers=len(layers), num_stages=2, **options
+            MICROBATCHES,
+            layer=lambda: next(each)(),
+            # DeepSpeed clips gradients by default, and fails on a rank that has none.
+            settings={"gradient_clipping": 0.0},
+            layers=len(layers),
+            num_stages=2,
+            **options,
         )
 
     with job(state) as result:
