@@ -357,7 +357,9 @@ class Planner:
         if max_changes is not None:
             within_s = self._replayed_s(deadline_s)
             try:
-                clocks = clocks_within_budget(self.dag, within_s, clocks, max_changes)
+                clocks = self._without_idle_changes(
+                    clocks_within_budget(self.dag, within_s, clocks, max_changes)
+                )
             except InfeasibleBudget as error:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, least_s) from None
@@ -433,7 +435,9 @@ class Planner:
         if counts:
             budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
             clocks_by_level |= {
-                level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
+                level: self._without_idle_changes(budgets[n])
+                for level, n in zip(levels, counts, strict=False)
+                if n in budgets
             }
         plans = {
             (level, False): self.plan_of(clocks, deadline_s)
@@ -512,7 +516,9 @@ class Planner:
         for program in self.dag.iteration.programs:
             computed = [place for place in program if place < len(keys)]
             busy = [place for place in computed if self.profile.has_work(keys[place])]
-            if not busy:
+            if not busy:  # the rank has no work at all
+                for place in computed:
+                    kept[place] = max(self._table[keys[place]])
                 continue
             clock = clocks[busy[-1]]  # of the iteration before
             for place in computed:

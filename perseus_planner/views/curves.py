@@ -74,13 +74,15 @@ def summarize_profile(profile: Profile) -> ProfileSummary:
     clock_ranges = tuple(
         _clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items()
     )
-    errors = map(max, zip(*map(profile.shared_errors, range(profile.stages)), strict=True))
+    of_stages = map(profile.shared_errors, range(profile.stages))
+    time_error, energy_error = map(max, zip(*of_stages, strict=True))
     return ProfileSummary(
-        context_of_profile(profile),
-        dict(profile.conditions),
-        clock_ranges,
-        *errors,
-        profile.remarks,
+        context=context_of_profile(profile),
+        conditions=dict(profile.conditions),
+        computations=clock_ranges,
+        shared_time_error=time_error,
+        shared_energy_error=energy_error,
+        remarks=profile.remarks,
     )
 
 

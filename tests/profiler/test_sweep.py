@@ -555,6 +555,6 @@ def test_a_row_that_cannot_be_true_is_measured_again_and_then_refused(
         assert rows[0].power_w > rows[-1].power_w > 0
         return
     Hiccups.times = 1000
-    with pytest.raises(GpuError, match="stage 0 backward at 1410 MHz: 0 J in .* did not move"):
+    with pytest.raises(GpuError, match=r"stage 0 backward at 1410 MHz: 0 J in .* did not move"):
         sweep()
     assert gpu.locked_mhz is None
