@@ -247,6 +247,7 @@ def find_doubt(
     *,
     control: str = "clock",
     stages: int = 1,
+    without_work: Sequence[str] = (),
 ) -> Doubt:
     """Return how far the saving is known, and what to measure next: one function, as all its parts
     share the draws and the prices.
@@ -261,6 +262,7 @@ def find_doubt(
         control: What is set for each row, "clock" or "power-limit".
         stages: Number of stages of the pipeline. Each is measured as well as this one, with noise
             of its own.
+        without_work: Kinds of the stage that run nothing, and so are not among the rows.
 
     Raises:
         ProfileError: If a row has an energy of 0.
@@ -272,11 +274,13 @@ def find_doubt(
         for clock in settings
         if min(measured) <= clock and (clock <= capped or clock in measured)
     ]
+    own = {
+        (0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
+        for kind, table in rows.items()
+    }
+    idle = {(0, kind): (Measurement(max(measured), 0.0, 0.0),) for kind in without_work}
     profile = Profile(
-        {
-            (0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
-            for kind, table in rows.items()
-        },
+        own | idle,
         blocking_w,
         control=control,
     )

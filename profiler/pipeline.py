@@ -7,17 +7,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import blocks, engine_of
 from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
 from perseus_planner.engines.torch_state import refusal
-from perseus_planner.profiler.ranks.group import RankGroup, Stuck
+from perseus_planner.profiler.ranks.group import RankGroup
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
@@ -36,7 +36,7 @@ class Profiling:
     """The profiling in progress inside the block of `profile_pipeline`."""
 
     profile: Profile | None = None  #: After the block, on rank 0, the profile; None on other ranks
-    #: After the block, why there is no profile, if the stages cannot be measured; None if they can.
+    #: After the block, why there is no profile, the same on all ranks; None if there is one.
     problem: str | None = None
     _loss: LossOfSteps = field(default_factory=LossOfSteps, repr=False)
 
@@ -67,10 +67,17 @@ def profile_pipeline(
     `schedule.step(...)`. On leaving the block, the stages that the iteration ran are measured on
     its last microbatch. Weights, optimizer, gradients and random state are left as after the
     iteration. All ranks must enter and leave the block; those that hold a stage, its replicas and
-    their tensor ranks, measure it in step. Stages that cannot be measured, and a repetition that
-    takes longer than `SweepSettings.repetition_s`, give no profile but a warning through the logger
-    `perseus_planner.profiler`. It also warns of a forward or backward that takes over 10 % more or
-    less time when it is repeated than in the iteration; the profile says so under `conditions`.
+    their tensor ranks, measure it in step.
+
+    Profiling never ends the training. Whatever goes wrong while it records or measures, on any
+    rank, gives no profile but `Profiling.problem` on all ranks, and a warning through the logger
+    `perseus_planner.profiler`: stages that cannot be measured, a GPU that cannot be read, a
+    repetition that takes longer than `SweepSettings.repetition_s`, or a fault of the planner. Rows
+    that were finished stay beside `output`, for `resume`.
+
+    A kind that runs nothing, such as the backward of a first stage whose weights are frozen, has
+    rows of 0 s and 0 J. A warning also says if a forward or backward takes over 10 % more or less
+    time when it is repeated than in the iteration; the profile says so under `conditions`.
 
     Args:
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
@@ -86,24 +93,25 @@ def profile_pipeline(
         modes: As `planner_runtime` takes them; each stage is measured in every one.
 
     Raises:
-        UsageError: If `engine` is of another kind, or no iteration ran inside the block.
-        RankError: If another rank has ended, or does not come back from a repetition.
-        GpuError, ProfileError: As in `measure_stage`.
+        UsageError: If `engine` is of another kind, before the block.
+        RankError: If another rank has ended, or does not come back from a repetition, so that the
+            training could not go on either.
     """
     profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
-    problem, recording = None, None
-    try:
-        recording = Recording(adapter, profiling._loss)
-    except UsageError as error:
-        problem = str(error)
-    with blocks.opened("profile"), nullcontext() if recording is None else recording.running():
-        yield profiling
     settings = settings or SweepSettings()
+    recording: Recording | None = None
+    fault: Exception | None = None
+    with ExitStack() as stack:
+        try:
+            recording = Recording(adapter, profiling._loss)
+            stack.enter_context(recording.running())
+        except Exception as error:
+            fault = error
+        stack.enter_context(blocks.opened("profile"))
+        yield profiling
     with RankGroup(settings.repetition_s) as group:
-        stages = [] if recording is None else recording.stages()
-        problem = problem or refusal(recorded.stage.module for recorded in stages)
-        profiling.problem = next(filter(None, group.gather(problem)), None)
-        if profiling.problem is None and recording is not None:
+        try:
+            recorded = _recorded(recording, fault)
             request = ProfileRequest(
                 gpu=gpu,
                 settings=settings,
@@ -111,23 +119,41 @@ def profile_pipeline(
                 resume=resume,
                 blocking_power_w=blocking_power_w,
                 progress=progress,
-                iteration=adapter.iteration(recording.forwards),
+                iteration=adapter.iteration(recorded.forwards),
                 conditions={SHARDED: "by fully_shard"} if sharded_torch(adapter) else {},
             )
-            try:
-                profiling.profile = measure_with_ranks(
-                    group,
-                    [_local_stage(recorded, adapter.splits_backward, modes) for recorded in stages],
-                    adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
-                    request,
-                    adapter.device,
-                )
-            except Stuck as error:
-                if not group.have_all_returned():
-                    raise
-                profiling.problem = str(error)
-        if profiling.problem is not None and group.rank == 0:
-            _logger.warning("the pipeline was not profiled: %s", profiling.problem)
+            profiling.profile = measure_with_ranks(
+                group,
+                [
+                    _local_stage(stage, adapter.splits_backward, modes)
+                    for stage in recorded.stages()
+                ],
+                adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
+                request,
+                adapter.device,
+            )
+        except Exception as error:
+            profiling.problem = group.problem_of(error)
+            if profiling.problem is None:
+                raise
+            if not isinstance(error, PlannerError):
+                _logger.warning("a fault of the planner, or of what it repeats:", exc_info=error)
+            if group.rank == 0:
+                _logger.warning("the pipeline was not profiled: %s", profiling.problem)
+
+
+def _recorded(recording: Recording | None, fault: Exception | None) -> Recording:
+    """Return the recording, if all of its stages can be repeated.
+
+    Args:
+        recording: The recording; None if it was not begun.
+        fault: Why it was not.
+    """
+    if recording is None or fault is not None:
+        raise fault or UsageError("nothing was recorded")
+    if problem := refusal(recorded.stage.module for recorded in recording.stages()):
+        raise UsageError(problem)
+    return recording
 
 
 def _local_stage(

@@ -54,6 +54,7 @@ error.
 """
 _OUTLIER = 5.0  # an outlier is further from the median than this many standard deviations
 _MIN_OUTLIER = 0.01  # relative: a window this close to the median is never an outlier
+_NOTHING = 3.0  # standard errors: a smaller difference of two rows is noise
 _MAX_JUMP_C = 8.0  # a window in which the temperature changes by more is not comparable
 
 
@@ -85,22 +86,31 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     """Return `whole` without `part`, which each repetition of `whole` also ran once; errors add in
     quadrature.
 
+    Where both differ by no more than their errors, next to nothing is left: a time of one standard
+    error, at the power of both together.
+
     Raises:
-        GpuError: If no time would be left, or less than no energy.
+        GpuError: If no time would be left, or less than no energy, beyond errors.
     """
+    assert whole.evidence is not None
+    assert part.evidence is not None
+    time_error_s = math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s)
+    energy_error_j = math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j)
     time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
+    is_nothing = abs(time_s) <= _NOTHING * time_error_s
+    if is_nothing and abs(energy_j) <= _NOTHING * energy_error_j:
+        time_s = max(time_s, time_error_s)
+        energy_j = max(energy_j, whole.power_w * time_s)
     if time_s <= 0 or energy_j < 0:
         raise GpuError(
             f"at {whole.clock_mhz} both together took {si(whole.time_s, 's')} and "
             f"{si(whole.energy_j, 'J')}, and one alone {si(part.time_s, 's')} and "
             f"{si(part.energy_j, 'J')}; let nothing else run on the GPU, or use longer windows"
         )
-    assert whole.evidence is not None
-    assert part.evidence is not None
     evidence = replace(
         whole.evidence,
-        time_stderr_s=math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s),
-        energy_stderr_j=math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j),
+        time_stderr_s=time_error_s,
+        energy_stderr_j=energy_error_j,
         throttle=_ordered({*whole.evidence.throttle, *part.evidence.throttle}),
     )
     return Measurement(whole.clock_mhz, time_s, energy_j, evidence)

@@ -62,6 +62,8 @@ class Stage:
     synchronize: Callable[[], None]
     #: Blocks the GPU on its neighbour; None if the stage has no neighbour.
     block: Block | None = None
+    #: The other kinds, which run nothing: B where all weights of the first stage are frozen.
+    without_work: tuple[str, ...] = ()
     #: Mode -> the bytes that a microbatch keeps from its forward to its backward, and those that
     #: the backward takes besides; empty if they were not measured.
     memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -114,6 +114,10 @@ def _unfinished_writes(path: Path) -> list[Path]:
 
 
 _LEAST_SETTINGS = 2  # with one, no plan could save anything
+_LAUNCHES_S = 100e-6
+"""A computation below this, seconds, is a few launches of about 10 microseconds, which may find
+nothing to run.
+"""
 _TOP_TIMES = 3  # the highest setting is measured at the begin, in the middle and at the end
 
 
@@ -252,12 +256,17 @@ class _Sweep:
         blocking_w = self._measure_settings()
         if self.progress is not None:
             self.progress(self._done, self._done)
+        measurements = {
+            kind: tuple(table[setting] for setting in sorted(table, reverse=True))
+            for kind, table in self._rows().items()
+        }
+        # A kind that runs nothing takes nothing, at every clock.
+        settings = [row.clock_mhz for row in next(iter(measurements.values()))]
+        for kind in self.stage.without_work:
+            measurements[kind] = tuple(Measurement(setting, 0.0, 0.0) for setting in settings)
         return StageRows(
             stage=self.number,
-            measurements={
-                kind: tuple(table[setting] for setting in sorted(table, reverse=True))
-                for kind, table in self._rows().items()
-            },
+            measurements=measurements,
             blocking_power_w=fmean(blocking_w.values()) if blocking_w else None,
             gpus=self.group.size,
             gpu=" + ".join(dict.fromkeys(self.group.gather(self.gpu.name))),
@@ -459,7 +468,14 @@ class _Sweep:
         if coarse is not None:
             return coarse
         control, within = self.settings.control, self.settings.saving_within
-        doubt = find_doubt(settings, self._rows(), waiting_w, control=control, stages=self.stages)
+        doubt = find_doubt(
+            settings,
+            self._rows(),
+            waiting_w,
+            control=control,
+            stages=self.stages,
+            without_work=self.stage.without_work,
+        )
         self._doubt = doubt.share
         if within is not None and doubt.share <= within:
             return None
@@ -491,8 +507,10 @@ class _Sweep:
 
     def _check_lock(self, kind: str, row: Measurement, setting: int, own_mhz: float | None) -> None:
         """Refuse a lock without effect; of a kept row, only the mean clock of the stage's GPUs
-        is known.
+        is known. What only takes launches may leave the GPU at rest, and so at any clock.
         """
+        if row.time_s < _LAUNCHES_S:
+            return
         if self.settings.control == "clock" and row.evidence is not None:
             achieved_mhz = row.evidence.achieved_mhz if own_mhz is None else own_mhz
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
@@ -522,6 +540,8 @@ class _Sweep:
                 f"{power_w:.1f} W at {setting} {unit_of(control)}"
                 for setting, power_w in blocking_w.items()
             )
+        if self.stage.without_work:
+            conditions["without work"] = ", ".join(self.stage.without_work)
         if self._doubt is not None:
             conditions["saving known within"] = f"{self._doubt:.2%}"
         if hot := list(self._hot()):

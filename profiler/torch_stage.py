@@ -84,7 +84,7 @@ def torch_stage(
         loss: In the last stage, maps the module's output to a scalar; part of the forward.
         first: Whether this is the first stage of the pipeline.
         split_backward: Whether to measure the gradients of inputs (I) and of weights (W) apart too,
-            as `torch.distributed.pipelining` runs them: in the first stage I does nothing and W is
+            as `torch.distributed.pipelining` runs them: in the first stage I has no work and W is
             the whole backward.
         forward: Called with the inputs instead of `module`.
         block: As in `Stage`. On a simulated GPU it is called with 0 seconds, and the GPU then
@@ -108,7 +108,7 @@ def torch_stage(
         entered = _Entered(ways, microbatch)
         try:
             device = first_device((list(module.parameters()), inputs))
-            steps: dict[str, _Step] = {}
+            steps: dict[str, _Step | None] = {}
             memory: dict[str, tuple[float, float]] = {}
             for mode in sorted(ways, key=lambda mode: mode != OWN):
                 entered.enter(mode)
@@ -140,8 +140,10 @@ class _Entered:
             self._modes[mode]()
             self._now = mode
 
-    def step(self, mode: str, step: _Step) -> _Step:
-        """Return a step that enters its mode first."""
+    def step(self, mode: str, step: _Step | None) -> _Step | None:
+        """Return a step that enters its mode first; None if there is none."""
+        if step is None:
+            return None
 
         def prepare() -> None:
             self.enter(mode)
@@ -168,27 +170,37 @@ def _memory(microbatch: Microbatch, inputs: object) -> tuple[float, float]:
     return float(max(kept, 0)), float(max(more, 0))
 
 
-def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step]:
-    keeps_graph = microbatch.can_keep_graph() and not regathers_weights(microbatch.module)
-    backward = (
-        _Step(microbatch.backward, microbatch.keep)
-        if keeps_graph
-        else _forward_and_backward(microbatch)
-    )
-    steps = {"F": _Step(microbatch.forward, microbatch.forget), "B": backward}
+def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step | None]:
+    """Return how to run each kind; None for a kind without work."""
+    can_repeat = microbatch.can_keep_graph()
+    keeps_graph = can_repeat and not regathers_weights(microbatch.module)
+    backward: _Step | None
+    if can_repeat and not microbatch.has_backward():
+        backward = None
+    elif keeps_graph:
+        backward = _Step(microbatch.backward, microbatch.keep)
+    else:
+        backward = _forward_and_backward(microbatch)
+    steps: dict[str, _Step | None] = {
+        "F": _Step(microbatch.forward, microbatch.forget),
+        "B": backward,
+    }
     if not split_backward:
         return steps
-    if microbatch.first:
-        return steps | {"I": _Step(lambda: None), "W": backward}
+    if microbatch.first or backward is None:
+        return steps | {"I": None, "W": backward}
     if not keeps_graph:
         raise UsageError(
             "the backward of this module cannot be split: an autograd function in it frees what "
             "it saved after one backward, or its weights are gathered again for each backward; "
             "measure it without split_backward"
         )
+    weight_gradient = None
+    if any(weight.requires_grad for weight in microbatch.module.parameters()):
+        weight_gradient = _Step(microbatch.weight_gradient, microbatch.keep_input_gradient)
     return steps | {
         "I": _Step(microbatch.input_gradient, microbatch.keep),
-        "W": _Step(microbatch.weight_gradient, microbatch.keep_input_gradient),
+        "W": weight_gradient,
     }
 
 
@@ -204,7 +216,7 @@ def _forward_and_backward(microbatch: Microbatch) -> _Step:
 
 def _stage(
     gpu: Gpu,
-    steps: Mapping[str, _Step],
+    steps_of_kinds: Mapping[str, _Step | None],
     device: torch.device,
     block: Block | None,
     repeating: Repeating,
@@ -213,8 +225,11 @@ def _stage(
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
         )
+    steps = {kind: step for kind, step in steps_of_kinds.items() if step is not None}
+    without_work = tuple(kind for kind, step in steps_of_kinds.items() if step is None)
     if isinstance(gpu, SimulatedGpu):
-        return _simulated_stage(gpu, steps, block, repeating)
+        stage = _simulated_stage(gpu, steps, block, repeating)
+        return replace(stage, without_work=without_work)
     if gpu.origin == "simulated":
         raise UsageError(
             f"{gpu.text} cannot run a torch module; open {gpu.text.removeprefix('dry-run:')!r} "
@@ -227,7 +242,7 @@ def _stage(
             synchronize()
 
     runs = {kind: TimedRun(_repeat(step, repeating), step.includes) for kind, step in steps.items()}
-    return Stage(runs, watched, block)
+    return Stage(runs, watched, block, without_work)
 
 
 def _repeat(step: _Step, repeating: Repeating) -> Run:

@@ -235,6 +235,15 @@ def check_has(owner: object, names: tuple[str, ...], supported: str) -> None:
         )
 
 
+def current_device() -> torch.device:
+    """Return the current CUDA device, or the CPU if there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class WholeTraining:
     """A rank that trains without a pipeline: a pipeline of one stage, which runs an iteration as
     one computation. The training says where its iterations begin and end.
@@ -261,12 +270,8 @@ class WholeTraining:
 
     @property
     def device(self) -> torch.device:
-        """See `Engine.device`: the current CUDA device, or the CPU if there is none."""
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """See `Engine.device`."""
+        return current_device()
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`; nothing is measured alone."""

@@ -29,7 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted
-from perseus_planner.engines.engine import EngineStage, IterationHook, PipelineRank, replaced
+from perseus_planner.engines.engine import (
+    EngineStage,
+    IterationHook,
+    PipelineRank,
+    current_device,
+    replaced,
+)
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
@@ -137,18 +143,11 @@ class MegatronModel:
 
     @property
     def device(self) -> torch.device:
-        """See `Engine.device`.
-
-        Raises:
-            UsageError: If the chunks have no parameters.
+        """See `Engine.device`: that of its parameters. A rank whose stages are empty, which a
+        pipeline layout such as `E|ttt||L` allows, computes on the current one.
         """
         device = next((parameter.device for parameter in self.parameters()), None)
-        if device is None:
-            raise UsageError(
-                "the chunks of the Megatron-core model have no parameters; give the chunks that "
-                "you train"
-            )
-        return device
+        return current_device() if device is None else device
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""

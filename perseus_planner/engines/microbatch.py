@@ -33,7 +33,7 @@ class Microbatch:
         first: Whether this is the first stage, which sends no gradients back.
 
     Raises:
-        UsageError: If forward or backward fails, or the result of forward has no gradient.
+        UsageError: If forward or backward fails.
     """
 
     def __init__(
@@ -96,16 +96,24 @@ class Microbatch:
         assert self._kept is not None
         self._backward(self._kept, keep=True)
 
+    def has_backward(self) -> bool:
+        """Return whether the result of the kept forward has a gradient. That of a first stage whose
+        weights are frozen has none.
+        """
+        return bool(self._kept)
+
     def can_keep_graph(self) -> bool:
         """Return whether backward can run repeatedly on a graph; some autograd functions free what
-        they saved.
+        they saved. Where there is nothing to run, it can.
 
         Raises:
             UsageError: If forward, or the first backward, fails.
         """
         try:
             self.keep()
-            self._check_roots()
+            if not self.has_backward():
+                return True
+            self._check_loss()
             self.backward()
         except UsageError:
             raise
@@ -155,6 +163,8 @@ class Microbatch:
     def _backward(self, roots: Sequence[torch.Tensor], *, keep: bool) -> None:
         import torch
 
+        if not roots:
+            return
         self._clear_input_gradients()
         torch.autograd.backward(roots, self._gradients_of(roots), retain_graph=keep)
 
@@ -175,13 +185,8 @@ class Microbatch:
         for leaf in self._leaves:  # each microbatch has different inputs
             leaf.grad = None
 
-    def _check_roots(self) -> None:
+    def _check_loss(self) -> None:
         roots = self._kept or []
-        if not roots:
-            raise UsageError(
-                "the stage returns no tensor with a gradient, so it has no backward; return "
-                "floating-point tensors that depend on its weights"
-            )
         if self._loss is not None and (len(roots) != 1 or roots[0].numel() != 1):
             shapes = ", ".join(str(tuple(root.shape)) for root in roots)
             raise UsageError(
@@ -241,7 +246,9 @@ def stage_op_cost(
     with preserve_state(module):
         try:
             if microbatch.can_keep_graph():
-                backward = count_op_cost(microbatch.backward)
+                backward = OpCost(0.0, 0.0)
+                if microbatch.has_backward():
+                    backward = count_op_cost(microbatch.backward)
                 microbatch.forget()
                 return StageOpCost(count_op_cost(microbatch.forward), backward)
             microbatch.forward()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
 from perseus_planner.base.errors import UsageError
@@ -19,15 +20,39 @@ from perseus_planner.engines.engine import replaced
 from perseus_planner.engines.torch_state import ComputeModes, copy_tensors, is_training, tensors
 
 if TYPE_CHECKING:
+    from typing import Concatenate, ParamSpec
+
     import torch
 
     from perseus_planner.engines.engine import Engine, EngineStage
+
+    P = ParamSpec("P")
 
 ForwardStep = Callable[..., tuple[Any, Any]]
 Before = Callable[[Any, Mapping[str, Any]], object]
 """Called with the arguments of a call."""
 After = Callable[[Any, Mapping[str, Any], Any], object]
 """Called with the arguments and the result of a call."""
+
+
+def _without_raising(
+    method: Callable[Concatenate[RecordedCall, P], None],
+) -> Callable[Concatenate[RecordedCall, P], None]:
+    """Return a method of `RecordedCall` that keeps its error instead of raising it in the
+    training.
+    """
+
+    @wraps(method)
+    def recorded(call: RecordedCall, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if call._fault is not None:
+            return
+        try:
+            method(call, *args, **kwargs)
+        except Exception as error:
+            call._fault = error
+            call._begin = call._arguments = None  # frees what was copied
+
+    return recorded
 
 
 class RecordedCall:
@@ -37,6 +62,9 @@ class RecordedCall:
     Engines may call modules before the first microbatch, with tensors that hold nothing, to find
     the shapes; such calls do not count. On a GPU times are taken by CUDA events in the stream that
     computes, so nothing waits for them.
+
+    It runs inside the training, which none of its errors ends: after the first one it records
+    nothing more, and `arguments` raises it.
 
     Attributes:
         count: The number of calls.
@@ -52,6 +80,7 @@ class RecordedCall:
     ) -> None:
         self._name, self._microbatches, self._made = name, microbatches, made
         self.count = 0
+        self._fault: Exception | None = None
         self._has_run_without_gradients = False
         self._arguments: dict[str, Any] | None = None
         self._modes: ComputeModes | None = None
@@ -59,6 +88,7 @@ class RecordedCall:
         self._forwards: list[tuple[Any, Any]] = []
         self._backwards: list[tuple[Any, Any]] = []
 
+    @_without_raising
     def before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Count a call, unless it evaluates or only infers shapes; copy its arguments if it is
         the last.
@@ -77,6 +107,7 @@ class RecordedCall:
             self._arguments = copy_tensors(kept)
         self._begin = _mark()
 
+    @_without_raising
     def after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
         """Take the time of the call, and watch for its backward."""
         if self._begin is None:
@@ -103,7 +134,10 @@ class RecordedCall:
 
         Raises:
             UsageError: If the last microbatch did not run.
+            Exception: What went wrong while it was recorded.
         """
+        if self._fault is not None:
+            raise self._fault
         if self._arguments is None and self._has_run_without_gradients:
             raise UsageError(
                 f"{self._name} ran without gradients inside the block of profile_pipeline, so that "
@@ -124,13 +158,16 @@ class RecordedCall:
         """Return the time of the fastest backward, seconds; None if there was none."""
         return min(map(_elapsed_s, self._backwards), default=None)
 
+    @_without_raising
     def _begin_backward(self) -> None:
         from torch.autograd import Variable
 
-        begin, engine = _mark(), cast("Any", Variable)._execution_engine
-        engine.queue_callback(
-            lambda: self._backwards.append((begin, _mark()))
-        )  # at the end of this backward
+        engine = cast("Any", Variable)._execution_engine
+        engine.queue_callback(partial(self._end_backward, _mark()))  # at the end of this backward
+
+    @_without_raising
+    def _end_backward(self, begin: Any) -> None:
+        self._backwards.append((begin, _mark()))
 
 
 def _mark() -> Any:

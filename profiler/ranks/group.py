@@ -145,6 +145,7 @@ class _End(Record, frozen=True):
     rank: int  #: The rank that says so
     text: str  #: The reason
     is_stuck: bool = False  #: Whether a repetition takes too long, so that all may still come back
+    has_lost: bool = False  #: Whether a rank leaves, or has left, without coming back
 
 
 class RankGroup:
@@ -187,7 +188,7 @@ class RankGroup:
             self._wait_for_others()
             return
         text = f"rank {self.rank} has ended: {_reason(error)}"
-        is_first = isinstance(error, RankError) or self._report(text)
+        is_first = isinstance(error, RankError) or self._report(text, has_lost=True)
         self._wait_for_others()
         if not is_first and isinstance(error, PlannerError):
             raise EndedElsewhere(text) from error
@@ -232,11 +233,12 @@ class RankGroup:
             if not end.is_stuck or time.monotonic() > self._ended_s + self._repetition_s:
                 raise self._error(end)
 
-    def rank_error(self, text: str) -> RankError:
-        """Return the error to raise when another rank has ended; only the first rank to notice
-        reports `text`.
+    def rank_error(self, text: str, *, has_lost: bool = True) -> RankError:
+        """Return the error to raise when another rank has ended, or if not `has_lost`, when it does
+        not answer; only the first rank to notice reports `text`.
         """
-        return RankError(text) if self._report(text) else EndedElsewhere(text)
+        is_first = self._report(text, has_lost=has_lost)
+        return RankError(text) if is_first else EndedElsewhere(text)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -247,8 +249,34 @@ class RankGroup:
         finally:
             self._begun_s = None
 
-    def have_all_returned(self) -> bool:
-        """Return whether every rank has left what it repeated when one was stuck, the same on all
+    def problem_of(self, error: Exception) -> str | None:
+        """Return why all ranks end, in words that are the same on all of them, once every rank has
+        come back from what it did together with others. None if one does not.
+
+        A rank calls this with its own error, and the others with the one that `gather` then raises.
+
+        Raises:
+            RankError: If the rank that holds the store has ended.
+        """
+        return str(self._error(end)) if (end := self._agreed_end(error)) is not None else None
+
+    def wait_for_return(self, error: Exception) -> None:
+        """Tell the other ranks of an error, and wait until every rank has come back from what it
+        did together with others, or one does not.
+        """
+        self._agreed_end(error)
+
+    def _agreed_end(self, error: Exception) -> _End | None:
+        with self._reachable_store():
+            if not isinstance(error, RankError):
+                self._report(f"rank {self.rank}: {_reason(error)}")
+            end = self._end()
+        if end is None or end.has_lost or not self._have_all_returned():
+            return None
+        return end
+
+    def _have_all_returned(self) -> bool:
+        """Return whether every rank has left what it repeated when one ended, the same on all
         ranks. Otherwise a collective of the training could meet one that was repeated.
         """
         until_s = (self._ended_s or time.monotonic()) + 2 * self._repetition_s
@@ -280,10 +308,10 @@ class RankGroup:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _report(self, text: str, *, is_stuck: bool = False) -> bool:
+    def _report(self, text: str, *, is_stuck: bool = False, has_lost: bool = False) -> bool:
         """Tell the other ranks why this one ends; return whether it is the first to."""
         with suppress(RuntimeError):  # the rank that holds the store may have ended already
-            mine = encode(_End(self.rank, text, is_stuck)).decode()
+            mine = encode(_End(self.rank, text, is_stuck, has_lost)).decode()
             return bool(self.store.compare_set("ended", "", mine).decode() == mine)
         return True
 
@@ -326,7 +354,8 @@ class RankGroup:
                 elif now_s > changed_s + 2 * self._repetition_s:
                     self._report(
                         f"rank {other} has shown no sign of life for {2 * self._repetition_s:.6g} "
-                        "s; see why it ended, and resume"
+                        "s; see why it ended, and resume",
+                        has_lost=True,
                     )
                 is_late = lasts_s > self._repetition_s
                 if begun_s is not None and not is_shown and (is_late or self._end() is not None):

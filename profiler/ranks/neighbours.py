@@ -91,7 +91,8 @@ class Neighbour:
                 f"rank {sender} is alive, but a message that rank {rank} waits for has not come "
                 f"within {limit_s:.6g} s; see with NCCL_DEBUG=INFO whether their GPUs can reach "
                 "each other, or give --blocking-power W (in Python blocking_power_w=), which "
-                "needs no messages"
+                "needs no messages",
+                has_lost=False,
             ) from None
         except RuntimeError as error:
             text = (
@@ -174,6 +175,7 @@ def connect_neighbour(
     import torch.distributed as dist
 
     pairs = neighbours(pipelines)
+    group.gather(None)  # a rank that has ended before would leave the others in `new_group`
     backend = "nccl" if device.type == "cuda" else "gloo"
     # In each of them a rank has one other rank to receive from or to send to: where one message
     # waits behind another, neighbours that wait for each other would never stop waiting.
@@ -191,6 +193,9 @@ def connect_neighbour(
             neighbour.block(0.0)  # the first message makes the connection
         yield neighbour
         group.gather(None)  # until here, others may wait for a message of this rank
+    except Exception as error:
+        group.wait_for_return(error)  # as they may now
+        raise
     finally:
         neighbour.stop()
         for channel in groups:

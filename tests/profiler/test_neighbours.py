@@ -37,7 +37,7 @@ class Group:
     def check(self) -> None:
         pass
 
-    def rank_error(self, text: str) -> RankError:
+    def rank_error(self, text: str, *, has_lost: bool = True) -> RankError:
         return RankError(text)
 
 

@@ -39,9 +39,9 @@ def test_stages_that_cannot_be_measured_end_the_profiling_and_not_the_training(
     tmp_path: Path,
 ) -> None:
     problem = (
-        "a stage is sharded by FullyShardedDataParallel, which keeps its place in the iteration "
-        "and reduces gradients in every backward, so that none can be repeated; shard it with "
-        "fully_shard, or profile it without sharding"
+        "rank 1: a stage is sharded by FullyShardedDataParallel, which keeps its place in the "
+        "iteration and reduces gradients in every backward, so that none can be repeated; shard "
+        "it with fully_shard, or profile it without sharding"
     )
     first, second = ranks("sharded", 2, tmp_path)
     assert [each.code for each in (first, second)] == [0, 0], (first.stderr, second.stderr)
@@ -75,13 +75,68 @@ def test_a_repetition_that_never_comes_back_ends_the_training_and_never_hangs(
     assert second.code in (1, 2), "it never leaves, or the rank that left has closed its connection"
 
 
-def test_a_block_without_an_iteration_ends_with_one_message(tmp_path: Path) -> None:
-    everyone = ranks("idle", 2, tmp_path)
-    assert [each.code for each in everyone] == [2, 2]
-    (message,) = {each.stderr for each in everyone} - {""}
-    assert message.endswith(
+def test_a_block_without_an_iteration_gives_one_message(tmp_path: Path) -> None:
+    first, second = ranks("idle", 2, tmp_path)
+    assert (first.code, second.code) == (0, 0)
+    assert first.stdout == second.stdout
+    assert first.stdout.endswith(
         "did not run inside the block of profile_pipeline; run one whole training iteration there\n"
     )
+    assert first.stderr == f"the pipeline was not profiled: {first.stdout}"
+
+
+FAULTS = {
+    "in the training": [
+        "engines.recording:copy_tensors",
+        "engines.recording:ComputeModes.current",
+        "engines.recording:_mark",
+        "engines.recording:_mark#5",  # at the begin of a backward, and at its end
+        "engines.recording:_mark#6",
+        "engines.recording:_elapsed_s",
+        "engines.recording:followed_module",
+        "engines.recording:Recording.__init__",
+    ],
+    "after it": [
+        "engines.recording:Recording.stages",
+        "engines.torch_pipelining:TorchPipeline.iteration",
+        "profiler.pipeline:refusal",
+        "profiler.ranks.measure:StageGroup.__init__",
+        "profiler.ranks.measure:open_gpu",
+        "profiler.ranks.neighbours:Neighbour.block",
+        "profiler.ranks.measure:with_one_power",
+        "profiler.ranks.measure:assemble_profile",
+        "profiler.ranks.measure:delete_rows",
+        "profiles.profiles:Profile.save",
+    ],
+    "while measuring": [
+        "profiler.torch_stage:count_op_cost",
+        "engines.microbatch:Microbatch.backward",
+        "profiler.sweep:RowFile.write",
+        "profiler.sweep:_Sweep._next_setting",
+        "profiler.sweep:_Sweep._conditions",
+        "profiler.row_meter:RowMeter.heat",
+        "profiler.row_meter:RowMeter.measure_row",
+        "gpu.simulated.gpu:SimulatedGpu.set_clock_mhz",
+        "gpu.simulated.gpu:SimulatedGpu.temperature_c",
+        "gpu.simulated.gpu:SimulatedGpu.reset_clocks",
+    ],
+}
+
+
+@pytest.mark.parametrize("when", FAULTS)
+def test_a_fault_on_any_rank_ends_the_profiling_of_all_and_no_training(
+    when: str, tmp_path: Path
+) -> None:
+    for each in ranks("faulty", 2, tmp_path, *FAULTS[when]):
+        assert each.code == 0, each.stderr
+        found = json.loads(each.stdout)
+        assert {result["name"] for result in found if result["hit"]} == set(FAULTS[when])
+        for result in found:
+            assert result["equal"], result
+            assert len(set(result["problems"])) == 1, result
+            # A fault in a function that its rank does not call changes nothing.
+            assert ("ZeroDivisionError: injected" in result["problems"][0]) == result["hit"], result
+            assert result["profiled"] == (not result["hit"]), result
 
 
 def test_an_object_that_is_not_an_engine_is_refused() -> None:

@@ -347,6 +347,17 @@ def test_subtracted_rows_add_their_errors_in_quadrature():
         subtract(one, both)
 
 
+@given(st.floats(-1.5, 1.5), st.floats(-1.5, 1.5))
+def test_a_difference_within_its_errors_is_next_to_nothing(times: float, energies: float):
+    evidence = Evidence(1400, 3e-4, 0.03, 4, 60, ())
+    one = Measurement(1410, 0.05, 15.0, evidence)
+    both = Measurement(1410, 0.05 + times * 3e-4, 15.0 + energies * 0.03, evidence)
+    rest = subtract(both, one)
+    assert 0 < rest.time_s <= 1.5 * 3e-4
+    assert rest.energy_j > 0
+    assert rest.power_w >= both.power_w * (1 - 1e-9)  # a GPU that computes draws no less
+
+
 def measure_counted(gpu: ReplayGpu, member: Member) -> tuple[Measurement, list[int]]:
     """Return the row of a group, and how often the computation was repeated in each call."""
     calls: list[int] = []

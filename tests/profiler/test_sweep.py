@@ -128,6 +128,32 @@ def test_rows_are_what_the_gpu_does_at_that_clock():
         assert row.evidence.achieved_mhz == pytest.approx(load.achieved_mhz(row.clock_mhz), abs=1)
 
 
+@pytest.mark.parametrize("settings", [QUICK, replace(QUICK, saving_within=0.5), OBSERVED])
+def test_a_kind_without_work_has_rows_of_nothing(settings: SweepSettings):
+    gpu = quiet()
+    stage = replace(stage_of(gpu), runs={"F": stage_of(gpu).runs["F"]}, without_work=("B",))
+    rows = measure_stage(gpu, stage, 0, settings)
+    forward, backward = rows.measurements["F"], rows.measurements["B"]
+    assert [row.clock_mhz for row in backward] == [row.clock_mhz for row in forward]
+    assert {(row.time_s, row.energy_j) for row in backward} == {(0.0, 0.0)}
+    assert all(row.has_work for row in forward)
+    assert rows.conditions["without work"] == "B"
+
+
+class AtRest(SimulatedGpu):
+    """A GPU that is at rest while launches find nothing to run, at a clock of its own."""
+
+    def clock_mhz(self) -> int:
+        return 600
+
+
+def test_launches_that_find_nothing_to_run_may_leave_the_gpu_at_any_clock():
+    gpu = AtRest(A100, options=SimulationOptions(noise=0, drift=0))
+    runs = {kind: TimedRun(lambda times: gpu.wait(times * 10e-6)) for kind in "FB"}
+    rows = measure_stage(gpu, Stage(runs, lambda: None, gpu.block), 0, QUICK)
+    assert all(row.time_s == pytest.approx(10e-6) for row in rows.measurements["F"])
+
+
 def test_a_full_sweep_measures_every_clock_in_random_order_and_the_top_one_three_times():
     gpu = quiet()
     clocks: list[int | None] = []

@@ -418,11 +418,13 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     another = ObservedGpu("another", "simulated", (1410, 1200))
     other = {rank: RankTraining(each.order, another) for rank, each in told.items()}
     replies = Planner().take([description(state, trainings=other)])
+    kept = state.with_name("autopilot.2-stages.a-gpu.yaml")
     text = (
         f"what was learnt before is not used: {state} is for the GPU 'a GPU', and this job has "
-        "'another'"
+        f"'another'; it is kept in {kept}, for when the job is resumed as before"
     )
-    assert replies[0] == LogLine(text)
+    assert replies[0] == LogLine(text, is_warning=True)
+    assert Profile.load(kept) == profile
 
 
 def test_the_planner_tries_the_modes_of_the_job_and_begins_with_what_was_learnt_of_them(

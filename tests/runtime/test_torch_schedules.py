@@ -167,7 +167,10 @@ def test_functions_that_hide_or_overlap_computations_are_refused(
     )
     for rank in launched("functions"):
         assert rank[name]["refused"] == expected
-        assert rank[name]["anywhere"] == {"runtime": expected, "profiling": expected}
+        said = rank[name]["anywhere"]
+        assert said["runtime"] == expected
+        # The first rank that says so is named, the same on all.
+        assert re.fullmatch(rf"rank \d: {re.escape(expected)}", said["profiling"])
 
 
 def test_planner_run_trains_without_the_planner_where_computations_overlap(tmp_path: Path) -> None:

@@ -695,11 +695,7 @@ def refusals() -> None:
             UsageError, match=r"^a chunk has no Megatron-core config \(.*; give the chunks that you"
         ):
             _attach(MegatronModel([nn.Linear(2, 2)]))
-        with pytest.raises(
-            UsageError,
-            match=r"^the chunks of the Megatron-core model have no parameters; give the chunks",
-        ):
-            _ = MegatronModel([nn.Identity()]).device
+        assert MegatronModel([nn.Identity()]).device.type == "cpu"  # an empty stage
 
 
 def _attach(engine: MegatronModel) -> None:

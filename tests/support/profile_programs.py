@@ -6,6 +6,7 @@ stage; each prints its findings as JSON.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.ranks import measure
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime.emulation import emulate
 
 MICROBATCHES = 4
 SWEEP = SweepSettings(window_s=0.5, cool_down_s=0.0)
@@ -96,7 +98,7 @@ def torch_schedules(state: str, *names: str) -> None:
             options: dict[str, Any] = {"layer": Noisy, "has_shapes": True}
             if wrap:
                 options = {"wrap": WRAPS[wrap], "sides": 2}
-            result[text] = _planned(partial(Torch, name, MICROBATCHES, **options), text)
+            result[text] = planned(partial(Torch, name, MICROBATCHES, **options), text)
 
 
 def deepspeed_engine(state: str, degree: str) -> None:
@@ -109,10 +111,10 @@ def deepspeed_engine(state: str, degree: str) -> None:
                 "layers": 4,
                 "num_stages": 2,
             }
-        result["1f1b"] = _planned(partial(DeepSpeed, MICROBATCHES, **options), "1f1b")
+        result["1f1b"] = planned(partial(DeepSpeed, MICROBATCHES, **options), "1f1b")
 
 
-class _Megatron:
+class Megatron:
     """A training of Megatron-core, with the interface of the others."""
 
     def __init__(self, virtual: int | None, group: int | None, **options: Any) -> None:
@@ -157,14 +159,15 @@ def megatron_models(state: str, degree: str) -> None:
         for name, virtual, group, options in cases:
             pipeline = dist.get_world_size() // int(degree)
             with parallel(virtual, pipeline=pipeline, experts=options.get("experts", 1)):
-                result[name] = _planned(
-                    partial(_Megatron, virtual, group, **options), name.replace(" ", "-")
+                result[name] = planned(
+                    partial(Megatron, virtual, group, **options), name.replace(" ", "-")
                 )
 
 
-def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
+def planned(make: Callable[[], Any], name: str, *, emulated: bool = False) -> dict[str, Any]:
     """Profile a training, solve and plan on rank 0 without an option that names the schedule, and
-    train by the plan; compare it with a training that knows nothing of this.
+    train by the plan, on `emulated` GPUs if asked for; compare it with a training that knows
+    nothing of this.
     """
     expected = trained(make(), 4)
     training = make()
@@ -187,7 +190,7 @@ def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
         ) as profiling,
         pytest.MonkeyPatch.context() as patch,
     ):
-        if isinstance(training, _Megatron):
+        if isinstance(training, Megatron):
             import tiny_gpt
 
             patch.setattr(tiny_gpt, "_forward_step", profiling.watched(tiny_gpt._forward_step))
@@ -200,14 +203,17 @@ def _planned(make: Callable[[], Any], name: str) -> dict[str, Any]:
         _command("solve", f"{name}.yaml", "-o", f"{name}.npz")
         _command("plan", f"{name}.npz", "--slowdown", "1.1", "-o", f"{name}-plan.yaml")
     dist.barrier()
-    with planner_runtime(
-        training.engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST
-    ) as runtime:
+    with (
+        emulate(training.engine, GPU) if emulated else nullcontext(),
+        planner_runtime(
+            training.engine, plan=f"{name}-plan.yaml", gpu=GPU, max_changes_per_s=FAST
+        ) as runtime,
+    ):
         for _ in range(2):
             values += training.step()
-        planned = runtime.plan is not None
+        has_plan = runtime.plan is not None
     return {
-        "planned": planned,
+        "planned": has_plan,
         "equal": equal(expected, values + training.state()),
         "timed": sorted(kinds),
         "deviations": [row.deviation for row in runtime.iterations],

@@ -10,11 +10,14 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib import import_module
+from itertools import count, product
 from pathlib import Path
 from runpy import run_path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import tiny_training
 import torch
@@ -191,6 +194,64 @@ def stuck(repeats: str) -> None:
     dist.destroy_process_group()
 
 
+def faulty(*names: str) -> None:
+    """Profile a training once for each function and rank, with a fault in that function there."""
+    dist.init_process_group("gloo")
+    settings = SweepSettings(window_s=0.5, cool_down_s=0.0, repetition_s=5.0)
+    plain = tiny_training.Torch("1f1b", 2)
+    expected = [*plain.step(), *plain.step(), *plain.state()]
+    found = []
+    for name, at in product(names, range(2)):
+        pipeline, fault = tiny_training.Torch("1f1b", 2), _Fault()
+        with ExitStack() as stack:
+            if dist.get_rank() == at:
+                stack.enter_context(fault.injected(name))
+            profiled = profile_pipeline(
+                pipeline.engine, gpu="simulated:a100-sxm", settings=settings, output="faulty.yaml"
+            )
+            with profiled as profiling:
+                results = pipeline.step()
+        results = [*results, *pipeline.step(), *pipeline.state()]
+        told = [(profiling.problem or "", fault.is_hit, profiling.profile is not None)] * 2
+        dist.all_gather_object(told, told[0])
+        found.append(
+            {
+                "name": name,
+                "hit": told[at][1],
+                "equal": all(map(torch.equal, results, expected)),
+                "problems": [problem for problem, _, _ in told],
+                "profiled": told[0][2],
+            }
+        )
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+class _Fault:
+    """A fault in a function, `module:function`, or from its third call on, `module:function#3`."""
+
+    is_hit = False
+
+    def injected(self, name: str) -> AbstractContextManager[object]:
+        module, _, path = name.partition(":")
+        path, _, first = path.partition("#")
+        calls = count(1)
+        *owner, attribute = path.split(".")
+        target: Any = import_module(f"perseus_planner.{module}")
+        for part in owner:
+            target = getattr(target, part)
+
+        original = getattr(target, attribute)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) < int(first or 1):
+                return original(*args, **kwargs)
+            self.is_hit = True
+            raise ZeroDivisionError("injected")
+
+        return mock.patch.object(target, attribute, fail)
+
+
 class Watched(nn.Linear):
     """A layer that records in which precision it computes, and which attention kernels are
     allowed.
@@ -300,8 +361,9 @@ def idle() -> None:
     pipeline = Torch("gpipe", 2)
 
     def body() -> None:
-        with profile_pipeline(pipeline.engine, gpu=GPU):
+        with profile_pipeline(pipeline.engine, gpu=GPU) as profiling:
             pass
+        print(profiling.problem)
 
     _report(body)
 

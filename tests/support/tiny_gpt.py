@@ -190,6 +190,7 @@ class Training:
         apart: bool = False,
         overlap: bool = False,
         experts: int = 1,
+        adapt: Callable[[int, nn.Module], None] = lambda number, chunk: None,
         model: str = "gpt",
         groups: Any = None,
         **options: Any,
@@ -220,10 +221,14 @@ class Training:
             chunk_of(model, copy.copy(config) if apart else config, place, groups)
             for place in places
         ]
+        for each, chunk in enumerate(self.chunks):
+            adapt(each * pipeline.size() + pipeline.rank(), chunk)
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
         self.model: list[Any] = [Wrapper(chunk) for chunk in self.chunks]
         parameters = [each for chunk in self.chunks for each in chunk.parameters()]
+        if not parameters:  # an optimizer wants one, and a rank with empty stages has none
+            parameters = [nn.Parameter(torch.zeros(1))]
         self.optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
         if overlap:
             self._distribute()

@@ -63,6 +63,7 @@ class Torch:
             stage by stage.
         wrap: Wraps each module, given the process group of its replicas.
         layer: Makes the module of a stage.
+        others: Number of a stage -> makes its module, instead of `layer`.
         loss: The loss.
         shape: Rows of a microbatch, and width.
         has_shapes: Whether stages are told what they get and send. Otherwise torch runs the modules
@@ -81,6 +82,7 @@ class Torch:
         sides: int = 1,
         wrap: Callable[[nn.Module, Any], nn.Module] = lambda module, _: module,
         layer: Callable[[], nn.Module] = Layer,
+        others: Mapping[int, Callable[[], nn.Module]] | None = None,
         loss: Callable[..., Any] = nn.functional.mse_loss,
         shape: tuple[int, int] = (ROWS, WIDTH),
         has_shapes: bool = False,
@@ -98,7 +100,9 @@ class Torch:
         numbers = [rank] if name in ("gpipe", "1f1b") else [rank, second]
         received, sent = (torch.empty(shape, requires_grad=is_sent) for is_sent in (False, True))
         torch.manual_seed(rank)
-        self.layers = nn.ModuleList(wrap(layer(), replicas[rank]) for _ in numbers)
+        self.layers = nn.ModuleList(
+            wrap((others or {}).get(number, layer)(), replicas[rank]) for number in numbers
+        )
         self.stages = [
             stage(
                 module,
@@ -116,7 +120,9 @@ class Torch:
         self.engine = self._schedule_of(microbatches)
         self.rank, self.microbatches, self._shape = rank, microbatches, shape
         self._side = dist.get_rank() % sides
-        self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.01)
+        # An optimizer wants a parameter, and a rank with empty stages has none.
+        parameters = [*self.layers.parameters()] or [nn.Parameter(torch.zeros(1))]
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
         for stage in self.stages:
             if watch is not None:
                 _watch_stage(stage, watch)
@@ -255,7 +261,10 @@ class DeepSpeed:
             **(settings or {}),
         }
         self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
+            # An optimizer wants a parameter, and a rank with empty stages has none.
+            model=model,
+            model_parameters=[*model.parameters()] or [nn.Parameter(torch.zeros(1))],
+            config=config,
         )
         self.rank, self._shape = dist.get_rank(), shape
         if watch is not None:

@@ -388,11 +388,9 @@ def without_autograd(state: str) -> None:
             pipeline.evaluate()
         result["evaluations"] = len(seen.iterations)
         profiled = profile_pipeline(pipeline.engine, gpu="simulated:a100-sxm", output=None)
-        try:
-            with profiled, torch.no_grad():
-                pipeline.step()
-        except PlannerError as error:
-            result["profiling"] = str(error)
+        with profiled as profiling, torch.no_grad():
+            pipeline.step()
+        result["profiling"] = profiling.problem
 
 
 # Options of schedules

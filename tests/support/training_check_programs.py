@@ -86,6 +86,9 @@ class MeasuredGpu:
     def now_s(self) -> float:
         return CLOCK.now_s
 
+    def clock_mhz(self) -> int:
+        return 1410
+
     def wait(self, duration_s: float) -> None:
         CLOCK.now_s += duration_s
 

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.base.wires import decode
 from perseus_planner.profiles.measurement import ClockChange
-from perseus_planner.profiles.modes import OWN, mode_of
-from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.autopilot import AutopilotJob
+from perseus_planner.runtime.autopilot.ranks.learnt_files import (
+    Note,
+    difference,
+    open_files,
+    with_rows_of,
+)
 from perseus_planner.runtime.autopilot.ranks.messages import (
     Frame,
     FromProcess,
@@ -42,6 +46,7 @@ from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.schedules.schedule import grid_text
 
 if TYPE_CHECKING:
+    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, Decision
     from perseus_planner.runtime.autopilot.one_clock import OneClock
 
@@ -80,6 +85,7 @@ class Planner:
         self._orders: tuple[int, ...] = ()
         self._step_s, self._origin = COUNTER_STEP_S, "measured"
         self._prior: Profile | None = None  #: what was known before
+        self._path: Path | None = None  #: the file of what is learnt; None to keep nothing
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
         self._sent: tuple[Any, ...] | None = None
         self._logged_s = (
@@ -120,10 +126,11 @@ class Planner:
 
     def save(self) -> list[FromProcess]:
         """Write what was learnt; return a warning if it cannot be written."""
-        profile = self._learned()
-        if profile is None or self._job is None or self._job.state is None:
+        profile, path = self._learned(), self._path
+        if profile is None or path is None:
             return []
-        path = Path(self._job.state)
+        if self._prior is not None:
+            profile = with_rows_of(profile, self._prior)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(path)
@@ -173,9 +180,12 @@ class Planner:
                 modes=job.modes,
                 shares_microbatch=job.shares_microbatch,
             )
-            learned = self._learned()
-            path = None if job.state is None else Path(job.state)
-            prior, notes = _prior_of(path, described, learned)
+            prior, notes = self._learned(), list[Note]()
+            if prior is None or difference(prior, described) is not None:
+                self.save()  # what was learnt of another order, before it is forgotten
+                path = None if job.state is None else Path(job.state)
+                prior, self._path, files_notes = open_files(path, described)
+                notes += files_notes
             self._schedule = grid_text(schedule)
             self._prior = prior
             self._autopilot = _learner(described, job.settings, prior)
@@ -189,8 +199,8 @@ class Planner:
         self._origin = gpu.origin
         self._step_s = COUNTER_STEP_S if gpu.origin == "measured" else 0.0
         if not job.sets_clocks:
-            notes = [*notes, "a dry run tries no clocks: the autopilot learns full clocks alone"]
-        return list(map(LogLine, notes))
+            notes.append(Note("a dry run tries no clocks: the autopilot learns full clocks alone"))
+        return [LogLine(note.text, note.is_warning) for note in notes]
 
     def _observe(self, frames: Sequence[Frame]) -> None:
         assert self._job is not None
@@ -310,44 +320,3 @@ def _gpu_of(told: Sequence[RankTraining]) -> ObservedGpu:
         raise UsageError("the clocks that a GPU supports are not known")
     clocks = set.intersection(*(set(gpu.clocks_mhz) for gpu in gpus))
     return replace(gpus[0], clocks_mhz=tuple(sorted(clocks, reverse=True)))
-
-
-def _prior_of(
-    path: Path | None, job: AutopilotJob, learned: Profile | None
-) -> tuple[Profile | None, list[str]]:
-    """Return what is known of this job's stages and GPUs, and what there is to say of it.
-
-    Args:
-        path: The file of what was learnt before; None for none.
-        job: The job.
-        learned: What this process has learnt before, by another order; None if nothing.
-    """
-    if learned is not None and _difference(learned, job) is None:
-        return learned, []
-    if path is None or not path.exists():
-        return None, []
-    try:
-        profile = Profile.load(path)
-    except PlannerError as error:
-        return None, [f"what was learnt before is not used: {error}"]
-    difference = _difference(profile, job)
-    if difference is not None:
-        return None, [f"what was learnt before is not used: {path} {difference}"]
-    rows = sum(map(len, profile.measurements.values()))
-    return profile, [f"the autopilot begins with {rows} rows that were learnt before, from {path}"]
-
-
-def _difference(profile: Profile, job: AutopilotJob) -> str | None:
-    """Return why a profile is not one of this job; None if it is."""
-    if profile.gpu != job.gpu:
-        return f"is for the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
-    if profile.gpus_per_stage != job.gpus_per_stage:
-        return f"has {profile.gpus_per_stage} GPUs in a stage, and this job {job.gpus_per_stage}"
-    if profile.modes is not None and not set(profile.modes.ways) <= set(job.modes):
-        return f"has the modes {', '.join(profile.modes.ways)}, and this job {', '.join(job.modes)}"
-    own = {key for key in profile.measurements if mode_of(key[1]) == OWN}
-    if own != set(job.iteration.keys):
-        return "has other stages or kinds of computations than this job"
-    if profile.control != job.control:
-        return f"has the control {profile.control!r}, and this job {job.control!r}"
-    return None
