@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import UsageError, fault_text
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
@@ -96,11 +96,15 @@ def profile_pipeline(
         recording = Recording(adapter, profiling._loss)
     except UsageError as error:
         problem = str(error)
+    except Exception as error:
+        problem = fault_text(error)
     with nullcontext() if recording is None else recording.running():
         yield profiling
     settings = settings or SweepSettings()
     with RankGroup(settings.repetition_s) as group:
-        stages = [] if recording is None else recording.stages()
+        if recording is not None:
+            problem = recording.problem
+        stages = [] if recording is None or problem is not None else recording.stages()
         problem = problem or refusal(recorded.stage.module for recorded in stages)
         profiling.problem = next(filter(None, group.gather(problem)), None)
         if profiling.problem is None and recording is not None:

@@ -192,6 +192,7 @@ class Refusal(Record, frozen=True):
 
     rank: int
     text: str
+    is_change: bool = False  #: Whether its engine lacks a name (`EngineChanged`)
 
 
 class NodeState(Record, frozen=True):

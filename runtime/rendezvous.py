@@ -19,10 +19,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from perseus_planner.base.errors import PlanError, RankError, UsageError
+from perseus_planner.base.errors import (
+    EngineChanged,
+    PlanError,
+    PlannerError,
+    RankError,
+    UsageError,
+)
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
-from perseus_planner.engines.engine import WholeTraining
+from perseus_planner.engines.engine import WholeTraining, as_tested
+from perseus_planner.engines.releases import name_untested
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
@@ -99,6 +106,7 @@ class RuntimeOptions:
     state: str | os.PathLike[str] | None
     work: WorkFunction | None = None
     modes: ModeFunctions = field(default_factory=dict)
+    strict: bool = True
 
     @property
     def state_file(self) -> Path | None:
@@ -210,7 +218,8 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            refusal = Refusal(self._job.rank, str(error) or repr(error))
+            is_change = isinstance(error, EngineChanged)
+            refusal = Refusal(self._job.rank, str(error) or repr(error), is_change)
             with suppress(RuntimeError):  # if the store is gone, the others cannot be told
                 self._job.store.compare_set(f"join/refused/{barrier}", "", encode(refusal).decode())
                 self._close(barrier)
@@ -223,6 +232,7 @@ class Rendezvous:
 
         Raises:
             RankError: If one of them refuses, which is named, or the store is gone.
+            EngineChanged: If one refuses because its engine lacks a name.
         """
         try:
             for pause_s in steps:
@@ -237,7 +247,8 @@ class Rendezvous:
         refusal = self.node.state.refusal
         if refusal is not None:
             self._leave(barrier)
-            raise RankError(f"rank {refusal.rank} does not begin: {refusal.text}")
+            text = f"rank {refusal.rank} does not begin: {refusal.text}"
+            raise EngineChanged(text) if refusal.is_change else RankError(text)
 
     def meet(
         self, info: RankInfo, attempt: Attempt | None = None, plan: bytes | None = None
@@ -462,9 +473,14 @@ def join_job(
                 learn=options.autopilot.learn,
                 state=options.state_file,
             )
-        adapter = WholeTraining() if engine is None else engine_of(engine)
-        adapter.check()
-        gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+        with as_tested():
+            adapter = WholeTraining() if engine is None else engine_of(engine)
+            adapter.check()
+            gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+            with suppress(PlannerError):  # what it runs will show
+                adapter.order()
+        if job.rank == 0:
+            name_untested(adapter.packages)
         names = tuple(sorted(options.modes))
         place = position.pipeline, position.peers[0], position.rank
         info = RankInfo(node_name(), *place, names)
