@@ -246,8 +246,8 @@ class MegatronModel:
             packing = sys.modules.get("megatron.core.datasets.data_schedule")
             create = getattr(packing, "create_data_iterator", None)
             if create is not None and hasattr(packing, "wrap_data_iterator"):
-                packed = events.guard.around(create, before=events.note_packed)
-                stack.enter_context(replaced(packing, create_data_iterator=packed))
+                noting = partial(_noting_packed, create, events)
+                stack.enter_context(replaced(packing, create_data_iterator=noting))
             for owner, name in owners:
                 stack.enter_context(_timed(owner, name, events))
             stack.callback(events.guard.close)
@@ -362,6 +362,7 @@ class _TimerEvents:
 
     Attributes:
         guard: The guard of the hook.
+        packed: The microbatches that were packed last, if they are.
     """
 
     def __init__(self, guard: HookGuard, rank: PipelineRank, chunks: int, group: int) -> None:
@@ -370,8 +371,7 @@ class _TimerEvents:
         self._computations: dict[str, Iterator[Computation]] = {}
         self._microbatches: int | None = None  #: of the iteration
         self._ended = {"F": 0, "B": 0}  #: how many of each kind have ended in the iteration
-        #: The microbatches that were packed last, if they are.
-        self._packed: Sequence[Mapping[str, Any]] | None = None
+        self.packed: Sequence[Mapping[str, Any]] | None = None
 
     def around(self, name: str, timer: Any) -> _Timer:
         """Return a timer of `_SHOWN` with the hook called when it has started and before it
@@ -402,12 +402,6 @@ class _TimerEvents:
         started = guard.around(timer.start, after=begin)
         return _Timer(timer, started, guard.around(timer.stop, before=end))
 
-    def note_packed(self, *args: Any, **_: Any) -> None:
-        """Note the packed microbatches of which an iterator is made, the first argument; the ranks
-        that share a stage get none, but for the first.
-        """
-        self._packed = args[0] if args else None
-
     def _begin_iteration(self) -> None:
         if self.guard.is_inside:  # the iteration before has raised, and never stopped its timer
             self.guard.abandon_iteration()
@@ -436,7 +430,7 @@ class _TimerEvents:
             "F": self._in_order("F", chunks, call.microbatches or 0),
             "B": self._in_order("B", chunks[::-1], call.microbatches or 0),
         }
-        packed = self._packed
+        packed = self.packed
         batch = None if packed is None else partial(_with_lengths, packed)
         self.guard.show(call.microbatches, batch)
 
@@ -488,6 +482,16 @@ class _TimerEvents:
                 for microbatch in range(begin, end):
                     yield Computation(chunk * self._rank.ranks + self._rank.rank, kind, microbatch)
             begin = end
+
+
+def _noting_packed(
+    create: Callable[..., Any], events: _TimerEvents, *args: Any, **kwargs: Any
+) -> Any:
+    """Note the packed microbatches of which an iterator is made, the first argument; the ranks that
+    share a stage get none, but for the first. This runs before an iteration, and cannot fail.
+    """
+    events.packed = args[0] if args else None
+    return create(*args, **kwargs)
 
 
 def _with_lengths(packed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
