@@ -217,18 +217,19 @@ def planner_runtime(
             return
         session = _Session(context, training, options, link, warnings, stack)
         end_s = 0.0  # after an exception nobody is waited for
+        attached = ExitStack()
         try:
-            with ExitStack() as attached:
-                try:
-                    with as_tested():
-                        attached.enter_context(context.engine.attached(session.hook))
-                except EngineChanged as error:
-                    if strict:
-                        raise
-                    session.hook.stop_following(str(error))
-                yield session.begin()
-                end_s = END_S
+            try:
+                with as_tested():
+                    attached.enter_context(context.engine.attached(session.hook))
+            except EngineChanged as error:
+                if strict:
+                    raise
+                session.hook.stop_following(str(error))
+            yield session.begin()
+            end_s = END_S
         finally:
+            session.attempt(attached.close)
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 session.end(end_s)
 
@@ -369,10 +370,14 @@ class _Session:
         if self._link is not None:
             steps.append(self._link.close)
         for step in steps:
-            try:
-                step()
-            except Exception as error:
-                self._take_fault(error)
+            self.attempt(step)
+
+    def attempt(self, step: Callable[[], object]) -> None:
+        """Take a step at the end; say what it raises."""
+        try:
+            step()
+        except Exception as error:
+            self._take_fault(error)
 
     def _take_fault(self, error: Exception) -> None:
         self._warnings.warn("fault", fault_text(error))

@@ -22,7 +22,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ORIGINAL = "_perseus_planner_original"
 _LOG = logging.getLogger("perseus_planner.runtime")
+
+
+def marked(wrapper: Callable[..., T], original: Callable[..., T]) -> Callable[..., T]:
+    """Return a wrapper of ours that is known as one of a function of the training."""
+    vars(wrapper)[_ORIGINAL] = original
+    return wrapper
+
+
+def original_of(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function of the training inside a wrapper that `marked` has returned, or the
+    function.
+    """
+    original: Callable[..., T] = getattr(function, _ORIGINAL, function)
+    return original
 
 
 class Guard:
@@ -72,11 +87,14 @@ class Guard:
     ) -> Callable[..., T]:
         """Return a function of the training with functions of ours called around it.
 
+        What is left of an earlier iteration, which could not be undone, is not called again.
+
         Args:
             function: Function of the training; what it returns or raises is not touched.
             before: Called before it, with its arguments.
             after: Called when it has returned.
         """
+        function = original_of(function)
 
         def surrounded(*args: Any, **kwargs: Any) -> T:
             if before is not None and self.is_on:
@@ -92,7 +110,7 @@ class Guard:
                     self.fault(error)
             return result
 
-        return surrounded
+        return marked(surrounded, function)
 
     def fault(self, error: Exception) -> None:
         """Call nothing more of ours, and pass the fault on; never raises."""

@@ -20,7 +20,7 @@ from perseus_planner.engines.engine import (
     check_has,
     replaced,
 )
-from perseus_planner.engines.guard import Guard, HookGuard
+from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
 from perseus_planner.engines.torch_functions import refusal_of_functions
 
 if TYPE_CHECKING:
@@ -436,14 +436,14 @@ def _hooked_loss(guard: HookGuard, schedule: Any) -> _Attributes:
     """Return what the schedule calls after each forward, with the hook called at the end of the
     last stage's loss.
     """
-    compute = schedule._maybe_compute_loss
+    compute = original_of(schedule._maybe_compute_loss)
     compute_last = guard.around(compute, after=guard.end_computation)
 
     def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> Any:
         run = compute_last if stage.is_last else compute
         return run(stage, *args, **kwargs)
 
-    return {"_maybe_compute_loss": compute_hooked}
+    return {"_maybe_compute_loss": marked(compute_hooked, compute)}
 
 
 def _computations(actions: Any) -> Iterator[Computation]:
