@@ -4,7 +4,7 @@ they execute.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -165,11 +165,9 @@ class DeepSpeedPipeline:
             guard.show(count)
             return
         ahead = ReadAhead(engine.data_iterator)
-        try:
-            guard.show(count, partial(ahead.read, count))
-        finally:  # what was read is the training's, also after a fault
-            if ahead.has_read:
-                stack.enter_context(ahead.given_to(engine))
+        # Before it is read, as what was read is the training's also after a fault.
+        stack.enter_context(ahead.given_to(engine))
+        guard.show(count, partial(ahead.read, count))
 
     @property
     def _is_v(self) -> bool:
@@ -229,56 +227,41 @@ class ReadAhead:
         iterator: The iterator.
 
     Attributes:
-        has_read: Whether it was read.
+        rest: Gives what was read and what follows, in order, and raises where reading raised. Its
+            steps run none of our code, and it sees what is read after it was made.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
-        self._read: deque[Any] = deque()
-        self._error: Exception | None = None
-        self.has_read = False
+        self._read: list[Any] = []
+        self._errors: list[Exception] = []
+        self.rest: Iterator[Any] = chain(self._read, map(_raise, self._errors), iterator)
 
     def read(self, count: int) -> list[Any]:
         """Read so many ahead, or fewer if the iterator ends or raises."""
-        self.has_read = True
         for _ in range(count):
             try:
                 self._read.append(next(self._iterator))
             except StopIteration:
                 break
             except Exception as error:
-                self._error = error
+                self._errors.append(error)
                 break
         return list(self._read)
 
-    def rest(self) -> Iterator[Any]:
-        """Return an iterator of what was read and of what follows, in order, which raises where
-        reading raised. None of its steps runs code of ours.
-        """
-        read = iter(self._read)
-        if self._error is None:
-            return chain(read, self._iterator)
-        return chain(read, _raising(self._error), self._iterator)
-
     @contextmanager
     def given_to(self, engine: Any) -> Iterator[None]:
-        """Have a DeepSpeed engine draw what was read, and what follows, inside the block."""
-        rest = self.rest()
-        engine.data_iterator = rest
+        """Have a DeepSpeed engine draw from `rest` inside the block."""
+        engine.data_iterator = self.rest
         try:
             yield
         finally:
-            if engine.data_iterator is rest:
+            if engine.data_iterator is self.rest:
                 engine.data_iterator = self._iterator
 
 
-def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises at its first step."""
-
-    def fail(_: None) -> Any:
-        raise error
-
-    return map(fail, [None])
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> None:

@@ -620,17 +620,17 @@ def test_what_is_read_ahead_comes_in_its_order_and_ends_where_it_ended():
 
     ahead = ReadAhead(drawn_until_it_fails())
     assert ahead.read(2) == ["a", "b"]
-    rest = ahead.rest()
+    rest = ahead.rest
     assert [next(rest), next(rest), next(rest)] == ["a", "b", "c"]
     with pytest.raises(KeyError):
         next(rest)
     for count, read in ((3, ["a", "b", "c"]), (5, ["a", "b", "c"])):
         ahead = ReadAhead(iter("abc"))
         assert ahead.read(count) == read
-        assert list(ahead.rest()) == read
+        assert list(ahead.rest) == read
     ahead = ReadAhead(drawn_until_it_fails())
     assert ahead.read(5) == ["a", "b", "c"]
-    rest = ahead.rest()
+    rest = ahead.rest
     assert [next(rest), next(rest), next(rest)] == ["a", "b", "c"]
     with pytest.raises(KeyError, match="lost"):
         next(rest)

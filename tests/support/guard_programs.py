@@ -28,9 +28,11 @@ from runtime_training import (
     DeepSpeed,
     Torch,
     WarningLog,
+    Watch,
     equal,
     every_rank,
     job,
+    outcome,
     plan_of,
     schedule_of,
 )
@@ -41,6 +43,7 @@ import perseus_planner
 from perseus_planner import Profile
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
 from perseus_planner.runtime import Runtime, planner_runtime
+from perseus_planner.runtime.follower import Follower
 
 MICROBATCHES, LEARNT = 4, 4
 PACKAGE = Path(perseus_planner.__file__).parent
@@ -57,7 +60,9 @@ SHELLS = {
     "_TimerEvents._end_iteration",
     "_Timers.__call__",
     "_Timer.__getattr__",
-    "_NoTimer.start",  # a timer of the training, if it has none
+    # Timers of the training, if it has none.
+    "_NoTimer.start",
+    "_Timers.__init__.<locals>.<lambda>",
     "Runtime.iteration",
     "Runtime._whole_training",
     "WholeTraining.begin",
@@ -267,3 +272,30 @@ def _step(pipeline: Any, planner: Runtime | None) -> list[Any]:
     if isinstance(pipeline, Whole):
         return pipeline.step(planner)
     return list(pipeline.step())
+
+
+def said_once(state: str, name: str) -> None:
+    """Train with a fault that stays, on all ranks, and with the pauses of a real training."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("broken")
+
+    with job(state) as result, _way(name, Path.cwd()) as (make, options):
+        warning_log, watch = WarningLog(), Watch()
+        pipeline, losses, steps = make(), list[Any](), 0
+        with planner_runtime(pipeline.engine, gpu=GPU, **options) as planner:
+            for _ in range(2):
+                losses += _step(pipeline, planner)
+                steps += 1
+            with mock.patch.object(Follower, "on_end", broken):
+                while not every_rank(planner.problem is not None):
+                    losses += _step(pipeline, planner)
+                    steps += 1
+                losses += _step(pipeline, planner)
+                steps += 1
+        results = [*losses, *pipeline.state()]
+        again, expected = make(), list[Any]()
+        for _ in range(steps):
+            expected += _step(again, None)
+        result["equal"] = equal([*expected, *again.state()], results)
+        result |= outcome(planner, warning_log, watch)
