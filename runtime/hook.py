@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _NO_REQUEST_INDEX = -1
 
+RAISED = "into an exception"
+"""The deviation of an iteration that raised: it "ran into an exception"."""
+
 
 class Sent(Protocol):
     """What all ranks of a job run, as they were sent it."""
@@ -346,7 +349,7 @@ class Hook:
         self._leave_modes()
         self._reset()
         self._marks.end_iteration()
-        self._source.on_end(self._iteration, None, None, None)
+        self._source.on_end(self._iteration, None, RAISED, None)
 
     def stop_following(self, problem: str) -> None:
         """See `IterationHook.stop_following`; no clock is requested any more."""

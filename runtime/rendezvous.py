@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from perseus_planner.base.errors import (
     EngineChanged,
+    GpuInUse,
     PlanError,
     PlannerError,
     RankError,
@@ -71,8 +72,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.job import JobWarnings
 
 RENDEZVOUS_S = 300.0
-"""How long the ranks wait for each other before training; one of them may still be solving and
-planning.
+"""How long the ranks wait for each other before training, and never longer than a third of the
+time-out of their process group; one of them may still be solving and planning.
 """
 REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
@@ -201,6 +202,7 @@ class Rendezvous:
         self._board, self._own_board = Board(job.store), Board(job.own_store)
         self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
         self.node = Node(self._own_board, "", False, stack)
+        self._wait_s = min(RENDEZVOUS_S, job.longest_wait_s)
         self._attempt: Attempt | None = None
         self.own = RankPart(0, False)
         self.plan: bytes | None = None
@@ -261,7 +263,7 @@ class Rendezvous:
             plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
         """
         self._attempt, self.plan = attempt, plan
-        deadline_s = self._now_s() + RENDEZVOUS_S
+        deadline_s = self._now_s() + self._wait_s
         store, memory_key = self._job.store, f"join/memory/{info.node}"
         leads = store.add(f"join/nodes/{info.node}", 1) == 1
         if leads:
@@ -388,7 +390,7 @@ class Rendezvous:
                 named += f" and {len(absent) - _NAMED} others"
             self._warnings.warn(
                 "late",
-                f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without "
+                f"{named} had not joined within {self._wait_s:g} s; training begins without "
                 "waiting longer",
             )
         if self._attempt is None:
@@ -516,7 +518,15 @@ def join_job(
             control = cast("Control", plan.control)
         elif engine is None:
             control = attachment.control_of(gpu)
-        attached = attachment.attach(controller, gpu, control, stack)
+        try:
+            attached = attachment.attach(controller, gpu, control, stack)
+        except GpuInUse as error:
+            if not attachment.is_attached():
+                raise
+            raise UsageError(
+                "this process plans another engine already, on the same GPU; leave the block of "
+                "planner_runtime for that engine before you enter another"
+            ) from error
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
         batches = None

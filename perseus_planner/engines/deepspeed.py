@@ -22,6 +22,7 @@ from perseus_planner.engines.engine import (
     replaced,
 )
 from perseus_planner.engines.guard import Guard, HookGuard
+from perseus_planner.engines.torch_state import copy_tensors, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +239,13 @@ class ReadAhead:
         self.rest: Iterator[Any] = chain(self._read, map(_raise, self._errors), iterator)
 
     def read(self, count: int) -> list[Any]:
-        """Read so many ahead, or fewer if the iterator ends or raises."""
+        """Read so many ahead, or fewer if the iterator ends or raises.
+
+        Raises:
+            UsageError: If a microbatch is written over one that was read before; the training still
+                gets each as it was.
+        """
+        copies: list[Any] = []  #: of what was read
         for _ in range(count):
             try:
                 self._read.append(next(self._iterator))
@@ -247,6 +254,20 @@ class ReadAhead:
             except Exception as error:
                 self._errors.append(error)
                 break
+            overwritten = [
+                place
+                for place, copy in enumerate(copies)
+                if _is_overwritten(copy, self._read[place], self._read[-1])
+            ]
+            if overwritten:
+                for place in overwritten:
+                    self._read[place] = copies[place]
+                raise UsageError(
+                    "the iterator of the data writes a microbatch over one before, so it cannot be "
+                    "read ahead; have it return new tensors, or say the work of each batch by "
+                    "runtime.batch(work=...)"
+                )
+            copies.append(copy_tensors(self._read[-1]))
         return list(self._read)
 
     @contextmanager
@@ -258,6 +279,17 @@ class ReadAhead:
         finally:
             if engine.data_iterator is self.rest:
                 engine.data_iterator = self._iterator
+
+
+def _is_overwritten(copy: Any, microbatch: Any, newest: Any) -> bool:
+    """Return whether a microbatch is no longer what was copied of it, as the newest one has its
+    memory.
+    """
+    import torch
+
+    memory = {tensor.data_ptr() for tensor in tensors(newest)}
+    pairs = zip(tensors(copy), tensors(microbatch), strict=True)
+    return any(now.data_ptr() in memory and not torch.equal(before, now) for before, now in pairs)
 
 
 def _raise(error: Exception) -> Any:

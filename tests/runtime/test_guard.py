@@ -5,16 +5,20 @@ once; what the training raises passes through.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from perseus_planner.base.errors import ISSUES, fault_text
 from perseus_planner.base.loops import FIRST_PAUSE_S
+from perseus_planner.engines import releases
 from perseus_planner.engines.engine import replaced
 from perseus_planner.engines.guard import Guard, HookGuard
+from perseus_planner.engines.releases import TESTED, untested
 
 SHARE = float(os.environ.get("PLANNER_FAULT_SHARE", "0.08"))
 """Share of the faults that are tried; 1 for all."""
@@ -198,3 +202,62 @@ def test_what_something_else_has_set_meanwhile_stays(owner: Any, caplog: Any):
         assert len([text for text in caplog.messages if "step was replaced" in text]) == 1
     finally:
         owner.step = before
+
+
+def test_tested_releases_are_those_that_tests_install():
+    folder = Path(__file__).parents[2]
+    newest = (folder / "tests/worlds/newest.txt").read_text()
+    makefile = (folder / "Makefile").read_text()
+    for package, (first, last) in TESTED.items():
+        (release,) = re.findall(rf"^{package}==(\d+)\.(\d+)", newest, re.MULTILINE)
+        assert tuple(map(int, release)) == last
+        for pinned in re.findall(rf"{package}==(\d+\.\d+\.\d+)", makefile):
+            assert not untested(package, pinned)
+        assert not untested(package, f"{first[0]}.{first[1]}.0")
+        assert untested(package, f"{last[0]}.{last[1] + 1}.0a0+git")
+        assert untested(package, "0.1")
+
+
+def test_an_untested_release_is_named_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    with (
+        mock.patch.dict(TESTED, torch=((99, 0), (99, 1))),
+        mock.patch.object(releases, "_said", set()),
+    ):
+        for _ in range(2):
+            releases.name_untested(["torch", "megatron-core"])
+    (text,) = caplog.messages
+    assert "no test has trained with torch" in text
+    assert "(tested: 99.0 to 99.1)" in text
+
+
+@pytest.mark.parametrize("lost", ["name of a schedule", "class"])
+def test_a_name_that_an_upgrade_took_away_is_refused_or_one_warning(lost: str, tmp_path: Path):
+    _needs("torch")
+    from launching import results_of
+
+    everyone = results_of("guard_programs:upgraded", 2, tmp_path, lost)
+    for each in everyone:
+        assert each["strict"] == "EngineChanged"
+        assert each["equal"]
+        assert each["problem"]
+    (warning,) = [text for each in everyone for text in each["warnings"]]
+    assert "releases that" in warning or "use torch 2.6 or later" in warning
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stderr_of_a_run_is_that_of_its_script(way: str, tmp_path: Path):
+    """Also of what torch itself prints while ranks wait for each other."""
+    _needs(way)
+    from launching import ranks
+
+    lines = []
+    for planned in ("alone", "planned"):
+        arguments = (str(tmp_path / "state"), way, planned)
+        everyone = ranks("guard_programs:quiet", 2, tmp_path, *arguments, torch_says="WARNING")
+        assert [each.code for each in everyone] == [0, 0], everyone
+        # Numbers of processes, sockets and times differ.
+        texts = [re.sub(r"\d+", "0", each.stderr) for each in everyone]
+        lines.append([set(text.splitlines()) for text in texts])
+    for alone, planned in zip(*lines, strict=True):
+        assert planned - alone == set()

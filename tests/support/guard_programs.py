@@ -9,9 +9,10 @@ when it returns.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -35,13 +36,17 @@ from runtime_training import (
     outcome,
     plan_of,
     schedule_of,
+    trained,
 )
 from strategies import smooth_profile
 from tiny_training import Layer
+from torch.distributed import pipelining
 
 import perseus_planner
 from perseus_planner import Profile
+from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
+from perseus_planner.engines import torch_pipelining
 from perseus_planner.runtime import Runtime, planner_runtime
 from perseus_planner.runtime.follower import Follower
 
@@ -299,3 +304,47 @@ def said_once(state: str, name: str) -> None:
             expected += _step(again, None)
         result["equal"] = equal([*expected, *again.state()], results)
         result |= outcome(planner, warning_log, watch)
+
+
+def upgraded(state: str, lost: str) -> None:
+    """Train by an engine that lacks a name, refused and not."""
+    names = {
+        "name of a schedule": (torch_pipelining, "_NEEDED", ("_lost",)),
+        "class": (pipelining.schedules, "PipelineScheduleMulti", None),
+    }
+    with job(state) as result:
+        pipeline, warning_log = Torch("1f1b", MICROBATCHES), WarningLog()
+        owner, name, value = names[lost]
+        before = getattr(owner, name)
+        if value is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+        plan = plan_of(schedule_of("1f1b", 2, MICROBATCHES))
+        try:
+            with planner_runtime(pipeline.engine, plan=plan, gpu=GPU):
+                result["strict"] = None
+        except PlannerError as error:
+            result["strict"] = type(error).__name__
+        losses = list[Any]()
+        with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, strict=False) as planner:
+            for _ in range(3):
+                losses += pipeline.step()
+        setattr(owner, name, before)
+        again = [*losses, *pipeline.state()]
+        result["equal"] = equal(trained(Torch("1f1b", MICROBATCHES), 3), again)
+        result |= outcome(planner, warning_log)
+
+
+def quiet(state: str, name: str, is_planned: str) -> None:
+    """Train a few iterations, in which later ranks wait for the first, and print nothing."""
+    with job(state) as result, _way(name, Path.cwd()) as (make, options):
+        pipeline = make()
+        context: AbstractContextManager[Any] = nullcontext()
+        if is_planned == "planned":
+            context = planner_runtime(pipeline.engine, gpu=GPU, **options)
+        with context as planner:
+            for _ in range(4):
+                time.sleep(0.3 if dist.get_rank() == 0 else 0.0)
+                _step(pipeline, planner)
+        result["done"] = True

@@ -45,7 +45,7 @@ from torch import nn
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.batches.work import sequence_work
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b
 
@@ -655,7 +655,7 @@ def dies() -> None:
                 training.step(2)
             handle.remove()
             training.step(2)
-        assert hooked.ends == [None, None], hooked.ends
+        assert hooked.ends == [RAISED, None], hooked.ends
 
 
 def _fail(*_: Any) -> None:
