@@ -151,6 +151,8 @@ def _recorded(recording: Recording | None, fault: Exception | None) -> Recording
     """
     if recording is None or fault is not None:
         raise fault or UsageError("nothing was recorded")
+    if recording.problem is not None:
+        raise UsageError(recording.problem)
     if problem := refusal(recorded.stage.module for recorded in recording.stages()):
         raise UsageError(problem)
     return recording

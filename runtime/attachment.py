@@ -4,6 +4,7 @@ controller has ended.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -132,6 +133,14 @@ class Attachment:
     problem: str | None  #: Why no clock can be set; None if clocks can be set
 
 
+_attached: set[tuple[int, int]] = set()  #: process and connection
+
+
+def is_attached() -> bool:
+    """Return whether this process is attached to a controller."""
+    return any(process == os.getpid() for process, _ in _attached)
+
+
 def attach(controller: NodeController, gpu: str, control: Control, stack: ExitStack) -> Attachment:
     """Attach this rank to the controller, before training.
 
@@ -148,7 +157,11 @@ def attach(controller: NodeController, gpu: str, control: Control, stack: ExitSt
         address = controller.first_address()  # first, because other ranks wait for it
         request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher())
         connection = stack.enter_context(Connection(address, request))
-        return Attachment(controller, connection, connection.attach(ATTACH_S), None)
+        reply = connection.attach(ATTACH_S)
+        attached = os.getpid(), id(connection)
+        _attached.add(attached)
+        stack.callback(_attached.discard, attached)
+        return Attachment(controller, connection, reply, None)
     except GpuInUse:
         raise
     except GpuError as error:

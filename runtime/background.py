@@ -18,6 +18,7 @@ from perseus_planner.base.errors import (
     GpuError,
     GpuNotPermitted,
     GpuNotSupported,
+    fault_text,
 )
 from perseus_planner.base.loops import Backoff
 from perseus_planner.runs.verdict import StragglerDetection, StragglerDetector
@@ -118,7 +119,8 @@ class BackgroundWork:
         self._status: AutopilotStatus | None = None  #: that was recorded last
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
-        #: what keeps clocks from being set: "final", "controller", "gpu" or "fault" -> why
+        #: what keeps clocks from being set -> why: "final", "controller", "gpu", "fault" of this
+        #: thread, or "hook" for one on the training thread
         self._problems = {} if follower.problem is None else {"final": follower.problem}
         self._backoff = Backoff()  #: of problems of this process: "gpu" and "fault"
         self._is_lost = False  #: the controller has ended, and there is no new one yet
@@ -154,8 +156,7 @@ class BackgroundWork:
             if self._backoff.is_due(time.monotonic()):
                 self._resume("fault")
         except Exception as error:  # training must go on whatever it is, and the user must know
-            text = f"a fault of the planner, please report it: {type(error).__name__}: {error}"
-            self._fail("fault", text)
+            self._fail("fault", fault_text(error))
 
     def close(self) -> None:
         """Do the last round, after the rank has detached from the controller."""
@@ -284,7 +285,7 @@ class BackgroundWork:
         if program is None or self._connection is None or not program.time_s:
             return
         is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
-        if is_quiet or "gpu" in self._problems:
+        if is_quiet or not self._problems.keys().isdisjoint(("gpu", "hook")):
             self._connection.request[0] = NO_REQUEST
 
     def _give(self, records: Sequence[IterationRecord]) -> None:
@@ -309,6 +310,17 @@ class BackgroundWork:
             self._counts = counts
             self._on_counts(counts)
 
+    def _follow_hook(self) -> None:
+        """Say what was raised on the training thread, and when that is over; the hook is tried
+        again there.
+        """
+        fault = self._hook.fault
+        if fault is None:
+            self._resume("hook")
+        elif "hook" not in self._problems:
+            self._note("hook", fault)
+            self._say("fault", fault)
+
     def _fail(self, key: str, text: str) -> None:
         """Request no clocks until this problem is over; warn once in each such spell."""
         if key in ("gpu", "fault") and self._backoff.is_due(time.monotonic()):
@@ -331,7 +343,7 @@ class BackgroundWork:
         if self._problems.pop(key, None) is None:
             return
         self._follower.problem = next(iter(self._problems.values()), None)
-        self._warnings.forget(key)
+        self._warnings.forget("fault" if key == "hook" else key)
         if not self._problems:
             self._warnings.warn("resumed", "clocks are set again")
 
@@ -350,6 +362,7 @@ class BackgroundWork:
                 "as planned"
             )
             self._warnings.warn("deviation", f"{follower.deviation}; {text}")
+        self._follow_hook()
         if follower.unfollowed is not None and "final" not in self._problems:
             self._fail("final", follower.unfollowed)
         if follower.misfit is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.loops import Backoff
 from perseus_planner.runtime.autopilot.ranks.messages import order_number, order_of
+from perseus_planner.runtime.hook import RAISED
 from perseus_planner.runtime.switching import Agreement
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Follower:
             self._batches.on_end(iteration, program, deviation, order)
         if self.ledger is not None:
             self._account(self.ledger, iteration, None if deviation else program, order)
-        elif deviation is not None:
+        elif deviation not in (None, RAISED):
             self.deviation = f"iteration {iteration} ran {deviation}"
         self._on_iteration_end(iteration, program, deviation)
 

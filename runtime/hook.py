@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from perseus_planner.base.errors import PlanError
+from perseus_planner.base.errors import PlanError, fault_text
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from perseus_planner.engines.engine import Microbatches
+    from perseus_planner.engines.engine import IterationHook, Microbatches
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.savings import RankCosts
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.modes import ModeSwitch
 
 _NO_REQUEST_INDEX = -1
+
+RAISED = "into an exception"
+"""The deviation of an iteration that raised: it "ran into an exception"."""
 
 
 class Sent(Protocol):
@@ -216,6 +219,10 @@ class Hook:
             returns them where the engine has them; None if nobody asks for them.
         switch: Enters the mode of each computation; None if the training has no modes.
         keeps_modes: Whether it does so also while clocks cannot be set.
+
+    Attributes:
+        fault: What was raised on the training thread, until an iteration has ended without a
+            fault; None if nothing was.
     """
 
     def __init__(
@@ -230,6 +237,7 @@ class Hook:
     ) -> None:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._keeps_modes = keeps_modes
+        self.fault: str | None = None
         self._iteration = -1
         self._is_inside = self._has_evaluated = False
         self._position = 0
@@ -253,7 +261,10 @@ class Hook:
         return self._iteration, self._position
 
     def begin_iteration(
-        self, microbatches: int | None = None, batch: Microbatches | None = None
+        self,
+        microbatches: int | None = None,
+        batch: Microbatches | None = None,
+        number: int | None = None,
     ) -> None:
         """See `IterationHook.begin_iteration`."""
         if self._is_inside:
@@ -261,7 +272,7 @@ class Hook:
         if self._show is not None:
             self._show(microbatches, batch)
         self._is_inside = True
-        self._iteration += 1
+        self._iteration = self._iteration + 1 if number is None else number
         program = self._source.program_for(self._iteration)
         if program is not self._program:
             self._load(program)
@@ -341,19 +352,45 @@ class Hook:
         if not self._is_inside:
             return
         self._is_inside = False
-        if self._switch is not None:
-            self._switch.enter(OWN)
-        self._load(None)
-        self._request_first()
+        self._leave_modes()
+        self._reset()
         self._marks.end_iteration()
-        self._source.on_end(self._iteration, None, None, None)
+        self._source.on_end(self._iteration, None, RAISED, None)
 
     def stop_following(self, problem: str) -> None:
         """See `IterationHook.stop_following`; no clock is requested any more."""
         self.abandon_iteration()
+        self._reset()
+        self._source.on_unfollowed(problem)
+
+    def pass_iteration(self, number: int) -> None:
+        """See `IterationHook.pass_iteration`; the source goes on to count iterations."""
+        self._iteration = number
+        self._source.program_for(number)
+
+    def take_fault(self, error: Exception) -> IterationHook | None:
+        """See `IterationHook.take_fault`; never raises."""
+        self.fault = fault_text(error)
+        self._is_inside = False
+        goes_on = self._switch is not None and self._keeps_modes
+        for step in (self._reset, *(() if goes_on else (self._leave_modes,))):
+            try:
+                step()
+            except Exception:  # what is broken may be this; the background thread resets the GPU
+                continue
+        return ModesAlone(self, self._switch) if self._switch is not None and goes_on else None
+
+    def end_fault(self) -> None:
+        """See `IterationHook.end_fault`."""
+        self.fault = None
+
+    def _reset(self) -> None:
         self._load(None)
         self._request_first()
-        self._source.on_unfollowed(problem)
+
+    def _leave_modes(self) -> None:
+        if self._switch is not None:
+            self._switch.enter(OWN)
 
     def _ask_again(self, position: int) -> None:
         """Go on by another program of the same computations, if there is one now."""
@@ -395,3 +432,42 @@ class Hook:
         self._noted = list(self._order[: self._position])
         self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)
+
+
+class ModesAlone:
+    """What iterations are shown to after a fault of the hook, so that computations still have the
+    modes of the plan, which ranks may enter together.
+
+    Args:
+        hook: The hook that had the fault.
+        switch: Enters the modes.
+    """
+
+    def __init__(self, hook: Hook, switch: ModeSwitch) -> None:
+        self._hook, self._switch = hook, switch
+
+    @property
+    def iteration(self) -> int:
+        """See `Hook.iteration`."""
+        return self._hook.iteration
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        """Enter the mode of a computation."""
+        self._switch.begin(stage, kind, microbatch)
+
+    def end_iteration(self) -> None:
+        """Enter the mode between iterations."""
+        self._switch.rest()
+
+    def abandon_iteration(self) -> None:
+        """Leave all modes."""
+        self._switch.enter(OWN)
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+    end = begin_update = begin_iteration = pass_iteration = stop_following = end_fault = _nothing
+    note_evaluation = _nothing
+
+    def take_fault(self, error: Exception) -> None:
+        """Do nothing: it was said of the hook."""

@@ -8,6 +8,7 @@ memory of the node.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -42,6 +43,23 @@ class TrainingJob:
     #: serves one operation at a time, and training may wait on its own for a key. In a torch whose
     #: stores cannot be cloned, it is `store`.
     own_store: Store = field(init=False)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a rank may wait for others that never come: a third of the time-out of the
+        process group, after which a watchdog may end the job; infinite if that is not known.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.group.WORLD is None:
+            return math.inf
+        try:  # torch has no public way to it
+            device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+            timeout = dist.group.WORLD._get_backend(device).options._timeout
+            return float(timeout.total_seconds()) / 3.0
+        except (AttributeError, RuntimeError):
+            return math.inf
 
     def __post_init__(self) -> None:
         clone = getattr(self.store, "clone", lambda: self.store)
@@ -192,6 +210,7 @@ class Refusal(Record, frozen=True):
 
     rank: int
     text: str
+    is_change: bool = False  #: Whether its engine lacks a name (`EngineChanged`)
 
 
 class NodeState(Record, frozen=True):

@@ -19,10 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from perseus_planner.base.errors import PlanError, RankError, UsageError
+from perseus_planner.base.errors import (
+    EngineChanged,
+    GpuInUse,
+    PlanError,
+    PlannerError,
+    RankError,
+    UsageError,
+)
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
-from perseus_planner.engines.engine import WholeTraining
+from perseus_planner.engines.engine import WholeTraining, as_tested
+from perseus_planner.engines.releases import name_untested
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
@@ -65,8 +73,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.trackers import LogFunction
 
 RENDEZVOUS_S = 300.0
-"""How long the ranks wait for each other before training; one of them may still be solving and
-planning.
+"""How long the ranks wait for each other before training, and never longer than a third of the
+time-out of their process group; one of them may still be solving and planning.
 """
 REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
@@ -101,6 +109,7 @@ class RuntimeOptions:
     work: WorkFunction | None = None
     modes: ModeFunctions = field(default_factory=dict)
     log: Sequence[LogFunction] = ()
+    strict: bool = True
 
     @property
     def state_file(self) -> Path | None:
@@ -195,6 +204,7 @@ class Rendezvous:
         self._board, self._own_board = Board(job.store), Board(job.own_store)
         self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
         self.node = Node(self._own_board, "", False, stack)
+        self._wait_s = min(RENDEZVOUS_S, job.longest_wait_s)
         self._attempt: Attempt | None = None
         self.own = RankPart(0, False)
         self.plan: bytes | None = None
@@ -212,7 +222,8 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            refusal = Refusal(self._job.rank, str(error) or repr(error))
+            is_change = isinstance(error, EngineChanged)
+            refusal = Refusal(self._job.rank, str(error) or repr(error), is_change)
             with suppress(RuntimeError):  # if the store is gone, the others cannot be told
                 self._job.store.compare_set(f"join/refused/{barrier}", "", encode(refusal).decode())
                 self._close(barrier)
@@ -225,6 +236,7 @@ class Rendezvous:
 
         Raises:
             RankError: If one of them refuses, which is named, or the store is gone.
+            EngineChanged: If one refuses because its engine lacks a name.
         """
         try:
             for pause_s in steps:
@@ -239,7 +251,8 @@ class Rendezvous:
         refusal = self.node.state.refusal
         if refusal is not None:
             self._leave(barrier)
-            raise RankError(f"rank {refusal.rank} does not begin: {refusal.text}")
+            text = f"rank {refusal.rank} does not begin: {refusal.text}"
+            raise EngineChanged(text) if refusal.is_change else RankError(text)
 
     def meet(
         self, info: RankInfo, attempt: Attempt | None = None, plan: bytes | None = None
@@ -252,7 +265,7 @@ class Rendezvous:
             plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
         """
         self._attempt, self.plan = attempt, plan
-        deadline_s = self._now_s() + RENDEZVOUS_S
+        deadline_s = self._now_s() + self._wait_s
         store, memory_key = self._job.store, f"join/memory/{info.node}"
         leads = store.add(f"join/nodes/{info.node}", 1) == 1
         if leads:
@@ -379,7 +392,7 @@ class Rendezvous:
                 named += f" and {len(absent) - _NAMED} others"
             self._warnings.warn(
                 "late",
-                f"{named} had not joined within {RENDEZVOUS_S:g} s; training begins without "
+                f"{named} had not joined within {self._wait_s:g} s; training begins without "
                 "waiting longer",
             )
         if self._attempt is None:
@@ -464,9 +477,14 @@ def join_job(
                 learn=options.autopilot.learn,
                 state=options.state_file,
             )
-        adapter = WholeTraining() if engine is None else engine_of(engine)
-        adapter.check()
-        gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+        with as_tested():
+            adapter = WholeTraining() if engine is None else engine_of(engine)
+            adapter.check()
+            gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+            with suppress(PlannerError):  # what it runs will show
+                adapter.order()
+        if job.rank == 0:
+            name_untested(adapter.packages)
         names = tuple(sorted(options.modes))
         place = position.pipeline, position.peers[0], position.rank
         info = RankInfo(node_name(), *place, names)
@@ -502,7 +520,15 @@ def join_job(
             control = cast("Control", plan.control)
         elif engine is None:
             control = attachment.control_of(gpu)
-        attached = attachment.attach(controller, gpu, control, stack)
+        try:
+            attached = attachment.attach(controller, gpu, control, stack)
+        except GpuInUse as error:
+            if not attachment.is_attached():
+                raise
+            raise UsageError(
+                "this process plans another engine already, on the same GPU; leave the block of "
+                "planner_runtime for that engine before you enter another"
+            ) from error
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
         batches = None

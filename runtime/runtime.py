@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import WholeTraining
+from perseus_planner.engines.guard import RetryingGuard
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.resiliency import corrected_report
-from perseus_planner.runtime.switching import GivenPlan, Plans
+from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Rejection
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.rendezvous import RankContext
-    from perseus_planner.runtime.switching import Proposal
     from perseus_planner.runtime.telemetry import Telemetry
 
 
@@ -32,11 +34,13 @@ class Runtime:
         telemetry: Telemetry,
         check: Callable[[Plans], None],
         wake: Callable[[], None],
+        on_fault: Callable[[Exception], object],
         autopilot: AutopilotRank | None = None,
     ) -> None:
         self._context, self._follower, self._telemetry = context, follower, telemetry
         self._check, self._wake, self._autopilot = check, wake, autopilot
         self._highest_mhz: dict[int, float] = {}
+        self._guard = RetryingGuard(on_fault)  #: of calls by the training that take no clock
 
     @property
     def plan(self) -> Plan | None:
@@ -148,11 +152,13 @@ class Runtime:
         Raises:
             UsageError: If the runtime has no function `work`, so that clocks do not follow batches.
         """
-        if self._context.batches is None:
+        batches = self._context.batches
+        if batches is None:
             raise UsageError(
                 "clocks do not follow the batch in this training; give planner_runtime work="
             )
-        return self._context.batches.give(work, order=order)
+        as_they_are = tuple(range(len(work)))
+        return self._guard.call(partial(batches.give, work, order=order)) or as_they_are
 
     def _whole_training(self) -> WholeTraining:
         if isinstance(self._context.engine, WholeTraining):
@@ -191,4 +197,44 @@ class Runtime:
         self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())
         self._wake()
+        return proposal
+
+
+class UnfollowedRuntime(Runtime):
+    """The runtime of a training that the planner does not follow, because it does not know the
+    engine (`strict=False`): it sets no clocks, and takes all calls.
+
+    Args:
+        problem: Why.
+    """
+
+    plan = autopilot = None
+    pipeline = 0
+    problem = ""
+    iterations = ()
+    planned_clocks: Mapping[int, float] = MappingProxyType({})
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def corrected_report(self, report: Any) -> Any:
+        """See `Runtime.corrected_report`; no clock needs a correction."""
+        return report
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """See `Runtime.iteration`."""
+        yield
+
+    def end_iteration(self) -> None:
+        """See `Runtime.end_iteration`."""
+
+    def batch(self, work: Sequence[Any], *, order: bool = False) -> tuple[int, ...]:
+        """See `Runtime.batch`; microbatches stay as they are."""
+        return tuple(range(len(work)))
+
+    def switch_to(self, plan: GivenPlan) -> Proposal:
+        """See `Runtime.switch_to`; no plan is taken."""
+        proposal = Proposal()
+        proposal.settle(Rejection(self.problem))
         return proposal

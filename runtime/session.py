@@ -8,13 +8,20 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perseus_planner.base.errors import PlannerError, UsageError, how_to_install
+from perseus_planner.base.errors import (
+    EngineChanged,
+    PlannerError,
+    UsageError,
+    fault_text,
+    how_to_install,
+)
 from perseus_planner.base.loops import Loop
 from perseus_planner.engines import blocks
-from perseus_planner.engines.engine import sharded_torch
+from perseus_planner.engines.engine import as_tested, sharded_torch
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
@@ -37,7 +44,7 @@ from perseus_planner.runtime.rendezvous import (
     join_job,
     program_of,
 )
-from perseus_planner.runtime.runtime import Runtime
+from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
 from perseus_planner.runtime.switching import GivenPlan, Plans
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
@@ -82,6 +89,7 @@ def planner_runtime(
     modes: ModeFunctions | None = None,
     may_reorder: bool = False,
     log: Any = None,
+    strict: bool = True,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -154,10 +162,14 @@ def planner_runtime(
             active run, a function of the number of the iteration and its values by name, or a list
             of these. Each rank may give its own, or None. They are called on a thread of their own,
             some iterations later; a fault of theirs is one warning.
+        strict: Whether an engine that lacks a name which the planner uses, as another release may,
+            is refused. Otherwise, as by `planner run`, one warning is given and training goes on at
+            full clocks.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
             difference.
+        EngineChanged: If the engine lacks a name that the planner uses, and `strict`.
         GpuInUse: If another job that is alive sets one of the GPUs.
         UsageError: If `engine`, `gpu`, `log` or the settings of the service cannot be used here.
         FrontierError: If the frontier cannot be read.
@@ -193,6 +205,7 @@ def planner_runtime(
         work=load_work(work, "work") if isinstance(work, str) else work,
         modes=modes or {},
         log=log_functions(log),
+        strict=strict,
     )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
@@ -200,14 +213,33 @@ def planner_runtime(
     with ExitStack() as stack:
         stack.enter_context(blocks.opened("runtime"))
         served = None if link is None else link.settings
-        context = join_job(engine, training, options, served, warnings, stack)
+        context = problem = None
+        try:
+            context = join_job(engine, training, options, served, warnings, stack)
+        except EngineChanged as error:
+            if strict:
+                raise
+            problem = str(error)
+            text = f"{problem}; training goes on at full clocks, without the planner"
+            warnings.warn("engine", text)
+        if context is None:
+            yield UnfollowedRuntime(problem or "")
+            return
         session = _Session(context, training, options, link, warnings, stack)
         end_s = 0.0  # after an exception nobody is waited for
+        attached = ExitStack()
         try:
-            with context.engine.attached(session.hook):
-                yield session.begin()
-                end_s = END_S
+            try:
+                with as_tested():
+                    attached.enter_context(context.engine.attached(session.hook))
+            except EngineChanged as error:
+                if strict:
+                    raise
+                session.hook.stop_following(str(error))
+            yield session.begin()
+            end_s = END_S
         finally:
+            session.attempt(attached.close)
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 session.end(end_s)
 
@@ -231,6 +263,7 @@ class _Session:
     ) -> None:
         self._context, self._job, self._link, self._warnings = context, job, link, warnings
         attachment = context.attachment
+        self._is_stopped = False  #: the background thread
         self._connection, self._gpu = attachment.connection, attachment.gpu
         self._telemetry = Telemetry(
             job.rank,
@@ -325,6 +358,7 @@ class _Session:
             self._telemetry,
             self._check,
             self._background.wake,
+            self._take_fault,
             self._autopilot,
         )
         if self._link is not None:
@@ -333,29 +367,54 @@ class _Session:
 
     def end(self, end_s: float) -> None:
         """Reset this rank's GPU, before an exception of the training propagates; then finish the
-        record, and on rank 0 wait up to `end_s` seconds for the others.
+        record, and on rank 0 wait up to `end_s` seconds for the others. Never raises: each step is
+        tried, whatever became of those before.
         """
+        steps: list[Callable[[], object]] = []
         if self._switch is not None:
-            self._switch.enter(OWN)
+            steps.append(partial(self._switch.enter, OWN))
         if self._link is not None:
-            self._link.stop()
+            steps.append(self._link.stop)
+        steps.append(self._reset)
+        if self._context.batches is not None:
+            steps.append(partial(self._context.batches.stop, STOP_S))
+        steps += [self._stop_background, self._detach, self._close]
+        steps.append(partial(wait_for_others, self._job, "training", self._job.ranks, end_s))
+        if self._link is not None:
+            steps.append(self._link.close)
+        for step in steps:
+            self.attempt(step)
+
+    def attempt(self, step: Callable[[], object]) -> None:
+        """Take a step at the end; say what it raises."""
+        try:
+            step()
+        except Exception as error:
+            self._take_fault(error)
+
+    def _take_fault(self, error: Exception) -> None:
+        self._warnings.warn("fault", fault_text(error))
+
+    def _reset(self) -> None:
         if self._connection is not None:
             self._connection.request[0] = NO_REQUEST
-        if self._context.batches is not None:
-            self._context.batches.stop(STOP_S)
-        is_stopped = self._background.stop(STOP_S)
-        if self._connection is not None:
-            problem = self._connection.detach(DETACH_S)
-            # Of another problem the user was warned before.
-            if problem is not None and self._follower.problem is None:
-                self._warnings.warn("controller", problem)
-        if is_stopped:
+
+    def _stop_background(self) -> None:
+        self._is_stopped = self._background.stop(STOP_S)
+
+    def _detach(self) -> None:
+        if self._connection is None:
+            return
+        problem = self._connection.detach(DETACH_S)
+        # Of another problem the user was warned before.
+        if problem is not None and self._follower.problem is None:
+            self._warnings.warn("controller", problem)
+
+    def _close(self) -> None:
+        if self._is_stopped:
             self._work.close()
             self._follower.agreement.end()
             self._trackers.close()
-        wait_for_others(self._job, "training", self._job.ranks, end_s)
-        if self._link is not None:
-            self._link.close()
 
     def _begin_autopilot(self, options: RuntimeOptions) -> AutopilotRank:
         with suppress(PlannerError):  # what it runs will show

@@ -25,6 +25,7 @@
     │   │                        address
     │   └── ServiceRefusal       .status, .code: the service refuses, with the reason
     └── UsageError               a value on the command line or in a call that cannot be used
+        └── EngineChanged        an engine lacks a name that its adapter here uses
 
 Each text states what was read (file, line, field), what is wrong with it, and what to do.
 """
@@ -34,9 +35,14 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from perseus_planner.base.prefixes import si, si_unit
+
+ISSUES = "https://github.com/perseus-planner/perseus-planner/issues"
+"""Where faults are reported; as in pyproject.toml."""
 
 QUOTED = 200
 """The most characters of a file, or of another program, that an error text quotes."""
@@ -94,6 +100,19 @@ def how_to_install(extra: str) -> str:
     release on PyPI yet.
     """
     return f"run `pip install '.[{extra}]'` in your clone of perseus-planner"
+
+
+def fault_text(error: BaseException) -> str:
+    """Return what is said of an exception that the planner did not raise on purpose: the last line
+    of its traceback, where it was raised, and where to report it.
+    """
+    last = traceback.format_exception_only(type(error), error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = ""
+    if frames:
+        file = "/".join(Path(frames[-1].filename).parts[-2:])
+        place = f" ({file}, line {frames[-1].lineno})"
+    return f"a fault of the planner, please report it at {ISSUES}: {printable(last)}{place}"
 
 
 class PlannerError(Exception):
@@ -272,6 +291,10 @@ class ServiceRefusal(ServiceError):
 
 class UsageError(PlannerError):
     """A value in a call or on the command line cannot be used."""
+
+
+class EngineChanged(UsageError):
+    """An engine lacks a name that its adapter here uses, as another release may."""
 
 
 def one_line(text: str, longest: int = 300) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from perseus_planner.engines.engine import Engine
+    from perseus_planner.engines.guard import Guard
 
 _TRAIN = {
     "deepspeed.runtime.pipe.engine": "deepspeed",
@@ -73,19 +74,20 @@ def parts_of(engine: Any) -> list[Any]:
     return list(engine) if isinstance(engine, (list, tuple)) else [engine]
 
 
-def wrap_training(module: ModuleType, begin: Callable[[Any], bool]) -> None:
+def wrap_training(module: ModuleType, guard: Guard, begin: Callable[[Any], bool]) -> None:
     """Have `begin` called with the engine before each call that trains, given the module of an
     engine that has just been loaded.
 
     Args:
         module: The module.
+        guard: Through it `begin` is called.
         begin: Returns whether it has attached a runtime just now.
 
     Raises:
         AttributeError: If the module is not as in the supported versions.
     """
     adapter = import_module(f"perseus_planner.engines.{_TRAIN[module.__name__]}")
-    adapter.wrap_training(module, begin)
+    adapter.wrap_training(module, guard, begin)
 
 
 def _is_chunk_of_megatron(chunk: Any) -> bool:

@@ -4,27 +4,30 @@ they execute.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
     EngineStage,
-    IterationHook,
     PipelineRank,
     attached_once,
     check_free,
     check_has,
+    preserved,
     replaced,
 )
+from perseus_planner.engines.guard import Guard, HookGuard
+from perseus_planner.engines.torch_state import copy_tensors, tensors
 
 if TYPE_CHECKING:
     import torch
 
+    from perseus_planner.engines.engine import IterationHook
     from perseus_planner.schedules import Computation
 
 _NEEDED = ("_exec_schedule", "_INSTRUCTION_MAP", "grid", "micro_batches", "num_stages", "stage_id")
@@ -46,6 +49,7 @@ class DeepSpeedPipeline:
     """
 
     name = "DeepSpeed"
+    packages = ("torch", "deepspeed")
     splits_backward = False
 
     def __init__(self, engine: Any) -> None:
@@ -136,36 +140,36 @@ class DeepSpeedPipeline:
         """See `Engine.attached`."""
         import torch
 
+        guard = HookGuard(hook)
         engine, execute = self._engine, self._engine._exec_schedule
 
         def execute_hooked(schedule: Any) -> Any:
-            if not torch.is_grad_enabled():  # an evaluation; DeepSpeed refuses to train like this
-                hook.note_evaluation()
+            # Without gradients it is an evaluation; DeepSpeed refuses to train like this.
+            if not guard.ask(torch.is_grad_enabled):
+                guard.note_evaluation()
                 return execute(schedule)
-            given = engine.data_iterator if engine.is_first_stage() and not self._is_v else None
-            ahead = None if given is None else ReadAhead(given)
-            count = schedule.num_micro_batches
-            hook.begin_iteration(count, None if ahead is None else partial(ahead.read, count))
-            if ahead is not None and ahead.has_read:
-                engine.data_iterator = ahead
-            try:
-                # The engine keeps the last method it executed in _exec_instr; after a failure that
-                # would be a wrapper.
-                with replaced(
-                    engine, _INSTRUCTION_MAP=self._hooked_instructions(hook), _exec_instr=None
-                ):
-                    result = execute(schedule)
-            except BaseException:
-                hook.abandon_iteration()
-                raise
-            finally:
-                if ahead is not None and engine.data_iterator is ahead:
-                    engine.data_iterator = given
-            hook.end_iteration()
-            return result
+            return guard.run(partial(execute, schedule), self._begin, guard, schedule)
 
         with attached_once(engine, _exec_schedule=execute_hooked):
-            yield
+            try:
+                yield
+            finally:
+                guard.close()
+
+    def _begin(self, stack: ExitStack, guard: HookGuard, schedule: Any) -> None:
+        """Show an iteration."""
+        engine = self._engine
+        # The engine keeps the last method it executed, which would be a wrapper.
+        stack.enter_context(preserved(engine, "_exec_instr"))
+        stack.enter_context(replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(guard)))
+        count = schedule.num_micro_batches
+        if self._is_v or not engine.is_first_stage() or engine.data_iterator is None:
+            guard.show(count)
+            return
+        ahead = ReadAhead(engine.data_iterator)
+        # Before it is read, as what was read is the training's also after a fault.
+        stack.enter_context(ahead.given_to(engine))
+        guard.show(count, partial(ahead.read, count))
 
     @property
     def _is_v(self) -> bool:
@@ -186,7 +190,7 @@ class DeepSpeedPipeline:
 
         return TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
 
-    def _hooked_instructions(self, hook: IterationHook) -> dict[type, Callable[..., Any]]:
+    def _hooked_instructions(self, guard: HookGuard) -> dict[type, Callable[..., Any]]:
         """Return the instruction map of one iteration, with the hook called around forwards and
         backwards, and before the optimizer's step.
         """
@@ -194,73 +198,112 @@ class DeepSpeedPipeline:
 
         original: Mapping[type, Callable[..., Any]] = self._engine._INSTRUCTION_MAP
 
-        def update(*args: Any, **arguments: Any) -> None:
-            hook.begin_update()
-            original[OptimizerStep](*args, **arguments)
+        def begin_update(*_: Any, **__: Any) -> None:
+            guard.begin_update()
 
         return {
             **original,
-            OptimizerStep: update,
+            OptimizerStep: guard.around(original[OptimizerStep], before=begin_update),
             **{
-                instruction: self._hooked(hook, original[instruction], kind)
+                instruction: self._hooked(guard, original[instruction], kind)
                 for instruction, kind in _kinds().items()
             },
         }
 
     def _hooked(
-        self, hook: IterationHook, execute: Callable[..., Any], kind: str
+        self, guard: HookGuard, execute: Callable[..., Any], kind: str
     ) -> Callable[..., Any]:
-        begin, end, stages = hook.begin, hook.end, self._numbers
+        stages = self._numbers
         microbatches = tuple(count() for _ in stages)
 
-        def execute_hooked(engine: Any, **arguments: Any) -> None:
-            phase = arguments.get("phase", 0)
-            begin(stages[phase], kind, next(microbatches[phase]))
-            execute(engine, **arguments)
-            end()
+        def begin(_: Any, phase: int = 0, **__: Any) -> None:
+            guard.begin(stages[phase], kind, next(microbatches[phase]))
 
-        return execute_hooked
+        return guard.around(execute, begin, guard.end_computation)
 
 
 class ReadAhead:
-    """Gives what was read ahead of an iterator, in its order, and raises where it raised."""
+    """Reads ahead of an iterator.
+
+    Args:
+        iterator: The iterator.
+
+    Attributes:
+        rest: Gives what was read and what follows, in order, and raises where reading raised. Its
+            steps run none of our code, and it sees what is read after it was made.
+    """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
-        self._read: deque[Any] = deque()
-        self._error: Exception | None = None
-        self.has_read = False
+        self._read: list[Any] = []
+        self._errors: list[Exception] = []
+        self.rest: Iterator[Any] = chain(self._read, map(_raise, self._errors), iterator)
 
     def read(self, count: int) -> list[Any]:
-        """Read so many ahead, or fewer if the iterator ends or raises."""
-        self.has_read = True
+        """Read so many ahead, or fewer if the iterator ends or raises.
+
+        Raises:
+            UsageError: If a microbatch is written over one that was read before; the training still
+                gets each as it was.
+        """
+        copies: list[Any] = []  #: of what was read
         for _ in range(count):
             try:
                 self._read.append(next(self._iterator))
-            except Exception as error:
-                self._error = error
+            except StopIteration:
                 break
+            except Exception as error:
+                self._errors.append(error)
+                break
+            overwritten = [
+                place
+                for place, copy in enumerate(copies)
+                if _is_overwritten(copy, self._read[place], self._read[-1])
+            ]
+            if overwritten:
+                for place in overwritten:
+                    self._read[place] = copies[place]
+                raise UsageError(
+                    "the iterator of the data writes a microbatch over one before, so it cannot be "
+                    "read ahead; have it return new tensors, or say the work of each batch by "
+                    "runtime.batch(work=...)"
+                )
+            copies.append(copy_tensors(self._read[-1]))
         return list(self._read)
 
-    def __iter__(self) -> ReadAhead:
-        return self
+    @contextmanager
+    def given_to(self, engine: Any) -> Iterator[None]:
+        """Have a DeepSpeed engine draw from `rest` inside the block."""
+        engine.data_iterator = self.rest
+        try:
+            yield
+        finally:
+            if engine.data_iterator is self.rest:
+                engine.data_iterator = self._iterator
 
-    def __next__(self) -> Any:
-        if self._read:
-            return self._read.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return next(self._iterator)
+
+def _is_overwritten(copy: Any, microbatch: Any, newest: Any) -> bool:
+    """Return whether a microbatch is no longer what was copied of it, as the newest one has its
+    memory.
+    """
+    import torch
+
+    memory = {tensor.data_ptr() for tensor in tensors(newest)}
+    pairs = zip(tensors(copy), tensors(microbatch), strict=True)
+    return any(now.data_ptr() in memory and not torch.equal(before, now) for before, now in pairs)
 
 
-def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> None:
     """See `engines.wrap_training`."""
     train = module.PipelineEngine.train_batch
 
     @wraps(train)
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        begin(self)
+        guard.call(begin, self)
         return train(self, *args, **kwargs)
 
     module.PipelineEngine.train_batch = train_batch

@@ -4,19 +4,23 @@ detach again; and the adapter of training without a pipeline.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import ISSUES, EngineChanged, UsageError
+from perseus_planner.engines.guard import HookGuard
+from perseus_planner.engines.releases import tested_releases
 
 if TYPE_CHECKING:
     import torch
 
     from perseus_planner.schedules import Computation
 
+_LOG = logging.getLogger("perseus_planner.runtime")
 _MARK = "_perseus_planner_attached"
 
 
@@ -56,10 +60,17 @@ Microbatches = Callable[[], Iterable[Any]]
 
 
 class IterationHook(Protocol):
-    """What an engine's iterations are shown to."""
+    """What an engine's iterations are shown to, through a `HookGuard`: methods may raise."""
+
+    @property
+    def iteration(self) -> int:
+        """Number of the iteration that has begun last, from 0; -1 before the first."""
 
     def begin_iteration(
-        self, microbatches: int | None = None, batch: Microbatches | None = None
+        self,
+        microbatches: int | None = None,
+        batch: Microbatches | None = None,
+        number: int | None = None,
     ) -> None:
         """Begin a training iteration.
 
@@ -67,6 +78,7 @@ class IterationHook(Protocol):
             microbatches: How many it has, if the engine knows.
             batch: Returns them, on a rank that has them: each as the model takes it. It may read
                 them ahead from where they come from, in their order; the iteration then gets those.
+            number: Its number; by default that after the last one.
         """
 
     def note_evaluation(self) -> None:
@@ -96,6 +108,20 @@ class IterationHook(Protocol):
             problem: What it runs, and what to do.
         """
 
+    def pass_iteration(self, number: int) -> None:
+        """Take that an iteration begins that is not shown, after a fault."""
+
+    def take_fault(self, error: Exception) -> IterationHook | None:
+        """Set no clocks any more, because a call of this hook or its adapter has raised; the
+        iteration in progress is shown no further.
+
+        Returns:
+            What iterations are shown to meanwhile, from the next computation on; None for nothing.
+        """
+
+    def end_fault(self) -> None:
+        """Set clocks again: after a fault an iteration has ended without one."""
+
 
 class Engine(Protocol):
     """A training engine on this rank."""
@@ -103,6 +129,10 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """Name of the engine in messages, for example "DeepSpeed"."""
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """The packages that it is made of, as in `releases.TESTED`."""
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -163,20 +193,73 @@ class Engine(Protocol):
         """
 
 
-@contextmanager
-def replaced(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of one instance, never of its class, while the block runs; restore what was
-    there afterwards.
+class _Replacement:
+    """See `replaced`."""
+
+    def __init__(self, owner: object, attributes: dict[str, Any]) -> None:
+        self._owner, self._attributes = owner, attributes
+
+    def __enter__(self) -> None:
+        found = vars(self._owner)
+        self._before = {name: found[name] for name in self._attributes if name in found}
+        for name, value in self._attributes.items():
+            self._set(name, value)
+
+    def __exit__(self, *_: object) -> None:
+        found = vars(self._owner)
+        for name, value in self._attributes.items():
+            if found.get(name) is not value:
+                say_left(self._owner, name)
+            elif name in self._before:
+                self._set(name, self._before[name])
+            elif isinstance(self._owner, type):
+                delattr(self._owner, name)
+            else:
+                del found[name]
+
+    def _set(self, name: str, value: Any) -> None:
+        if isinstance(self._owner, type):
+            setattr(self._owner, name, value)
+        else:
+            vars(self._owner)[name] = value
+
+
+def replaced(owner: object, **attributes: Any) -> AbstractContextManager[None]:
+    """Set attributes of one instance, module or class while a block runs; restore what was there
+    afterwards.
+
+    An attribute that something else has set meanwhile, for example a profiler, stays as it is,
+    which is said once. So what is set here must do no more than pass on when the block has ended.
     """
-    instance = vars(owner)
-    before = {name: instance[name] for name in attributes if name in instance}
-    instance.update(attributes)
+    return _Replacement(owner, attributes)
+
+
+@contextmanager
+def preserved(owner: object, name: str) -> Iterator[None]:
+    """Restore an attribute of one instance after the block, whatever has set it."""
+    found = vars(owner)
+    before = {name: found[name]} if name in found else {}
     try:
         yield
     finally:
-        for name in attributes:
-            instance.pop(name, None)
-        instance.update(before)
+        found.pop(name, None)
+        found.update(before)
+
+
+_said_left: set[str] = set()  #: attributes of which was said that they stay as they are
+
+
+def say_left(owner: object, name: str) -> None:
+    """Say once that an attribute stays as something else has set it."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    attribute = f"{getattr(owner, '__name__', kind.__name__)}.{name}"
+    if attribute not in _said_left:
+        _said_left.add(attribute)
+        _LOG.warning(
+            "planner: %s was replaced by something else while the planner had replaced it; it "
+            "stays as it is, and the planner's part of it does nothing any more",
+            attribute,
+        )
 
 
 @contextmanager
@@ -226,11 +309,11 @@ def check_has(owner: object, names: tuple[str, ...], supported: str) -> None:
         supported: The engine and its supported versions.
 
     Raises:
-        UsageError: If an attribute is missing; names the first.
+        EngineChanged: If an attribute is missing; names the first.
     """
     missing = next((name for name in names if not hasattr(owner, name)), None)
     if missing is not None:
-        raise UsageError(
+        raise EngineChanged(
             f"{type(owner).__name__} has no {missing}, which the runtime needs; use {supported}"
         )
 
@@ -244,12 +327,29 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+@contextmanager
+def as_tested() -> Iterator[None]:
+    """Use names of an engine inside the block.
+
+    Raises:
+        EngineChanged: If one is missing.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise EngineChanged(
+            f"the engine is not as in the releases that the planner was tested with ({error}); use "
+            f"one of those ({tested_releases()}), or report it at {ISSUES}"
+        ) from error
+
+
 class WholeTraining:
     """A rank that trains without a pipeline: a pipeline of one stage, which runs an iteration as
     one computation. The training says where its iterations begin and end.
     """
 
     name = "training without a pipeline"
+    packages = ("torch",)
     splits_backward = False
     tensor_rank = 0
 
@@ -257,8 +357,7 @@ class WholeTraining:
         from perseus_planner.schedules import WHOLE  # an engine that does not train loads little
 
         self._whole = WHOLE
-        self._hook: IterationHook | None = None
-        self._is_inside = False  #: an iteration has begun
+        self._guard: HookGuard | None = None
 
     @property
     def pipeline_rank(self) -> PipelineRank:
@@ -299,28 +398,29 @@ class WholeTraining:
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
         """See `Engine.attached`."""
-        self._hook = hook
+        guard = self._guard = HookGuard(hook)
         try:
             yield
         finally:
-            self._hook = None
+            guard.close()
+            self._guard = None
 
     def begin(self) -> None:
         """Begin an iteration."""
-        if self._hook is not None:
-            self._is_inside = True
-            self._hook.begin_iteration(1)
-            self._hook.begin(*self._whole.ranks[0][0])
+        if self._guard is not None:
+            self._guard.begin_iteration(self._show, self._guard)
+
+    def _show(self, guard: HookGuard) -> None:
+        guard.show(1)
+        guard.begin(*self._whole.ranks[0][0])
 
     def end(self) -> None:
         """End the iteration, if one has begun."""
-        if self._hook is not None and self._is_inside:
-            self._is_inside = False
-            self._hook.end()
-            self._hook.end_iteration()
+        if self._guard is not None and self._guard.is_inside:
+            self._guard.call(self._guard.end)
+            self._guard.end_iteration()
 
     def abandon(self) -> None:
         """End the iteration because it raises."""
-        self._is_inside = False
-        if self._hook is not None:
-            self._hook.abandon_iteration()
+        if self._guard is not None:
+            self._guard.abandon_iteration()

@@ -31,16 +31,18 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted
 from perseus_planner.engines.engine import (
     EngineStage,
-    IterationHook,
     PipelineRank,
     current_device,
     replaced,
+    say_left,
 )
+from perseus_planner.engines.guard import Guard, HookGuard
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
     import torch
 
+    from perseus_planner.engines.engine import IterationHook
     from perseus_planner.schedules import Computation
 
 _MULTIMODULE = ("MultiModulePipelineCommunicator", "MultiModuleProcessGroupCollection")
@@ -48,6 +50,22 @@ _MULTIMODULE = ("MultiModulePipelineCommunicator", "MultiModuleProcessGroupColle
 
 _HALF_SEEN_MODULES = (
     "Megatron-core runs a pipeline of several modules, whose backwards its timers do not show"
+)
+
+_EVALUATION = "evaluate"
+"""The timer of an evaluation of Megatron-LM, inside which its config has no timers."""
+_SHOWN = {
+    "forward-backward": None,
+    "forward-compute": "F",
+    "backward-compute": "B",
+    _EVALUATION: None,
+}
+"""Timers that show something: an iteration, the kind of a computation, or an evaluation."""
+
+_UNREADABLE_CALL = (
+    "Megatron-core's timer forward-backward was started by no function with the arguments "
+    "num_microbatches and forward_only, so the planner does not know what its schedule runs; use "
+    "a release that is tested"
 )
 
 _BUCKET_STATE = ("param_gather_dispatched", "param_gather_handle", "is_last_microbatch")
@@ -65,6 +83,7 @@ class MegatronModel:
     """
 
     name = "Megatron-core"
+    packages = ("torch", "megatron-core")
     splits_backward = False
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -228,18 +247,16 @@ class MegatronModel:
             raise UsageError(
                 "a runtime is attached to this Megatron-core model already; leave its block first"
             )
-        events = _TimerEvents(hook, rank, len(self._chunks), self._group or rank.ranks)
+        events = _TimerEvents(HookGuard(hook), rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
-            stack.callback(events.stop)
             packing = sys.modules.get("megatron.core.datasets.data_schedule")
             create = getattr(packing, "create_data_iterator", None)
             if create is not None and hasattr(packing, "wrap_data_iterator"):
-                packed = partial(_packed, create, events)
-                stack.enter_context(replaced(packing, create_data_iterator=packed))
+                noting = partial(_noting_packed, create, events)
+                stack.enter_context(replaced(packing, create_data_iterator=noting))
             for owner, name in owners:
-                original = getattr(owner, name)
-                stack.callback(setattr, owner, name, original)
-                setattr(owner, name, _Timers(original, events.actions))
+                stack.enter_context(_timed(owner, name, events))
+            stack.callback(events.guard.close)
             yield
 
     @property
@@ -262,15 +279,18 @@ class MegatronModel:
         return list({id(config): config for config in configs}.values())
 
 
-def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> None:
     """See `engines.wrap_training`."""
     import torch
+
+    def begin_if_training(kwargs: Mapping[str, Any]) -> None:
+        if "model" in kwargs and not kwargs.get("forward_only") and torch.is_grad_enabled():
+            begin(kwargs["model"])
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            if "model" in kwargs and not kwargs.get("forward_only") and torch.is_grad_enabled():
-                begin(kwargs["model"])
+            guard.call(begin_if_training, kwargs)
             return original(*args, **kwargs)
 
         return forward_backward
@@ -347,40 +367,78 @@ class _TimerEvents:
     """Calls a hook when timers start and stop.
 
     Attributes:
-        actions: Name of a timer -> what to call when it has started and before it stops.
+        guard: The guard of the hook.
         packed: The microbatches that were packed last, if they are.
     """
 
-    packed: Sequence[Mapping[str, Any]] | None = None
-
-    def __init__(self, hook: IterationHook, rank: PipelineRank, chunks: int, group: int) -> None:
-        self._hook, self._rank, self._chunks, self._group = hook, rank, chunks, group
-        self._is_training = self._is_stopped = False
+    def __init__(self, guard: HookGuard, rank: PipelineRank, chunks: int, group: int) -> None:
+        self.guard = guard
+        self._rank, self._chunks, self._group = rank, chunks, group
         self._computations: dict[str, Iterator[Computation]] = {}
-        self._microbatches: int | None = None  #: of the iteration, if its schedule says
+        self._microbatches: int | None = None  #: of the iteration
         self._ended = {"F": 0, "B": 0}  #: how many of each kind have ended in the iteration
-        self.actions: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "forward-backward": (self._begin_iteration, self._end_iteration),
-            "forward-compute": (partial(self._begin, "F"), partial(self._end, "F")),
-            "backward-compute": (partial(self._begin, "B"), partial(self._end, "B")),
-            # Megatron-LM evaluates without the timers of the config, within this one.
-            "evaluate": (self._note_evaluation, lambda: None),
-        }
+        self.packed: Sequence[Mapping[str, Any]] | None = None
 
-    def stop(self) -> None:
-        """Stop calling the hook, even if someone has kept the timers."""
-        self._is_training, self._is_stopped = False, True
+    def around(self, name: str, timer: Any) -> _Timer:
+        """Return a timer of `_SHOWN` with the hook called when it has started and before it
+        stops.
+        """
+        guard = self.guard
+        kind = _SHOWN[name]
+        if name == _EVALUATION:
+
+            def evaluate(*args: Any, **kwargs: Any) -> Any:
+                result = timer.start(*args, **kwargs)
+                guard.note_evaluation()
+                return result
+
+            return _Timer(timer, evaluate, timer.stop)
+        if kind is None:
+
+            def start(*args: Any, **kwargs: Any) -> Any:
+                result = timer.start(*args, **kwargs)
+                self._begin_iteration()
+                return result
+
+            def stop(*args: Any, **kwargs: Any) -> Any:
+                self._end_iteration()
+                return timer.stop(*args, **kwargs)
+
+            return _Timer(timer, start, stop)
+
+        def begin() -> None:
+            guard.begin(*next(self._computations[kind]))
+
+        def end(*_: Any, **__: Any) -> None:
+            self._ended[kind] += 1
+            guard.end()
+
+        started = guard.around(timer.start, after=begin)
+        return _Timer(timer, started, guard.around(timer.stop, before=end))
 
     def _begin_iteration(self) -> None:
-        call = _ScheduleCall.running()
-        self._is_training = not (call.forward_only or self._is_stopped)
+        if self.guard.is_inside:  # the iteration before has raised, and never stopped its timer
+            self.guard.abandon_iteration()
+        self._call = _ScheduleCall(None, forward_only=False)
+        if self.guard.ask(self._is_shown):
+            self.guard.begin_iteration(self._begin, self._call)
+
+    def _is_shown(self) -> bool:
+        """Return whether the schedule that has started its timer trains; one of which that cannot
+        be read is the last one that is followed.
+        """
+        self._call = call = _ScheduleCall.running()
+        problem = call.problem
+        if problem is None and call.is_multimodule:
+            problem = _HALF_SEEN_MODULES
+        if problem is not None and not call.forward_only:
+            self.guard.stop_following(problem)
+            return False
         if call.forward_only:
-            self._note_evaluation()
-        if not self._is_training:
-            return
-        if call.is_multimodule:
-            self._leave(_HALF_SEEN_MODULES)
-            return
+            self.guard.note_evaluation()
+        return not call.forward_only
+
+    def _begin(self, call: _ScheduleCall) -> None:
         self._microbatches = call.microbatches
         self._ended = dict.fromkeys("FB", 0)
         chunks = range(self._chunks)
@@ -390,21 +448,16 @@ class _TimerEvents:
         }
         packed = self.packed
         batch = None if packed is None else partial(_with_lengths, packed)
-        self._hook.begin_iteration(call.microbatches, batch)
-
-    def _note_evaluation(self) -> None:
-        if not self._is_stopped:
-            self._hook.note_evaluation()
+        self.guard.show(call.microbatches, batch)
 
     def _end_iteration(self) -> None:
-        if not self._is_training:
+        if not self.guard.is_inside:
             return
-        self._is_training = False
-        problem = self._unseen()
+        problem = self.guard.call(self._unseen)
         if problem is None:
-            self._hook.end_iteration()
+            self.guard.end_iteration()
         else:
-            self._leave(problem)
+            self.guard.stop_following(problem)
 
     def _unseen(self) -> str | None:
         """Return what shows that the iteration ran computations without timers; None if nothing
@@ -422,20 +475,6 @@ class _TimerEvents:
             f"{counted(backwards, 'backward')} in an iteration that should run {expected} of each, "
             "so the planner does not see all that runs"
         )
-
-    def _leave(self, problem: str) -> None:
-        """Show nothing more to the hook."""
-        self.stop()
-        self._hook.stop_following(problem)
-
-    def _begin(self, kind: str) -> None:
-        if self._is_training:
-            self._hook.begin(*next(self._computations[kind]))
-
-    def _end(self, kind: str) -> None:
-        if self._is_training:
-            self._ended[kind] += 1
-            self._hook.end()
 
     def _in_order(
         self, kind: str, chunks: Iterable[int], microbatches: int
@@ -461,9 +500,11 @@ class _TimerEvents:
             begin = end
 
 
-def _packed(create: Callable[..., Any], events: _TimerEvents, *args: Any, **kwargs: Any) -> Any:
+def _noting_packed(
+    create: Callable[..., Any], events: _TimerEvents, *args: Any, **kwargs: Any
+) -> Any:
     """Note the packed microbatches of which an iterator is made, the first argument; the ranks that
-    share a stage get none, but for the first.
+    share a stage get none, but for the first. This runs before an iteration, and cannot fail.
     """
     events.packed = args[0] if args else None
     return create(*args, **kwargs)
@@ -492,36 +533,36 @@ class _NoTimer:
 
 
 class _Timers:
-    """Timers that pass everything on to the original ones, and call actions when some of them start
-    and stop.
+    """Timers that pass everything on to the original ones, and show some to a hook.
 
     Args:
         original: The original timers; None if there were none.
-        actions: As `_TimerEvents.actions`.
+        events: Shows them.
     """
 
-    def __init__(
-        self,
-        original: Timers | None,
-        actions: Mapping[str, tuple[Callable[[], None], Callable[[], None]]],
-    ) -> None:
+    def __init__(self, original: Timers | None, events: _TimerEvents) -> None:
         no_timer = _NoTimer()
-        self._original, self._actions = original, actions
+        self._original, self._events = original, events
         self._call: Timers = original if original is not None else lambda *_, **__: no_timer
         self._wrapped: dict[str, _Timer] = {}
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         timer = self._call(name, *args, **kwargs)
-        if name not in self._actions:
+        if name not in _SHOWN:
             return timer
         wrapped = self._wrapped.get(name)
-        if wrapped is None or wrapped.original is not timer:
-            wrapped = self._wrapped[name] = _Timer(timer, *self._actions[name])
+        if wrapped is not None and wrapped.original is timer:
+            return wrapped
+        try:
+            wrapped = self._wrapped[name] = self._events.around(name, timer)
+        except Exception as error:
+            self._events.guard.fault(error)
+            return timer
         return wrapped
 
     def note_evaluation(self) -> None:
         """Note an evaluation that is not timed."""
-        self._actions["evaluate"][0]()
+        self._events.guard.note_evaluation()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -531,20 +572,30 @@ class _Timers:
         return getitem, ((self._original,), 0)
 
 
+@contextmanager
+def _timed(owner: Any, name: str, events: _TimerEvents) -> Iterator[None]:
+    """Show the timers that are an attribute, inside the block.
+
+    Megatron-LM's loops set the attribute anew, to the timers that are shown or to None, and that
+    is no replacement by something else.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, _Timers(original, events))
+    try:
+        yield
+    finally:
+        found = getattr(owner, name)
+        if found is None or (isinstance(found, _Timers) and found._events is events):
+            setattr(owner, name, original)
+        else:
+            say_left(owner, name)
+
+
 class _Timer:
-    """A timer that calls `begin` after it has started and `end` before it stops."""
+    """A timer with other functions to start and stop it."""
 
-    def __init__(self, original: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self.original, self._begin, self._end = original, begin, end
-
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.original.start(*args, **kwargs)
-        self._begin()
-        return result
-
-    def stop(self, *args: Any, **kwargs: Any) -> Any:
-        self._end()
-        return self.original.stop(*args, **kwargs)
+    def __init__(self, original: Any, start: Callable[..., Any], stop: Callable[..., Any]) -> None:
+        self.original, self.start, self.stop = original, start, stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
@@ -561,11 +612,13 @@ class _ScheduleCall:
         microbatches: How many it runs; None if no caller has such arguments.
         forward_only: Whether it only evaluates them.
         is_multimodule: Whether it runs a pipeline of several modules.
+        problem: Why that cannot be read; None if it can.
     """
 
     microbatches: int | None
     forward_only: bool
     is_multimodule: bool = False
+    problem: str | None = None
 
     @classmethod
     def running(cls) -> _ScheduleCall:
@@ -588,7 +641,7 @@ class _ScheduleCall:
                     not kinds.isdisjoint(_MULTIMODULE),
                 )
             frame = frame.f_back
-        return cls(None, not torch.is_grad_enabled())
+        return cls(None, not torch.is_grad_enabled(), problem=_UNREADABLE_CALL)
 
 
 def _check_visible(config: Any, ranks: int) -> None:

@@ -12,47 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import UsageError, fault_text
 from perseus_planner.engines.engine import replaced
+from perseus_planner.engines.guard import Guard
 from perseus_planner.engines.torch_state import ComputeModes, copy_tensors, is_training, tensors
 
 if TYPE_CHECKING:
-    from typing import Concatenate, ParamSpec
-
     import torch
 
     from perseus_planner.engines.engine import Engine, EngineStage
-
-    P = ParamSpec("P")
 
 ForwardStep = Callable[..., tuple[Any, Any]]
 Before = Callable[[Any, Mapping[str, Any]], object]
 """Called with the arguments of a call."""
 After = Callable[[Any, Mapping[str, Any], Any], object]
 """Called with the arguments and the result of a call."""
-
-
-def _without_raising(
-    method: Callable[Concatenate[RecordedCall, P], None],
-) -> Callable[Concatenate[RecordedCall, P], None]:
-    """Return a method of `RecordedCall` that keeps its error instead of raising it in the
-    training.
-    """
-
-    @wraps(method)
-    def recorded(call: RecordedCall, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if call._fault is not None:
-            return
-        try:
-            method(call, *args, **kwargs)
-        except Exception as error:
-            call._fault = error
-            call._begin = call._arguments = None  # frees what was copied
-
-    return recorded
 
 
 class RecordedCall:
@@ -63,24 +39,31 @@ class RecordedCall:
     the shapes; such calls do not count. On a GPU times are taken by CUDA events in the stream that
     computes, so nothing waits for them.
 
-    It runs inside the training, which none of its errors ends: after the first one it records
-    nothing more, and `arguments` raises it.
-
     Attributes:
         count: The number of calls.
+        before: Counts a call, unless it evaluates or only infers shapes; copies its arguments if it
+            is the last.
+        after: Takes the time of the call, and watches for its backward.
 
     Args:
         name: What is called, for messages.
+        guard: Through it the training calls what is here.
         microbatches: As `Engine.microbatches`.
         made: How many of the first arguments are not kept, as the stage makes them again.
     """
 
     def __init__(
-        self, name: str, microbatches: Callable[[], int | None] = lambda: None, made: int = 0
+        self,
+        name: str,
+        guard: Guard,
+        microbatches: Callable[[], int | None] = lambda: None,
+        made: int = 0,
     ) -> None:
+        self._guard = guard
+        self.before = guard.guarded(self._before)
+        self.after = guard.guarded(self._after)
         self._name, self._microbatches, self._made = name, microbatches, made
         self.count = 0
-        self._fault: Exception | None = None
         self._has_run_without_gradients = False
         self._arguments: dict[str, Any] | None = None
         self._modes: ComputeModes | None = None
@@ -88,11 +71,7 @@ class RecordedCall:
         self._forwards: list[tuple[Any, Any]] = []
         self._backwards: list[tuple[Any, Any]] = []
 
-    @_without_raising
-    def before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Count a call, unless it evaluates or only infers shapes; copy its arguments if it is
-        the last.
-        """
+    def _before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         import torch
 
         self._begin = None
@@ -107,9 +86,7 @@ class RecordedCall:
             self._arguments = copy_tensors(kept)
         self._begin = _mark()
 
-    @_without_raising
-    def after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
-        """Take the time of the call, and watch for its backward."""
+    def _after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
         if self._begin is None:
             return
         self._forwards.append((self._begin, _mark()))
@@ -123,7 +100,7 @@ class RecordedCall:
 
         for tensor in tensors(result):
             if tensor.requires_grad:
-                tensor.register_hook(begin_backward)
+                tensor.register_hook(self._guard.guarded(begin_backward))
 
     def as_recorded(self) -> AbstractContextManager[None]:
         """Have the modes of torch of the last microbatch inside the block."""
@@ -134,10 +111,7 @@ class RecordedCall:
 
         Raises:
             UsageError: If the last microbatch did not run.
-            Exception: What went wrong while it was recorded.
         """
-        if self._fault is not None:
-            raise self._fault
         if self._arguments is None and self._has_run_without_gradients:
             raise UsageError(
                 f"{self._name} ran without gradients inside the block of profile_pipeline, so that "
@@ -158,16 +132,12 @@ class RecordedCall:
         """Return the time of the fastest backward, seconds; None if there was none."""
         return min(map(_elapsed_s, self._backwards), default=None)
 
-    @_without_raising
     def _begin_backward(self) -> None:
         from torch.autograd import Variable
 
-        engine = cast("Any", Variable)._execution_engine
-        engine.queue_callback(partial(self._end_backward, _mark()))  # at the end of this backward
-
-    @_without_raising
-    def _end_backward(self, begin: Any) -> None:
-        self._backwards.append((begin, _mark()))
+        begin, engine = _mark(), cast("Any", Variable)._execution_engine
+        end = self._guard.guarded(lambda: self._backwards.append((begin, _mark())))
+        engine.queue_callback(end)  # at the end of this backward
 
 
 def _mark() -> Any:
@@ -250,21 +220,32 @@ class LossOfSteps:
     """The loss function that a `forward_step` of Megatron-core returned last.
 
     Attributes:
+        guard: Through it the training calls what is recorded; off after a fault.
+        problem: What fault there was; None if there was none.
         call: The calls of these functions.
     """
 
     def __init__(self) -> None:
-        self.call = RecordedCall("the loss", made=1)
+        self.guard = Guard(self._take_fault)
+        self.problem: str | None = None
+        self.call = RecordedCall("the loss", self.guard, made=1)
         self._function: Callable[..., Any] | None = None
 
     def watched(self, forward_step: ForwardStep) -> ForwardStep:
         """Return `forward_step` wrapped to keep its loss function."""
 
         def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            output, self._function = forward_step(*args, **kwargs)
-            return output, _wrapped(self._function, self.call.before, self.call.after)
+            result = forward_step(*args, **kwargs)
+            return self.guard.call(self._kept, *result) or result
 
         return wrapper
+
+    def _kept(self, output: Any, function: Callable[..., Any]) -> tuple[Any, Any]:
+        self._function = function
+        return output, _wrapped(function, self.call.before, self.call.after)
+
+    def _take_fault(self, error: Exception) -> None:
+        self.problem = fault_text(error)
 
     def scalar(self) -> Callable[[Any], Any]:
         """Return the loss as a function of the output alone.
@@ -302,13 +283,20 @@ class Recording:
     def __init__(self, engine: Engine, loss_of_steps: LossOfSteps) -> None:
         self._engine, self._loss_of_steps = engine, loss_of_steps
         self._stages = engine.stages()
-        count = engine.microbatches
-        self._calls = [RecordedCall(f"stage {stage.number}", count) for stage in self._stages]
-        self._received = [RecordedCall("its receiver", count) for _ in self._stages]
-        self._losses = [RecordedCall("the loss", count, made=1) for _ in self._stages]
+        count, guard = engine.microbatches, loss_of_steps.guard
+        self._calls = [
+            RecordedCall(f"stage {stage.number}", guard, count) for stage in self._stages
+        ]
+        self._received = [RecordedCall("its receiver", guard, count) for _ in self._stages]
+        self._losses = [RecordedCall("the loss", guard, count, made=1) for _ in self._stages]
         self._loss_functions: list[Any] = [
             None if stage.loss is None else getattr(*stage.loss) for stage in self._stages
         ]
+
+    @property
+    def problem(self) -> str | None:
+        """The fault that has ended the recording; None if there was none."""
+        return self._loss_of_steps.problem
 
     @property
     def forwards(self) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
     EngineStage,
-    IterationHook,
     PipelineRank,
     are_same,
     attached_once,
@@ -21,11 +20,13 @@ from perseus_planner.engines.engine import (
     check_has,
     replaced,
 )
+from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
 from perseus_planner.engines.torch_functions import refusal_of_functions
 
 if TYPE_CHECKING:
     import torch
 
+    from perseus_planner.engines.engine import IterationHook
     from perseus_planner.schedules import Computation
 
 _Attributes = dict[str, Callable[..., Any]]
@@ -81,6 +82,7 @@ class TorchPipeline:
     """
 
     name = "torch.distributed.pipelining"
+    packages = ("torch",)
     tensor_rank = 0  # a schedule does not know about GPUs that share a stage
 
     def __init__(self, schedule: Any) -> None:
@@ -207,49 +209,53 @@ class TorchPipeline:
         """
         from torch.distributed.pipelining import schedules
 
+        guard = HookGuard(hook)
         modules = parts_of(self._schedule)
-        is_inside = False
         is_followed = _Followed()
 
-        def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            is_own = are_same(parts_of(schedule), modules)
-            if is_inside or not is_own:
-                return step(*args, **kwargs)
+        def is_shown(schedule: Any) -> bool:
+            if not are_same(parts_of(schedule), modules):
+                return False
             if not _trains(schedule):
-                hook.note_evaluation()
+                guard.note_evaluation()
+                return False
+            return is_followed(schedule)
+
+        def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if guard.is_inside or not guard.ask(is_shown, schedule):
                 return step(*args, **kwargs)
-            if not is_followed(schedule):
-                return step(*args, **kwargs)
-            self._schedule = schedule
-            is_inside = True
-            batch = None
-            if (args or kwargs) and any(stage.is_first for stage in self._stages):
-                batch = _Batch(schedule, kwargs)
-            microbatches = None if batch is None else batch.microbatches
-            hook.begin_iteration(schedule._n_microbatches, microbatches)
-            try:
-                with ExitStack() as stack:
-                    if batch is not None:
-                        stack.enter_context(batch.shown())
-                    for stage in self._stages:
-                        stack.enter_context(replaced(stage, **_hooked_stage(hook, stage)))
-                    stack.enter_context(replaced(schedule, **_hooked_loss(hook, schedule)))
-                    result = step(*args, **kwargs)
-            except BaseException:
-                hook.abandon_iteration()
-                raise
-            finally:
-                is_inside = False
-            hook.end_iteration()
-            return result
+            run = partial(step, *args, **kwargs)
+            return guard.run(run, self._begin, guard, schedule, args, kwargs)
 
         own, step = self._schedule, self._schedule.step
         with ExitStack() as stack:
             stack.enter_context(attached_once(own, step=partial(step_hooked, own, step)))
             for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-                stack.enter_context(_step_replaced(kind, step_hooked))
+                stack.enter_context(replaced(kind, step=_step_of(kind, step_hooked)))
+            stack.callback(guard.close)
             yield
+
+    def _begin(
+        self,
+        stack: ExitStack,
+        guard: HookGuard,
+        schedule: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Show an iteration: the step of a schedule with these arguments."""
+        self._schedule = schedule
+        stages = self._stages
+        for stage in stages:
+            stack.enter_context(replaced(stage, **_hooked_stage(guard, stage)))
+        stack.enter_context(replaced(schedule, **_hooked_loss(guard, schedule)))
+        microbatches = None
+        if (args or kwargs) and any(stage.is_first for stage in stages):
+            batch = _Batch(schedule, kwargs)
+            stack.callback(batch.end)
+            stack.enter_context(replaced(schedule, **batch.hooked(guard)))
+            microbatches = batch.microbatches
+        guard.show(schedule._n_microbatches, microbatches)
 
 
 def _trains(schedule: Any) -> bool:
@@ -328,23 +334,20 @@ class _Batch:
             else:
                 yield positional[0] if len(positional) == 1 else positional
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Take the microbatches from the step that runs inside the block."""
+    def hooked(self, guard: HookGuard) -> _Attributes:
+        """Return the method of the schedule from whose arguments the microbatches are taken."""
         run = self._schedule._step_microbatches
+        return {"_step_microbatches": guard.around(run, before=self._take)}
+
+    def _take(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any) -> None:
         count = self._schedule._n_microbatches
+        if not self._split.done():
+            self._split.set_result((arg_mbs or [()] * count, kwarg_mbs or [{}] * count))
 
-        def run_shown(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> Any:
-            if not self._split.done():
-                self._split.set_result((arg_mbs or [()] * count, kwarg_mbs or [{}] * count))
-            return run(arg_mbs, kwarg_mbs, *rest, **named)
-
-        try:
-            with replaced(self._schedule, _step_microbatches=run_shown):
-                yield
-        finally:
-            if not self._split.done():  # nobody waits for a step that has ended
-                self._split.set_exception(UsageError("the schedule has not split its batch"))
+    def end(self) -> None:
+        """End the step: nobody waits for it any more."""
+        if not self._split.done():
+            self._split.set_exception(UsageError("the schedule has not split its batch"))
 
 
 def _unknown_parameters(kind: type, kwargs: Mapping[str, Any]) -> list[str]:
@@ -375,29 +378,27 @@ def _stages_of(schedule: Any) -> list[Any]:
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
-@contextmanager
-def _step_replaced(kind: Any, step_hooked: Callable[..., Any]) -> Iterator[None]:
-    """Have schedules of a class run their steps by a function, while the block runs."""
+def _step_of(kind: Any, step_hooked: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step of a class of schedules that runs by a function."""
     original = kind.step
 
     @wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return step_hooked(self, partial(original, self), *args, **kwargs)
 
-    kind.step = step
-    try:
-        yield
-    finally:
-        kind.step = original
+    return step
 
 
-def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
+def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> None:
     """See `engines.wrap_training`."""
+
+    def begins(schedule: Any) -> bool:
+        return _trains(schedule) and begin(schedule)
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _trains(self) and begin(self):
+            if guard.call(begins, self):
                 return self.step(*args, **kwargs)  # now has a hook
             return original(self, *args, **kwargs)
 
@@ -407,55 +408,46 @@ def wrap_training(module: Any, begin: Callable[[Any], bool]) -> None:
         schedule.step = wrapped(schedule.step)
 
 
-def _hooked_stage(hook: IterationHook, stage: Any) -> _Attributes:
+def _hooked_stage(guard: HookGuard, stage: Any) -> _Attributes:
     """Return the methods of a stage with the hook called around what they compute."""
-    begin, end, number, is_last = hook.begin, hook.end, stage.stage_index, stage.is_last
-    forward, backward, backward_weight = (
-        stage.forward_one_chunk,
-        stage.backward_one_chunk,
-        stage.backward_weight_one_chunk,
-    )
+    number = stage.stage_index
 
-    def forward_hooked(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        begin(number, "F", fwd_chunk_id)
-        output = forward(fwd_chunk_id, *args, **kwargs)
-        if not is_last:  # on the last stage the forward ends with the loss
-            end()
-        return output
+    def begin_forward(fwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        guard.begin(number, "F", fwd_chunk_id)
 
-    def backward_hooked(
-        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        begin(number, "B" if full_backward else "I", bwd_chunk_id)
-        result = backward(bwd_chunk_id, loss, full_backward, *args, **kwargs)
-        end()
-        return result
+    def begin_backward(
+        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *_: Any, **__: Any
+    ) -> None:
+        guard.begin(number, "B" if full_backward else "I", bwd_chunk_id)
 
-    def weight_hooked(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        begin(number, "W", bwd_chunk_id)
-        result = backward_weight(bwd_chunk_id, *args, **kwargs)
-        end()
-        return result
+    def begin_weight(bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        guard.begin(number, "W", bwd_chunk_id)
 
+    end = guard.end_computation
+
+    # On the last stage the forward ends with the loss.
+    end_forward = None if stage.is_last else end
     return {
-        "forward_one_chunk": forward_hooked,
-        "backward_one_chunk": backward_hooked,
-        "backward_weight_one_chunk": weight_hooked,
+        "forward_one_chunk": guard.around(stage.forward_one_chunk, begin_forward, end_forward),
+        "backward_one_chunk": guard.around(stage.backward_one_chunk, begin_backward, end),
+        "backward_weight_one_chunk": guard.around(
+            stage.backward_weight_one_chunk, begin_weight, end
+        ),
     }
 
 
-def _hooked_loss(hook: IterationHook, schedule: Any) -> _Attributes:
+def _hooked_loss(guard: HookGuard, schedule: Any) -> _Attributes:
     """Return what the schedule calls after each forward, with the hook called at the end of the
     last stage's loss.
     """
-    end, compute = hook.end, schedule._maybe_compute_loss
+    compute = original_of(schedule._maybe_compute_loss)
+    compute_last = guard.around(compute, after=guard.end_computation)
 
-    def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> None:
-        compute(stage, *args, **kwargs)
-        if stage.is_last:
-            end()
+    def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        run = compute_last if stage.is_last else compute
+        return run(stage, *args, **kwargs)
 
-    return {"_maybe_compute_loss": compute_hooked}
+    return {"_maybe_compute_loss": marked(compute_hooked, compute)}
 
 
 def _computations(actions: Any) -> Iterator[Computation]:

@@ -17,9 +17,9 @@ Keys of the store:
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -133,6 +133,8 @@ class LawLearner:
 
 _KEPT = 16  #: iterations whose messages are kept
 _PROFILE = "batch/profile"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.008  #: between two looks: a few of a computation
+_LOOKS_PER_S = 40_000.0  #: at the store by all ranks: half of what one serves
 
 Runs = tuple[tuple[int, int], ...]
 """Clocks of a rank, and how often each comes in a row."""
@@ -321,10 +323,21 @@ class Exchange:
         return f"batch/laws/{self._seat.pipeline}/{rank}"
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError:  # it is late, or the store is gone
-            return bool(self._store.check(keys))
+        """Return whether all keys are there, within so many seconds.
+
+        This looks again and again, because torch prints two lines for each `wait` that ends by its
+        timeout.
+        """
+        until_s = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        ranks = self._seat.ranks * self._seat.pipelines
+        longest_s = max(_LONGEST_PAUSE_S, ranks / _LOOKS_PER_S)
+        while not self._store.check(keys):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2.0 * pause_s, longest_s)
         return True
 
 

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base.errors import fault_text
 from perseus_planner.engines import blocks, parts_of, wrap_training
 from perseus_planner.engines.engine import are_same
+from perseus_planner.engines.guard import RetryingGuard
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -51,6 +53,13 @@ class UnmodifiedTraining:
         self._optimizer: Callable[[], Any] = lambda: None  #: whose steps end the iterations
         self._steps = 0  #: of other optimizers since
         self._runtime = ExitStack()
+        self.guard = RetryingGuard(self._take_fault)  #: of all calls by the training
+        self._has_said = False  #: that there was a fault
+
+    def _take_fault(self, error: Exception) -> None:
+        if not self._has_said:
+            self._has_said = True
+            _LOG.warning("planner: %s; training goes on without the planner", fault_text(error))
 
     def begin(self, engine: Any) -> bool:
         """Attach the runtime to the first engine that trains; return whether that was done now.
@@ -138,7 +147,7 @@ class UnmodifiedTraining:
 
             _show_log()
             runtime = self._runtime.enter_context(
-                planner_runtime(engine, **read_options(os.environ))
+                planner_runtime(engine, strict=False, **read_options(os.environ))
             )
         except Exception as error:
             _say(str(error) or repr(error))
@@ -211,6 +220,8 @@ def wrap(module: ModuleType) -> None:
         AttributeError: If the module is not as in the supported versions.
     """
     if module.__name__ == "torch.optim.optimizer":
-        module.register_optimizer_step_post_hook(lambda optimizer, *_: _TRAINING.stepped(optimizer))
+        module.register_optimizer_step_post_hook(
+            lambda optimizer, *_: _TRAINING.guard.call(_TRAINING.stepped, optimizer)
+        )
     else:
-        wrap_training(module, _TRAINING.begin)
+        wrap_training(module, _TRAINING.guard, _TRAINING.begin)

@@ -30,7 +30,7 @@ from serving import Serving
 from waiting import LONG_S, eventually
 
 from perseus_planner import PipelineDag, Profile, schedules
-from perseus_planner.base.errors import PlannerError, ProfileError, RankError
+from perseus_planner.base.errors import PlannerError, ProfileError, RankError, UsageError
 from perseus_planner.engines.deepspeed import ReadAhead
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.verdict import StragglerDetector
@@ -620,15 +620,34 @@ def test_what_is_read_ahead_comes_in_its_order_and_ends_where_it_ended():
 
     ahead = ReadAhead(drawn_until_it_fails())
     assert ahead.read(2) == ["a", "b"]
-    assert [next(ahead), next(ahead), next(ahead)] == ["a", "b", "c"]
+    rest = ahead.rest
+    assert [next(rest), next(rest), next(rest)] == ["a", "b", "c"]
     with pytest.raises(KeyError):
-        next(ahead)
+        next(rest)
     for count, read in ((3, ["a", "b", "c"]), (5, ["a", "b", "c"])):
         ahead = ReadAhead(iter("abc"))
         assert ahead.read(count) == read
-        assert list(ahead) == read
+        assert list(ahead.rest) == read
     ahead = ReadAhead(drawn_until_it_fails())
     assert ahead.read(5) == ["a", "b", "c"]
-    assert [next(ahead), next(ahead), next(ahead)] == ["a", "b", "c"]
+    rest = ahead.rest
+    assert [next(rest), next(rest), next(rest)] == ["a", "b", "c"]
     with pytest.raises(KeyError, match="lost"):
-        next(ahead)
+        next(rest)
+    assert list(rest) == []
+
+
+def test_data_that_a_collator_reuses_are_not_read_ahead_and_reach_the_training_as_they_were():
+    buffer = torch.zeros(2)
+
+    def collated() -> Any:
+        for number in range(4):
+            buffer.fill_(number)
+            yield (buffer,)
+
+    ahead = ReadAhead(collated())
+    with pytest.raises(UsageError, match="writes a microbatch over one before"):
+        ahead.read(4)
+    assert [each[0].tolist() for each in ahead.rest] == [[n, n] for n in map(float, range(4))]
+    constant = torch.ones(2)
+    assert len(ReadAhead(iter([(constant,)] * 4)).read(4)) == 4

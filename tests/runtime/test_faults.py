@@ -171,7 +171,10 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ),
         ("stopped", "the clock controller gave no sign of life for 0.5 s and is killed"),
         ("lost", "simulated a100-sxm is lost: it fell off the bus, as its fault says"),
-        ("fault", "a fault of the planner, please report it: ValueError: a test breaks it"),
+        (
+            "fault",
+            "a fault of the planner, please report it at https://github.com/perseus-planner/",
+        ),
     ],
 )
 def test_whatever_fails_training_goes_on_to_the_same_results_without_clocks_with_one_warning(

@@ -14,7 +14,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.base.errors import PlanError
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import (
     KEPT,
     NO_REQUEST,
@@ -289,7 +289,7 @@ def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clock
     hook.abandon_iteration()
     hook.abandon_iteration()
     assert shared[0] == NO_REQUEST
-    assert source.endings == [(0, None, None)]
+    assert source.endings == [(0, None, RAISED)]
     hook.begin_iteration()
     assert shared[0] == clock_request(0, program.clocks[0])
 

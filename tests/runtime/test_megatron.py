@@ -115,7 +115,9 @@ def test_another_number_of_microbatches_leaves_the_plan_for_that_iteration(all_p
     all_pass(2, "changes")
 
 
-def test_microbatches_of_unknown_number_are_reported_as_they_come(all_pass: Pass) -> None:
+def test_a_schedule_whose_arguments_have_other_names_is_not_followed_and_that_is_said(
+    all_pass: Pass,
+) -> None:
     all_pass(1, "unknown")
 
 

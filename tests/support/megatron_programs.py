@@ -45,7 +45,7 @@ from torch import nn
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.batches.work import sequence_work
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b
 
@@ -527,7 +527,9 @@ def packs() -> None:
         training, recorded, shown = Training(), Recorder(), list[Any]()
         begin = recorded.begin_iteration
 
-        def begun(microbatches: int | None = None, batch: Any = None) -> None:
+        def begun(
+            microbatches: int | None = None, batch: Any = None, _number: int | None = None
+        ) -> None:
             shown.append([sequence_work(each) for each in batch()])
             begin(microbatches)
 
@@ -551,7 +553,9 @@ def _program(schedule: Any, rank: int) -> Program:
 
 
 def unknown() -> None:
-    """If no caller passes the number of microbatches, they are reported as they come."""
+    """If no caller says the number of microbatches and whether it trains, nothing more is shown,
+    and why is said.
+    """
     with parallel():
         training, recorded = Training(), Recorder()
         with training.engine.attached(recorded):
@@ -561,10 +565,10 @@ def unknown() -> None:
                 timers(name, log_level=2).start()
                 timers(name).stop()
             timers("forward-backward").stop()
-        rank = dist.get_rank()
-        ran = [f"{rank}F0", f"{rank}F1", f"{rank}B0", f"{rank}B1"]
-        assert recorded.iterations == [{"microbatches": None, "computations": ran}]
-        assert not recorded.inside
+            training.step(2)
+        assert recorded.iterations == []
+        (problem,) = recorded.problems
+        assert "no function with the arguments num_microbatches and forward_only" in problem
 
 
 def timers() -> None:
@@ -616,15 +620,20 @@ def restores() -> None:
         with suppress(ZeroDivisionError), training.engine.attached(recorded):
             training.step(4)
             kept = training.config.timers
+            begin = kept("forward-backward").start
+
+            def begun(num_microbatches: int, forward_only: bool) -> None:
+                begin()
+
             with pytest.raises(UsageError, match=f"^{already}$"):
                 _attach(training.engine)
-            kept("forward-backward").start()
+            begun(4, False)
             kept("forward-compute").start()
             _fail()
         assert [config.timers for config in training.configs] == given
         kept("forward-compute").stop()
         kept("forward-backward").stop()
-        kept("forward-backward").start()
+        begun(4, False)
         assert len(recorded.iterations) == 2
         assert recorded.inside
         again = Recorder()
@@ -647,7 +656,7 @@ def dies() -> None:
                 training.step(2)
             handle.remove()
             training.step(2)
-        assert hooked.ends == ["0 computations, and the plan has 4", None], hooked.ends
+        assert hooked.ends == [RAISED, None], hooked.ends
 
 
 def _fail(*_: Any) -> None:

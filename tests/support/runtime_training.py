@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -99,7 +100,13 @@ class Recorder:
         self.inside = self.computing = False
         self.evaluations = 0
 
-    def begin_iteration(self, microbatches: int | None = None, _batch: Any = None) -> None:
+    @property
+    def iteration(self) -> int:
+        return len(self.iterations) - 1
+
+    def begin_iteration(
+        self, microbatches: int | None = None, _batch: Any = None, _number: int | None = None
+    ) -> None:
         assert not self.inside
         self.inside, self.computing = True, False
         self.iterations.append({"microbatches": microbatches, "computations": []})
@@ -131,6 +138,17 @@ class Recorder:
     def stop_following(self, problem: str) -> None:
         self.abandon_iteration()
         self.problems.append(problem)
+
+    def pass_iteration(self, number: int) -> None:
+        raise AssertionError(number)
+
+    def take_fault(self, error: Exception) -> None:
+        """Note a fault of the adapter, or an assertion above that does not hold."""
+        traceback.print_exception(error)
+        self.problems.append(repr(error))
+
+    def end_fault(self) -> None:
+        raise AssertionError
 
 
 class Watch:

@@ -62,7 +62,9 @@ class Seen(Recorder):
         self._pool = ThreadPoolExecutor(1)  # as the planner looks at batches on another thread
         self._looked: list[Any] = []
 
-    def begin_iteration(self, microbatches: int | None = None, batch: Any = None) -> None:
+    def begin_iteration(
+        self, microbatches: int | None = None, batch: Any = None, _number: int | None = None
+    ) -> None:
         super().begin_iteration(microbatches)
         if batch is not None:
             self._looked.append(self._pool.submit(list, batch()))

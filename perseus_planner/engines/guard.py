@@ -1,0 +1,304 @@
+"""Keeps faults of the planner away from the training that calls it.
+
+All that an engine's adapter, a hook or a recording does on the training thread goes through a
+`Guard`. What the training itself raises (model, loss, data) passes through unchanged: only our own
+functions are called inside a `try`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from perseus_planner.base.errors import fault_text
+from perseus_planner.base.loops import Backoff
+
+if TYPE_CHECKING:
+    from perseus_planner.engines.engine import IterationHook, Microbatches
+
+T = TypeVar("T")
+
+_ORIGINAL = "_perseus_planner_original"
+_LOG = logging.getLogger("perseus_planner.runtime")
+
+
+def marked(wrapper: Callable[..., T], original: Callable[..., T]) -> Callable[..., T]:
+    """Return a wrapper of ours that is known as one of a function of the training."""
+    vars(wrapper)[_ORIGINAL] = original
+    return wrapper
+
+
+def original_of(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function of the training inside a wrapper that `marked` has returned, or the
+    function.
+    """
+    original: Callable[..., T] = getattr(function, _ORIGINAL, function)
+    return original
+
+
+class Guard:
+    """Calls functions of ours for the training, until one of them raises.
+
+    Args:
+        on_fault: Called with what was raised.
+
+    Attributes:
+        is_on: Whether our functions are called.
+    """
+
+    def __init__(self, on_fault: Callable[[Exception], object]) -> None:
+        self.is_on = True
+        self._on_fault = on_fault
+
+    def call(self, action: Callable[..., T], *args: Any) -> T | None:
+        """Return what a function of ours returns; None if it raises, or while the guard is off."""
+        if not self.is_on:
+            return None
+        try:
+            return action(*args)
+        except Exception as error:
+            self.fault(error)
+            return None
+
+    def guarded(self, action: Callable[..., T]) -> Callable[..., T | None]:
+        """Return a function of ours as the training may call it."""
+
+        @wraps(action)
+        def call(*args: Any, **kwargs: Any) -> T | None:
+            if not self.is_on:
+                return None
+            try:
+                return action(*args, **kwargs)
+            except Exception as error:
+                self.fault(error)
+                return None
+
+        return call
+
+    def around(
+        self,
+        function: Callable[..., T],
+        before: Callable[..., object] | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> Callable[..., T]:
+        """Return a function of the training with functions of ours called around it.
+
+        What is left of an earlier iteration, which could not be undone, is not called again.
+
+        Args:
+            function: Function of the training; what it returns or raises is not touched.
+            before: Called before it, with its arguments.
+            after: Called when it has returned.
+        """
+        function = original_of(function)
+
+        def surrounded(*args: Any, **kwargs: Any) -> T:
+            if before is not None and self.is_on:
+                try:
+                    before(*args, **kwargs)
+                except Exception as error:
+                    self.fault(error)
+            result = function(*args, **kwargs)
+            if after is not None and self.is_on:
+                try:
+                    after()
+                except Exception as error:
+                    self.fault(error)
+            return result
+
+        return marked(surrounded, function)
+
+    def fault(self, error: Exception) -> None:
+        """Call nothing more of ours, and pass the fault on; never raises."""
+        self.is_on = False
+        try:
+            self._on_fault(error)
+        except Exception:  # then at least say what was first
+            _LOG.warning("planner: %s; training goes on without the planner", fault_text(error))
+
+
+class RetryingGuard(Guard):
+    """A guard that is on again after a pause of 30 s, and after pauses that double while faults go
+    on; its functions go through `call`.
+
+    Args:
+        on_fault: As for `Guard`.
+        now_s: A clock, in seconds.
+    """
+
+    def __init__(
+        self, on_fault: Callable[[Exception], object], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(on_fault)
+        self._now_s, self._backoff = now_s, Backoff()
+
+    def call(self, action: Callable[..., T], *args: Any) -> T | None:
+        """See `Guard.call`."""
+        self.is_on = self.is_on or self._backoff.is_due(self._now_s())
+        return super().call(action, *args)
+
+    def fault(self, error: Exception) -> None:
+        """See `Guard.fault`."""
+        self._backoff.fail(self._now_s())
+        super().fault(error)
+
+
+class HookGuard(Guard):
+    """Shows the iterations of an engine to a hook, for as long as that has no fault.
+
+    After a fault the hook is off for the rest of the iteration. It is shown iterations again after
+    a pause of 30 s, and after pauses that double while faults go on. Meanwhile it is told that
+    iterations pass, so that this rank counts them as all others do. Where computations have modes
+    that ranks enter together, `IterationHook.take_fault` returns what goes on to enter them.
+
+    Attributes:
+        begin, end, begin_update: As those of the hook; to be called through `around` or `call`.
+        is_on: Whether the iteration in progress is shown.
+        is_inside: Whether an iteration is in progress, shown or not.
+        is_closed: Whether nothing more is shown, so that wrappers only pass on.
+
+    Args:
+        hook: The hook.
+        now_s: A clock, in seconds.
+    """
+
+    def __init__(self, hook: IterationHook, now_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(self._take_fault)
+        self._hook, self._now_s = hook, now_s
+        self._number = hook.iteration  #: of the iteration that has begun last
+        self._backoff = Backoff()
+        self._has_failed = False  #: no iteration has ended without a fault since
+        self._substitute: IterationHook | None = None  #: for the hook, until its pause is over
+        self.is_on = self.is_inside = self.is_closed = False
+        self._use(hook)
+
+    def _use(self, hook: IterationHook) -> None:
+        self._current = hook
+        self.begin, self.end, self.begin_update = hook.begin, hook.end, hook.begin_update
+
+    def note_evaluation(self) -> None:
+        """Note an evaluation; see `IterationHook.note_evaluation`."""
+        if self.is_closed:
+            return
+        try:
+            self._hook.note_evaluation()
+        except Exception as error:
+            self.fault(error)
+
+    def end_computation(self) -> None:
+        """End a computation at whatever the iteration is shown to now."""
+        self.end()
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._has_failed and not self._backoff.is_due(self._now_s())
+
+    def ask(self, question: Callable[..., bool], *args: Any) -> bool:
+        """Return whether a call of the engine is an iteration to show.
+
+        After a fault of the question nobody knows. It then counts as an iteration, as most calls
+        are one, which passes without being shown.
+        """
+        if self.is_closed:
+            return False
+        try:
+            return question(*args)
+        except Exception as error:
+            self.fault(error)
+            return True
+
+    def run(self, step: Callable[[], T], begin: Callable[..., object], *args: Any) -> T:
+        """Run a training iteration, and show it.
+
+        Args:
+            step: Runs it; what it returns or raises is not touched.
+            begin: Called first with an `ExitStack`, which undoes after the iteration what it has
+                replaced, and with `args`; calls `show` last.
+            args: Further arguments of `begin`.
+        """
+        stack = ExitStack()
+        try:
+            self.begin_iteration(begin, stack, *args)
+            result = step()
+        except BaseException:
+            self._undo(stack)
+            self.abandon_iteration()
+            raise
+        self._undo(stack)
+        self.end_iteration()
+        return result
+
+    def begin_iteration(self, begin: Callable[..., object], *args: Any) -> None:
+        """Begin an iteration, by a function that calls `show`; one that is still in progress has
+        raised.
+        """
+        if self.is_closed:
+            return
+        if self.is_inside:
+            self.abandon_iteration()
+        self.is_inside = True
+        self._number += 1
+        is_paused = self._is_paused
+        if is_paused and self._substitute is None:
+            with suppress(Exception):
+                self._hook.pass_iteration(self._number)
+            return
+        if self._has_failed:
+            self._use(self._substitute if is_paused and self._substitute else self._hook)
+        self.is_on = True
+        self.call(begin, *args)
+
+    def show(self, microbatches: int | None = None, batch: Microbatches | None = None) -> None:
+        """Show the iteration that begins; see `IterationHook.begin_iteration`."""
+        if self._current is self._hook:
+            self._hook.begin_iteration(microbatches, batch, self._number)
+        else:
+            self._hook.pass_iteration(self._number)
+
+    def end_iteration(self) -> None:
+        """End the iteration in progress."""
+        self.is_inside = False
+        if not self.is_on:
+            return
+        self.call(self._current.end_iteration)
+        if self.is_on and self._has_failed and self._current is self._hook:
+            self._has_failed = False
+            self.call(self._hook.end_fault)
+        self.is_on = False
+
+    def abandon_iteration(self) -> None:
+        """End the iteration in progress because it raises."""
+        self.is_inside = False
+        self.call(self._current.abandon_iteration)
+        self.is_on = False
+
+    def stop_following(self, problem: str) -> None:
+        """Show nothing more; the argument is that of `IterationHook.stop_following`."""
+        self.is_on = not self.is_closed
+        self.call(self._hook.stop_following, problem)
+        self.close()
+
+    def close(self) -> None:
+        """Show nothing more: what is left of our wrappers only passes on."""
+        self.is_on = self.is_inside = False
+        self.is_closed = True
+
+    def _undo(self, stack: ExitStack) -> None:
+        try:
+            stack.close()
+        except Exception as error:
+            self.fault(error)
+
+    def _take_fault(self, error: Exception) -> None:
+        if self.is_closed or self._is_paused:
+            return  # it was said, and is tried again when its pause is over
+        self._backoff.fail(self._now_s())
+        self._has_failed = True
+        self._substitute = self._hook.take_fault(error)
+        if self._substitute is not None and self.is_inside:
+            self._use(self._substitute)
+            self.is_on = True
