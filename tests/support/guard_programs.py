@@ -360,9 +360,9 @@ def profiling(state: str, name: str, share: str, seed: str) -> None:
 
         def step(point: Point | None = None) -> None:
             stopped = mock.patch.object(pipeline_module, "measure_with_ranks", return_value=None)
-            with stopped, profile_pipeline(pipeline.engine, gpu=GPU) as found:
-                with injector.watching(point):
-                    losses.extend(_step(pipeline, None))
+            profiled = profile_pipeline(pipeline.engine, gpu=GPU)
+            with stopped, profiled as found, injector.watching(point):
+                losses.extend(_step(pipeline, None))
             problems.append(found.problem or "")
 
         step()
