@@ -64,6 +64,21 @@ def test_a_fault_that_stays_is_said_once_in_the_job(way: str, tmp_path: Path):
     assert [each["locked_mhz"] for each in everyone] == [None, None]
 
 
+@pytest.mark.parametrize("way", ["torch", "deepspeed"])
+def test_faults_of_a_recording_end_no_training_and_say_why_there_is_no_profile(
+    way: str, tmp_path: Path
+):
+    _needs(way)
+    from launching import results_of
+
+    everyone = results_of("guard_programs:profiling", 2, tmp_path, way, str(SHARE), SEED)
+    for each in everyone:
+        assert each["equal"]
+        assert each["unsaid"] == []
+        assert each["first"] == ""
+    assert sum(each["raised"] for each in everyone) > 0
+
+
 class FakeHook:
     """Counts what it is shown; its methods in `broken` raise."""
 

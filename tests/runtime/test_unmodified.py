@@ -365,8 +365,9 @@ def test_an_engine_that_is_imported_but_trains_nothing_loads_no_numpy_and_no_ses
     )
     names, loader, wrapped = python(code, tmp_path, [STARTUP, str(tmp_path)])
     assert sorted(name.removeprefix("perseus_planner") for name in names) == [
-        *("", ".base", ".base.errors", ".base.prefixes"),
+        *("", ".base", ".base.errors", ".base.loops", ".base.prefixes"),
         *(".engines", ".engines.blocks", ".engines.deepspeed", ".engines.engine"),
+        *(".engines.guard", ".engines.releases", ".engines.torch_state"),
         *(".runtime", ".runtime.unmodified", ".runtime.unmodified.training"),
     ]
     assert (loader, wrapped) == ("SourceFileLoader", "train_batch")
@@ -463,7 +464,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
 def test_only_the_first_call_attaches_with_the_options_of_the_environment(counted: CountedRuntime):
     training, engine = UnmodifiedTraining(), SimpleNamespace()
     assert [training.begin(engine), training.begin(engine)] == [True, False]
-    assert counted.entered == [(engine, {"plan": "plan.yaml", "dry_run": True})]
+    assert counted.entered == [(engine, {"strict": False, "plan": "plan.yaml", "dry_run": True})]
 
 
 LEFT_ALONE = (

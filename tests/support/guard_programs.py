@@ -47,6 +47,8 @@ from perseus_planner import Profile
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
 from perseus_planner.engines import torch_pipelining
+from perseus_planner.profiler import pipeline as pipeline_module
+from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import Runtime, planner_runtime
 from perseus_planner.runtime.follower import Follower
 
@@ -176,7 +178,7 @@ class Megatron:
         self._training = Training()
         self.engine = self._training.model
 
-    def step(self, profiling: Any = None) -> list[Any]:
+    def step(self) -> list[Any]:
         return list(self._training.step(MICROBATCHES))
 
     def state(self) -> list[Any]:
@@ -348,3 +350,36 @@ def quiet(state: str, name: str, is_planned: str) -> None:
                 time.sleep(0.3 if dist.get_rank() == 0 else 0.0)
                 _step(pipeline, planner)
         result["done"] = True
+
+
+def profiling(state: str, name: str, share: str, seed: str) -> None:
+    """Record iterations for a profile, with a fault in each; none is profiled, and all train."""
+    with job(state) as result, _way(name, Path.cwd()) as (make, _):
+        warning_log, injector = WarningLog("perseus_planner.profiler"), Injector()
+        pipeline, losses, problems = make(), list[Any](), list[str]()
+
+        def step(point: Point | None = None) -> None:
+            stopped = mock.patch.object(pipeline_module, "measure_with_ranks", return_value=None)
+            profiled = profile_pipeline(pipeline.engine, gpu=GPU)
+            with stopped, profiled as found, injector.watching(point):
+                losses.extend(_step(pipeline, None))
+            problems.append(found.problem or "")
+
+        step()
+        points = injector.points(injector.calls.copy())
+        random = Random(int(seed))
+        drawn = [point for point in points if random.random() < float(share)]
+        raised, unsaid = 0, list[Point]()
+        while not every_rank(not drawn):
+            point = drawn.pop() if drawn else None
+            step(point)
+            raised += injector.has_raised
+            if injector.has_raised and point is not None and "fault" not in problems[-1]:
+                unsaid.append(point)
+        results = [*losses, *pipeline.state()]
+        again, expected = make(), list[Any]()
+        for _ in problems:
+            expected += _step(again, None)
+        result["equal"] = equal([*expected, *again.state()], results)
+        result |= {"raised": raised, "unsaid": unsaid, "first": problems[0]}
+        result |= {"functions": sorted(injector.calls), "warnings": warning_log.taken()}

@@ -70,12 +70,12 @@ def job(state: str) -> Iterator[dict[str, Any]]:
 
 
 class WarningLog(logging.Handler):
-    """Collects the warnings of the runtime on this rank."""
+    """Collects the warnings of a logger on this rank, by default of the runtime's."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "perseus_planner.runtime") -> None:
         super().__init__()
         self._texts: list[str] = []
-        logging.getLogger("perseus_planner.runtime").addHandler(self)
+        logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         assert record.levelno == logging.WARNING
