@@ -99,6 +99,7 @@ class _Judged(NamedTuple):
     gpus: int  #: of a stage
     waiting_w: Callable[[int], float]  #: stage -> power of its GPUs while they wait, watts
     most_w: float  #: that one GPU draws, watts
+    is_learnt: bool  #: while training, beside other work
 
     def short(self) -> set[Key]:
         """Return the computations that take next to no time."""
@@ -119,6 +120,8 @@ def find_doubts(
     gpus: int,
     waiting_w: Callable[[int], float],
     gpu: str | None = None,
+    *,
+    is_learnt: bool = False,
 ) -> list[Doubt]:
     """Return what cannot be true of the rows of a profile, and then what is unusual.
 
@@ -128,9 +131,11 @@ def find_doubts(
         gpus: the number of GPUs of a stage.
         waiting_w: returns the power of a stage's GPUs while they wait, watts; 0 if it is not known.
         gpu: the name of the GPU.
+        is_learnt: whether training learnt them. Rows that only disagree, with each other or with
+            what a waiting GPU draws, are said and not refused then: no window was their own.
     """
     busy = {key: own for key, own in rows.items() if own[0].has_work}
-    judged = _Judged(busy, control, gpus, waiting_w, most_power_w(gpu))
+    judged = _Judged(busy, control, gpus, waiting_w, most_power_w(gpu), is_learnt)
     doubts = [
         *_setting_doubts(judged),
         *_power_doubts(judged),
@@ -250,7 +255,8 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
         yield Doubt(key, row.clock_mhz, "energy", _too_high(judged, key, row, high), True)
     for key, row in low:
         column, problem = _too_low(judged, key, row, low)
-        yield Doubt(key, row.clock_mhz, column, problem, True)
+        is_refused = not judged.is_learnt or judged.power_w(row) < _LEAST_W
+        yield Doubt(key, row.clock_mhz, column, problem, is_refused)
 
 
 def _is_single(judged: _Judged, key: Key, wrong: Sequence[tuple[Key, Measurement]]) -> bool:
@@ -359,7 +365,7 @@ def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
             f"{other.clock_mhz} {unit}; did the counter wrap, or is a digit wrong? Measure the row "
             "again, or leave it out"
         )
-        yield Doubt(key, row.clock_mhz, column, problem, True)
+        yield Doubt(key, row.clock_mhz, column, problem, not judged.is_learnt)
 
 
 def _are_apart(judged: _Judged, high: Measurement, low: Measurement) -> str | None:

@@ -247,7 +247,12 @@ class Profile(Checked, error=ProfileError):
         `profiles.plausible`. Files with rows that cannot be true are not read.
         """
         return find_doubts(
-            self.measurements, self.control, self.gpus_per_stage, self.blocking_w, self.gpu
+            self.measurements,
+            self.control,
+            self.gpus_per_stage,
+            self.blocking_w,
+            self.gpu,
+            is_learnt="learnt" in self.conditions,
         )
 
     @cached_property

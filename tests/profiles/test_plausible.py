@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refusal
+from strategies import smooth_profile
 
 from perseus_planner import solve
 from perseus_planner.base.errors import ProfileError
@@ -430,3 +431,19 @@ def test_limits_of_gpus_are_found_by_their_names():
     assert most_power_w("NVIDIA A100 80GB PCIe") == 450.0
     assert most_power_w("NVIDIA GB200") == 1800.0
     assert most_power_w("NVIDIA X9000") == most_power_w(None) == 3000.0
+
+
+def test_what_training_learnt_beside_other_work_is_said_and_not_refused(tmp_path: Path) -> None:
+    """A state that the autopilot wrote is read again, whatever noise its rows have."""
+    measured = smooth_profile(2)
+    rows = dict(measured.measurements)
+    first, second, *others = rows[0, "F"]
+    slower = replace(second, time_s=2.0 * second.time_s, energy_j=2.0 * second.energy_j)
+    rows[0, "F"] = (first, slower, *others)
+    learnt = replace(measured, measurements=rows, conditions={"learnt": "while training"})
+    learnt.save(tmp_path / "learnt.yaml")
+    doubts = Profile.load(tmp_path / "learnt.yaml").conditions["doubts"]
+    assert "do not go with" in doubts
+    replace(learnt, conditions={}).save(tmp_path / "measured.yaml")
+    with pytest.raises(ProfileError, match="do not go with"):
+        Profile.load(tmp_path / "measured.yaml")
