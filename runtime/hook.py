@@ -29,7 +29,7 @@ from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from perseus_planner.engines.engine import IterationHook, Microbatches
+    from perseus_planner.engines.guard import IterationHook, Microbatches
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.savings import RankCosts

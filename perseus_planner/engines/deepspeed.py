@@ -27,7 +27,7 @@ from perseus_planner.engines.torch_state import copy_tensors, tensors
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.engines.engine import IterationHook
+    from perseus_planner.engines.guard import IterationHook
     from perseus_planner.schedules import Computation
 
 _NEEDED = ("_exec_schedule", "_INSTRUCTION_MAP", "grid", "micro_batches", "num_stages", "stage_id")

@@ -9,21 +9,86 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from perseus_planner.base.errors import fault_text
 from perseus_planner.base.loops import Backoff
-
-if TYPE_CHECKING:
-    from perseus_planner.engines.engine import IterationHook, Microbatches
 
 T = TypeVar("T")
 
 _ORIGINAL = "_perseus_planner_original"
 _LOG = logging.getLogger("perseus_planner.runtime")
+
+
+Microbatches = Callable[[], Iterable[Any]]
+"""Returns the microbatches of an iteration, for another thread to look at."""
+
+
+class IterationHook(Protocol):
+    """What an engine's iterations are shown to, through a `HookGuard`: methods may raise."""
+
+    @property
+    def iteration(self) -> int:
+        """Number of the iteration that has begun last, from 0; -1 before the first."""
+
+    def begin_iteration(
+        self,
+        microbatches: int | None = None,
+        batch: Microbatches | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Begin a training iteration.
+
+        Args:
+            microbatches: How many it has, if the engine knows.
+            batch: Returns them, on a rank that has them: each as the model takes it. It may read
+                them ahead from where they come from, in their order; the iteration then gets those.
+            number: Its number; by default that after the last one.
+        """
+
+    def note_evaluation(self) -> None:
+        """Note that the engine evaluates, between two iterations: the next one begins while other
+        ranks still do, and may hold what the engine has to do again after it.
+        """
+
+    def begin(self, stage: int, kind: str, microbatch: int) -> None:
+        """Begin a computation."""
+
+    def end(self) -> None:
+        """End the computation."""
+
+    def begin_update(self) -> None:
+        """Begin the update of the weights, if it is a part of the iteration."""
+
+    def end_iteration(self) -> None:
+        """End the iteration."""
+
+    def abandon_iteration(self) -> None:
+        """End the iteration because it raises."""
+
+    def stop_following(self, problem: str) -> None:
+        """Nothing more is shown, because the engine runs what its adapter does not see.
+
+        Args:
+            problem: What it runs, and what to do.
+        """
+
+    def pass_iteration(self, number: int) -> None:
+        """Take that an iteration begins that is not shown, after a fault."""
+
+    def take_fault(self, error: Exception) -> IterationHook | None:
+        """Set no clocks any more, because a call of this hook or its adapter has raised; the
+        iteration in progress is shown no further.
+
+        Returns:
+            What iterations are shown to meanwhile, from the next computation on; None for nothing.
+        """
+
+    def end_fault(self) -> None:
+        """Set clocks again: after a fault an iteration has ended without one."""
 
 
 def marked(wrapper: Callable[..., T], original: Callable[..., T]) -> Callable[..., T]:

@@ -42,7 +42,7 @@ from perseus_planner.engines.torch_state import preserve_attributes
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.engines.engine import IterationHook
+    from perseus_planner.engines.guard import IterationHook
     from perseus_planner.schedules import Computation
 
 _MULTIMODULE = ("MultiModulePipelineCommunicator", "MultiModuleProcessGroupCollection")

@@ -26,7 +26,7 @@ from perseus_planner.engines.torch_functions import refusal_of_functions
 if TYPE_CHECKING:
     import torch
 
-    from perseus_planner.engines.engine import IterationHook
+    from perseus_planner.engines.guard import IterationHook
     from perseus_planner.schedules import Computation
 
 _Attributes = dict[str, Callable[..., Any]]

@@ -47,7 +47,7 @@ from perseus_planner.solver.batch import BatchPlanner, Law
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.engines.engine import Microbatches
+    from perseus_planner.engines.guard import Microbatches
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.autopilot.ranks.messages import ServiceExchange

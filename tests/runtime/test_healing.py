@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from perseus_planner.base.errors import GpuError, GpuNotSupported
+from perseus_planner.base.errors import GpuError, GpuNotSupported, fault_text
 from perseus_planner.base.loops import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from perseus_planner.runtime import background
 from perseus_planner.runtime.background import BackgroundWork
 
 AT_DEFAULT = "; training goes on at the GPU's default clocks"
-FAULT = "a fault of the planner, please report it: KeyError: 'x'"
+FAULT = fault_text(KeyError("x"))
 
 
 class Rank:
@@ -23,13 +23,16 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.warned = 1000.0, dict[str, str]()
         monkeypatch.setattr(background.time, "monotonic", lambda: self.now_s)
-        self.marks, self.follower = Mock(), Mock(problem=None, deviation=None, misfit=None)
+        self.marks, self.follower = (
+            Mock(),
+            Mock(problem=None, deviation=None, misfit=None, unfollowed=None),
+        )
         self.marks.finished.return_value = []
         self.follower.program = self.follower.agreement.lost = None
         telemetry = Mock(counts=(), site_limit_w=None, update=lambda *_: [])
         warnings = Mock(warn=lambda key, text: self.warned.setdefault(key, text))
         others = (telemetry, warnings, None, None, None)
-        self.work = BackgroundWork(self.follower, Mock(progress=0), self.marks, *others)
+        self.work = BackgroundWork(self.follower, Mock(progress=0, fault=None), self.marks, *others)
 
     def has_clocks_after(self, pause_s: float) -> bool:
         """Whether clocks are requested after a pause; right before its end they are not."""
