@@ -45,6 +45,7 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.host import HostCounter, host_counters
 from perseus_planner.gpu.protocol import ClosedOnExit
 from perseus_planner.gpu.sensor import COMPARED_S, PowerSamples, apart_w, disagreement_text
+from perseus_planner.profiles.plausible import power_problem
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -669,6 +670,9 @@ class _Meter:
         mean_w = energy_j / time_s if time_s > 0 else 0.0
         warnings = self._remarks
         sensor_w = None
+        problem = power_problem(mean_w, self.gpu.name) if time_s > self._hidden_s else None
+        if problem is not None:
+            warnings += (f"{self.gpu.text}: the energy cannot be right, {problem}",)
         if self.is_counted:
             self._look()
             # The first edge hides energy from before the window, and the last energy of the

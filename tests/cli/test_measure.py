@@ -177,6 +177,16 @@ def test_a_lost_gpu_leaves_the_others(nvml: StandIn, tmp_path: Path):
     assert "has fallen off" in line
 
 
+def test_an_energy_that_no_gpu_draws_is_said(nvml: StandIn, tmp_path: Path):
+    nvml.add("* power_w 300", "* energy_step_ms 10")
+    with begun(tmp_path, "sleep 0.5; exit 5") as process:  # longer than an update of the counter
+        nvml.set("energy_mj", 4_000_000_000, gpu=0)
+        _, stderr = let_end(process, tmp_path)
+    assert process.returncode == 5
+    assert f"nvml:{UUIDS[0]}: the energy cannot be right, " in stderr
+    assert " W for one GPU, which draws " in stderr
+
+
 @pytest.mark.parametrize("into", ["stdout", "stderr"])
 def test_a_full_disk_does_not_change_the_status(into: str):
     if not os.path.exists("/dev/full"):
