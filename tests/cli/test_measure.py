@@ -184,7 +184,7 @@ def test_an_energy_that_no_gpu_draws_is_said(nvml: StandIn, tmp_path: Path):
         _, stderr = let_end(process, tmp_path)
     assert process.returncode == 5
     assert f"nvml:{UUIDS[0]}: the energy cannot be right, " in stderr
-    assert " W for one GPU, which draws " in stderr
+    assert " for one GPU, which draws 1050 W at most" in stderr
 
 
 @pytest.mark.parametrize("into", ["stdout", "stderr"])
