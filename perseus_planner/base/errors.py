@@ -95,6 +95,10 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
     return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None
 
 
+REINSTALL_NVML = "run `pip install --force-reinstall nvidia-ml-py`"
+"""What puts the module of nvidia-ml-py back where another package has replaced it."""
+
+
 def how_to_install(extra: str) -> str:
     """Return the command that installs an extra of this package: from a clone, as there is no
     release on PyPI yet.

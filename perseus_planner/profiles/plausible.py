@@ -41,6 +41,7 @@ announced draw 2.3 kW."""
 _HEADROOM = 1.5
 """A GPU draws at most so many times the limit of the catalogue: boards are sold with higher ones
 (500 W of an A100 for 400 W), and counters are off by a few percent."""
+_ROUNDED = 1.001  #: estimates may be at the limit, and files round
 _LEAST_W = 5.0
 """The least that a GPU draws while it computes, watts: the smallest idle at 8 W."""
 _WAITING_AT_ZERO = 0.4
@@ -247,7 +248,7 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
             share = _WAITING_AT_ZERO + (_WAITING_AT_TOP - _WAITING_AT_ZERO) * row.clock_mhz / top
             if key in short:
                 share = _NEARLY_IDLE
-            if judged.power_w(row) > judged.most_w:
+            if judged.power_w(row) > _ROUNDED * judged.most_w:
                 high.append((key, row))
             elif judged.power_w(row) < max(_LEAST_W, share * waiting_w):
                 low.append((key, row))

@@ -87,7 +87,7 @@ def test_what_is_odd_in_the_answers_of_a_server_is_said_once():
         address = process.stdout.readline().strip()
         result = run(
             f"inference profile {address} --gpu {GPU} --class 64/24 --concurrency 1 --at 1410,705 "
-            "--window 0.2s -o inference.csv"
+            "--window 1.5s -o inference.csv"
         )
         process.terminate()
     assert result.exit_code == 0

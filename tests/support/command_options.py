@@ -25,7 +25,7 @@ def check_inline(command: str) -> None:
     """
     program, *words = shlex.split(command.replace("…", ""))
     if program == "make":
-        assert set(words) <= _targets(), command
+        assert _goals(words) <= _targets(), command
     elif program == "python":
         assert (ROOT / words[0]).is_file(), command
     elif words:
@@ -88,7 +88,12 @@ def _pip(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    assert set(words) <= _targets(), words
+    assert _goals(words) <= _targets(), words
+
+
+def _goals(words: list[str]) -> set[str]:
+    """Return the targets among the arguments of make; the others set its variables."""
+    return {word for word in words if "=" not in word}
 
 
 def _slurm(words: list[str]) -> None:

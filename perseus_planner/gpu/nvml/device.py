@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 from perseus_planner.base.errors import (
+    REINSTALL_NVML,
     GpuError,
     GpuLost,
     GpuNotPermitted,
@@ -212,8 +213,6 @@ _NEEDED_SINCE_11 = "nvmlDeviceGetMigMode"
 count energy.
 """
 
-_REINSTALL = "run `pip install --force-reinstall nvidia-ml-py`"
-
 
 def _binding() -> Any:
     """Import nvidia-ml-py, whose module is called pynvml as those of other packages are."""
@@ -234,7 +233,7 @@ def _binding() -> Any:
         raise GpuError(
             "NVML needs nvidia-ml-py, but `import pynvml` finds a module from before its version "
             f"11 ({path}), such as that of 2017 with which nvidia-ml-py3 overwrites it; "
-            f"{_REINSTALL}"
+            f"{REINSTALL_NVML}"
         )
     return pynvml
 
@@ -246,7 +245,7 @@ def _how_to_get_it(error: ImportError) -> str:
     # pip takes it for installed, so that only a forced installation brings the module back.
     return (
         "pip lists it as installed, but its file pynvml.py is gone, as after `pip uninstall "
-        f"nvidia-ml-py3`, whose file has the same name; {_REINSTALL}"
+        f"nvidia-ml-py3`, whose file has the same name; {REINSTALL_NVML}"
     )
 
 
