@@ -60,7 +60,7 @@ def runtime_at(clocks_mhz: Sequence[int], control: str = "clock", top: int = 0) 
     context: Any = SimpleNamespace(control=control, positions=[(0, 0), (0, 1), (1, 0), (1, 1)])
     follower: Any = SimpleNamespace(program=program, problem=None)
     nothing: Any = None
-    return Runtime(context, follower, nothing, nothing, nothing)
+    return Runtime(context, follower, nothing, nothing, nothing, nothing)
 
 
 def test_planned_clocks_make_no_stragglers_and_hide_none():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -146,7 +147,14 @@ def _path_to_write(
         return own, [Note(text, is_warning=True)]
     profile = found.get(path)
     other = None if profile is None else difference(profile, job)
-    if profile is None or other is None:
+    if profile is None:
+        return path, []
+    if other is None:
+        modes = (OWN,) if profile.modes is None else tuple(profile.modes.ways)
+        if set(modes) != set(job.modes):
+            # The job goes on from it, with modes that the job as it was could not use.
+            with suppress(PlannerError):
+                _keep(path, profile)
         return path, []
     text = f"what was learnt before is not used: {path} {other}"
     try:
