@@ -18,7 +18,7 @@ ITERATIONS, EVERY = 31, (4, 10)
 NOISE = {"torch": 0.05, "deepspeed": 0.05, "megatron": 0.2}
 
 
-@pytest.mark.soak  # times need a machine that runs nothing else; test_hook.py has the marks
+@pytest.mark.soak  # times need a machine that runs nothing else; test_hook.py has the mark
 @pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
 def test_times_savings_and_verdicts_are_those_without_evaluations(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -343,3 +343,29 @@ def test_the_microbatches_of_an_iteration_are_shown_to_who_asks():
         hook.end_iteration()
         hook.begin_iteration(3)
     assert shown == [(2, ["a", "b"]), (3, None)]
+
+
+class Noted:
+    """A `ProgramSource` without programs."""
+
+    def program_for(self, _: int) -> None:
+        return None
+
+    def on_end(self, *_: object) -> None:
+        pass
+
+    def on_unfollowed(self, _: str) -> None:
+        pass
+
+
+def test_only_the_iteration_after_an_evaluation_is_marked() -> None:
+    marks = Marks(memoryview(bytearray(8)).cast("Q"))
+    hook = Hook(marks, Noted(), None)
+    for evaluates in (False, True, False):
+        if evaluates:
+            hook.note_evaluation()
+        hook.begin_iteration(1)
+        hook.begin(0, "F", 0)
+        hook.end()
+        hook.end_iteration()
+    assert [times.follows_evaluation for times in marks.finished()] == [False, True, False]
