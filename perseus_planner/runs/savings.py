@@ -134,10 +134,11 @@ def profile_costs(
         time_s: Seconds of the iteration.
         error_j: As in `RankCosts`; None if the profile does not tell.
     """
-    watts = math.fsum(cost.energy_j for cost in each) / math.fsum(cost.time_s for cost in each)
+    busy_s = math.fsum(cost.time_s for cost in each)
+    watts = math.fsum(cost.energy_j for cost in each) / busy_s if busy_s else 0.0
     doubt_w = max(_WAITING_DOUBT * waiting_w, _LEAST_DOUBT * watts)
     if error_j is None:
-        rows = {(cost.energy_j / cost.full_j) for cost in each if cost.is_lowered}
+        rows = {(cost.energy_j / cost.full_j) for cost in each if cost.is_lowered and cost.full_j}
         lowered_j = math.fsum(cost.energy_j for cost in each if cost.is_lowered)
         error_j = _ROW_ERROR * math.sqrt(2.0 / max(1, len(rows))) * lowered_j
     return RankCosts(each, waiting_w, time_s, error_j, doubt_w)
@@ -235,6 +236,8 @@ class Savings:
         own_j = self._scale * busy_j + self._waiting_w * waited_s
         longer_j = self._scale * (full_j - busy_j)
         shorter_s = max(0.0, time_s - full_s) - waited_s  # that GPUs would wait longer
+        if own_j <= 0.0:
+            return None
         ratio = energy_j / own_j * lowered_share
         saved_j = (longer_j + self._waiting_w * shorter_s) * ratio
         waiting_error_j = math.sqrt(max(0.0, self._covariance[2])) * abs(shorter_s) * ratio
@@ -255,6 +258,8 @@ class Savings:
         scale += (_DRIFT * self._scale) ** 2
         gain = (scale * busy_j + both * waited_s, both * busy_j + waiting * waited_s)
         variance = gain[0] * busy_j + gain[1] * waited_s + (_NOISE * energy_j) ** 2
+        if variance == 0.0:  # a rank without work, whose GPU drew nothing
+            return
         miss_j = energy_j - self._scale * busy_j - self._waiting_w * waited_s
         most_j = _MOST_MISS * math.sqrt(variance)
         miss_j = min(max(miss_j, -most_j), most_j)
@@ -268,11 +273,18 @@ class Savings:
 
 
 def _works(costs: Sequence[Cost], ran_s: Sequence[float]) -> list[float]:
-    """Return the work of each computation beside its row's; a stall is none."""
+    """Return the work of each computation beside its row's; a stall is none, and neither is what
+    runs where rows have no work.
+    """
     if len(costs) != len(ran_s):
-        return [math.fsum(ran_s) / costs[0].time_s]
-    works = [each_s / cost.time_s for cost, each_s in zip(costs, ran_s, strict=True)]
-    usual = median_low(works)
+        time_s = costs[0].time_s
+        return [math.fsum(ran_s) / time_s if time_s else 0.0]
+    works = [
+        each_s / cost.time_s if cost.time_s else 0.0
+        for cost, each_s in zip(costs, ran_s, strict=True)
+    ]
+    having = [work for work, cost in zip(works, costs, strict=True) if cost.time_s]
+    usual = median_low(having) if having else 0.0
     return [usual if work > _STALL * usual else work for work in works]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launching import ranks
 
+from perseus_planner.engines.guard import Guard
 from perseus_planner.engines.recording import RecordedCall
 from perseus_planner.profiler.ranks.measure import UNLIKE_TRAINING
 
@@ -48,7 +49,8 @@ class Event:
 def test_computations_on_a_gpu_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    times, weight = RecordedCall("F"), torch.ones(3, requires_grad=True)
+    times = RecordedCall("F", Guard(pytest.fail))
+    weight = torch.ones(3, requires_grad=True)
     times.before((), {})
     first, second = 2 * weight, 3 * weight
     times.after((), {}, ((first, second), None))

@@ -285,3 +285,16 @@ def test_a_row_after_an_evaluation_is_a_pause(tmp_path: Path):
     assert seen.mean_iteration_s == pytest.approx(usual.mean_iteration_s, rel=1e-3)
     assert seen.pause_j > 1e6
     assert seen.energy_j < usual.energy_j
+
+
+def test_a_computation_without_work_saves_and_costs_nothing():
+    """Such as the backward of a frozen stage, whose row is 0 s and 0 J."""
+    idle = Cost(0.0, 0.0, 0.0, 0.0)
+    frozen = replace(COSTS, each=(*COSTS.each, idle))
+    with_it = Savings().add(frozen, (0.2, 0.1, 1e-5), 0.4, 55.0)
+    without = Savings().add(COSTS, (0.2, 0.1), 0.4, 55.0)
+    assert with_it is not None
+    assert without is not None
+    assert with_it.saved_j == pytest.approx(without.saved_j)
+    alone = replace(COSTS, each=(idle,))
+    assert Savings().add(alone, (1e-5,), 0.4, 20.0) == NOTHING
