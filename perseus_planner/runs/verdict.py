@@ -130,10 +130,9 @@ MOST_APART = 2.0
 """If all ranks compute more than this times as long or as short as planned, by one factor, the plan
 is of another machine.
 """
-FAR_OFF = 1.5
-"""No saving is stated if iterations take more than this times as long or as short as planned. It is
-counted against the joules of the plan's profile, which are then off by a third or more; plans save
-less than that.
+FAR_OFF = 2.0
+"""No saving is stated if iterations take more than this times as long or as short as planned: the
+account of a run says nothing of such iterations either.
 """
 _ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
 _MOST_RANKS = 8  #: named

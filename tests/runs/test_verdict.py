@@ -142,7 +142,7 @@ def test_a_plan_is_of_another_machine_by_its_gpu_or_by_one_factor_on_idle_hosts(
         (1.0, None),
         (FAR_OFF, None),
         (1 / FAR_OFF, None),
-        (1.51 * FAR_OFF, "2.3"),
+        (1.51 * FAR_OFF, "3"),
         (0.0062, "0.0062"),
         (510.0, "510"),
     ],

@@ -65,6 +65,8 @@ def test_each_new_limit_is_warned_of_and_counted():
     warned: dict[str, str] = {}
     nothing = SimpleNamespace(
         problem=None,
+        fault=None,
+        unfollowed=None,
         deviation=None,
         misfit=None,
         agreement=SimpleNamespace(lost=None),
