@@ -137,6 +137,15 @@ def regathers_weights(module: torch.nn.Module) -> bool:
     return any(group.post_forward_mesh_info is not None for group in _shard_groups(module))
 
 
+_SHARD_STATE = (
+    "is_last_backward",
+    # From torch 2.15 on, whether whoever runs backwards finishes them, and whether one has begun.
+    "manual_backward_finalization",
+    "manual_backward_finalization_active",
+)
+"""What all shards of a module know of the backward in progress."""
+
+
 def _sharded_parts(module: torch.nn.Module) -> list[Any]:
     from torch.distributed import is_available
 
@@ -167,7 +176,7 @@ def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for part in parts:
             context = part._get_fsdp_state()._state_ctx
-            stack.enter_context(preserve_attributes(context, "is_last_backward"))
+            stack.enter_context(preserve_attributes(context, *_SHARD_STATE))
             part.set_is_last_backward(False)
         for group in groups:
             stack.enter_context(
