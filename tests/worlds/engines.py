@@ -135,6 +135,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Run on {result['date']} with Python {result['python']}, {releases}: "
         f"{tests[_PASSED]} tests passed, {tests[_FAILED]} failed, {tests[_SKIPPED]} were skipped."
     )
+    if note := result.get("note"):  # of whoever ran it, such as on what was run again
+        head = f"{head} {note}"
     lines = ["| component | what was run | what the planner did |", "|---|---|---|"]
     for row in result["rows"]:
         release = result["releases"].get(row["component"], "")
