@@ -140,7 +140,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = ["| component | what was run | what the planner did |", "|---|---|---|"]
     for row in result["rows"]:
         release = result["releases"].get(row["component"], "")
-        lines.append(f"| {row['component']} {release} | {row['what']} | {row['seen']} |")
+        what = row["what"].replace("|", "\\|")  # layouts have bars
+        lines.append(f"| {row['component']} {release} | {what} | {row['seen']} |")
     return "\n".join([head, "", *lines, ""])
 
 
