@@ -268,8 +268,8 @@ def test_a_saved_profile_loads_as_it_was_and_saves_to_the_same_bytes(
     profile: Profile, tmp_path_factory
 ):
     with pytest.MonkeyPatch.context() as patch:  # whatever its rows are, they are kept
-        patch.setattr("perseus_planner.profiles.profiles.find_doubts", lambda *_: [])
-        patch.setattr("perseus_planner.profiles.profiles.power_problem", lambda *_: None)
+        patch.setattr("perseus_planner.profiles.profiles.find_doubts", lambda *_, **__: [])
+        patch.setattr("perseus_planner.profiles.profiles.power_problem", lambda *_, **__: None)
         check_round_trip(profile, tmp_path_factory)
 
 

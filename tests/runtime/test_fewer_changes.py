@@ -108,6 +108,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     made = Node()
     yield made
     made.connection.close()
+    # Nobody moves the virtual clock now, and a controller looks at descriptors by time.
+    kept.monotonic_ns = time.monotonic_ns
+    kept.sleep = time.sleep
     made.controller.run()
     assert not made.controller._attached
 
