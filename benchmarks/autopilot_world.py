@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus_planner import Profile
-from perseus_planner.runtime.autopilot import ComputationObservation, RankObservation
+from perseus_planner.extensions.autopilot import ComputationObservation, RankObservation
 from perseus_planner.schedules.iteration import Iteration
 
 Floats = NDArray[np.float64]

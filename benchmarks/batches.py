@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.extensions.autopilot.batches.solver import (
+    BatchPlan,
+    BatchPlanner,
+    Law,
+    margin_of,
+)
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
-from perseus_planner.solver.batch import BatchPlan, BatchPlanner, Law, margin_of
 from perseus_planner.solver.curve import TimeEnergyCurve
 
 NUMBER = 32

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from perseus_planner.service.serve import Address, listening
+from perseus_planner.extensions.service.serve import Address, listening
 
 
 class Body(BaseModel):

@@ -13,8 +13,8 @@ from data import STAGES, Case, Size, dag_of, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan, schedules, solve
-from perseus_planner.cluster.baselines import envpipe
-from perseus_planner.cluster.replay import Cluster, Straggler, simulate
+from perseus_planner.extensions.lab.baselines import envpipe
+from perseus_planner.extensions.lab.replay import Cluster, Straggler, simulate
 from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8

@@ -7,9 +7,9 @@ import time
 from data import Size
 from results import Check, Section, Table
 
-from perseus_planner.estimate.explore import Choices, Objective, explore
-from perseus_planner.estimate.operations import SYSTEMS
-from perseus_planner.estimate.transformer import PRESETS
+from perseus_planner.extensions.explore.explore import Choices, Objective, explore
+from perseus_planner.extensions.explore.operations import SYSTEMS
+from perseus_planner.extensions.explore.transformer import PRESETS
 
 _COLUMNS = {
     "what": ("job", ""),

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from perseus_planner.estimate.configuration import Configuration, schedule_of
-from perseus_planner.estimate.operations import LayerTimes, System
+from perseus_planner.extensions.explore.configuration import Configuration, schedule_of
+from perseus_planner.extensions.explore.operations import LayerTimes, System
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 _SETTLED = (

@@ -25,7 +25,7 @@ import torch  # noqa: TID253
 import torch.distributed as dist  # noqa: TID253
 
 from perseus_planner import Profile, schedules
-from perseus_planner.acceptance.steps import _recorded, _traced, mark_error_s
+from perseus_planner.extensions.lab.acceptance.steps import _recorded, _traced, mark_error_s
 from perseus_planner.gpu import open_gpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime

@@ -28,9 +28,9 @@ from torch.distributed import pipelining  # noqa: TID253
 from torch.nn import functional  # noqa: TID253
 
 from perseus_planner import Monitor
+from perseus_planner.extensions.autopilot.batches.exchange import fit_law
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.batches.exchange import fit_law
 from perseus_planner.runtime.cuda_marks import CudaMarks
 from perseus_planner.runtime.marks import IterationTimes
 

@@ -20,10 +20,10 @@ from engine_cost import ENGINES, FixedProgram, time_in_turn
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.extensions.autopilot import AutopilotSettings, Ledger
+from perseus_planner.extensions.autopilot.batches.batches import Batches
+from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot import AutopilotSettings, Ledger
-from perseus_planner.runtime.batches.batches import Batches
-from perseus_planner.runtime.batches.exchange import Exchange, Seat
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob

@@ -18,10 +18,10 @@ from modern_iterations import Published, published
 from results import Check, Section, Table
 from time_fit import fit, fit_modern, modern_s, tables
 
-from perseus_planner.estimate.configuration import Configuration, memory
-from perseus_planner.estimate.explore import worth_measuring
-from perseus_planner.estimate.operations import KernelTimes, System, layer_times, sum_s
-from perseus_planner.estimate.transformer import Transformer
+from perseus_planner.extensions.explore.configuration import Configuration, memory
+from perseus_planner.extensions.explore.explore import worth_measuring
+from perseus_planner.extensions.explore.operations import KernelTimes, System, layer_times, sum_s
+from perseus_planner.extensions.explore.transformer import Transformer
 
 _CHOICES = 8  #: configurations of a task
 _WIDE = "39.1B with a tensor degree of 8, and table 5"

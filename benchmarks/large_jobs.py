@@ -17,11 +17,11 @@ from unittest import mock
 from data import MissingError, Size
 from results import Check, Section, Table
 
+from perseus_planner.extensions.autopilot.ranks.messages import Places, turns
+from perseus_planner.extensions.service.agent.outbox import RankLocation, StoreMessages
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import job as jobs
 from perseus_planner.runtime import rendezvous
-from perseus_planner.runtime.agent.outbox import RankLocation, StoreMessages
-from perseus_planner.runtime.autopilot.ranks.messages import Places, turns
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.rendezvous import RankInfo, Rendezvous
 from perseus_planner.runtime.switching import (

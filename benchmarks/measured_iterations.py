@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 from data import MissingError, folder
 from fast_replay import iteration_s
 
-from perseus_planner.estimate.configuration import Configuration
-from perseus_planner.estimate.operations import SYSTEMS, LayerTimes, System, kernel_key, layer_times
-from perseus_planner.estimate.transformer import Transformer, split_layers
+from perseus_planner.extensions.explore.configuration import Configuration
+from perseus_planner.extensions.explore.operations import (
+    SYSTEMS,
+    LayerTimes,
+    System,
+    kernel_key,
+    layer_times,
+)
+from perseus_planner.extensions.explore.transformer import Transformer, split_layers
 
 #: padded as Megatron does, but for heads of one GPU on 2 to 8 GPUs, which take as if it were not
 _VOCABULARY = 50257

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from data import MissingError, folder
 from fast_replay import iteration_s
 
-from perseus_planner.estimate.configuration import Configuration, memory
-from perseus_planner.estimate.operations import SYSTEMS, System, layer_times
-from perseus_planner.estimate.transformer import Transformer, split_layers
+from perseus_planner.extensions.explore.configuration import Configuration, memory
+from perseus_planner.extensions.explore.operations import SYSTEMS, System, layer_times
+from perseus_planner.extensions.explore.transformer import Transformer, split_layers
 
 _MICROBATCHES, _VIRTUAL = (1, 2, 4, 8), (1, 2, 3, 4, 6, 7)
 # MLPerf Training v4.0, Sustainable Metal Cloud: 3,101 s of training, 10.765 s a step of

@@ -16,10 +16,16 @@ from typing import Any
 from data import MissingError, Size, folder
 from results import Check, Section, Table
 
-from perseus_planner.estimate.configuration import Candidate, Configuration, memory
-from perseus_planner.estimate.curves import CurveMaker
-from perseus_planner.estimate.operations import SYSTEMS, LayerTimes, Product, layer_times, phases_of
-from perseus_planner.estimate.transformer import PRESETS, split_layers
+from perseus_planner.extensions.explore.configuration import Candidate, Configuration, memory
+from perseus_planner.extensions.explore.curves import CurveMaker
+from perseus_planner.extensions.explore.operations import (
+    SYSTEMS,
+    LayerTimes,
+    Product,
+    layer_times,
+    phases_of,
+)
+from perseus_planner.extensions.explore.transformer import PRESETS, split_layers
 from perseus_planner.plans.replay import time_and_energy
 
 _LEAST_S = 0.3e-3  # shorter rows are artefacts of averaging

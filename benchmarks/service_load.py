@@ -20,8 +20,8 @@ from results import Section
 from service_figures import Alone, Found, Mixed, section_of
 from service_processes import Leaders, Row, Server, Spell, echo, leading, look, service, spell
 
-from perseus_planner.service.client import Client
-from perseus_planner.service.models import (
+from perseus_planner.extensions.service.client import Client
+from perseus_planner.extensions.service.models import (
     Counters,
     Place,
     Registration,

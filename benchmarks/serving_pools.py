@@ -10,10 +10,10 @@ from data import FULL, MissingError, Size, folder
 from results import Check, Section, Table
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.inference.plan import BASELINE, POLICIES, make_plan, plan_pools
-from perseus_planner.inference.simulation import Settings, replay
-from perseus_planner.inference.views import plan_view
-from perseus_planner.inference.workload import (
+from perseus_planner.extensions.inference.plan import BASELINE, POLICIES, make_plan, plan_pools
+from perseus_planner.extensions.inference.simulation import Settings, replay
+from perseus_planner.extensions.inference.views import plan_view
+from perseus_planner.extensions.inference.workload import (
     Configuration,
     InferenceProfile,
     Load,

@@ -19,13 +19,13 @@ from perseus_planner.base import __version__ as __version__
 if TYPE_CHECKING:
     from perseus_planner import schedules
     from perseus_planner.base import errors
+    from perseus_planner.extensions.service.client import Client
     from perseus_planner.gpu.monitor import Monitor
     from perseus_planner.plans.job import Job
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runs.run import Run
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.service.client import Client
     from perseus_planner.solver.frontier import Frontier, solve, solve_dag
     from perseus_planner.solver.replicas import Replicas
 
@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 _HOME = {
-    "Client": "service.client",
     "Frontier": "solver.frontier",
     "Job": "plans.job",
     "Monitor": "gpu.monitor",
@@ -61,7 +60,14 @@ _HOME = {
 _ROOMS = {"errors": "base.errors", "schedules": "schedules"}
 
 
+_OFFERED = {"Client": "client"}
+"""What an extension brings, by its name in `base.extensions.OFFERS`."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _OFFERED:
+        extensions = import_module("perseus_planner.base.extensions")
+        return extensions.offer(_OFFERED[name])
     if name in _HOME:
         return getattr(import_module(f"perseus_planner.{_HOME[name]}"), name)
     if name in _ROOMS:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 # What the parts of GPT-3 2.7B, its vocabulary padded, take on a microbatch of four sequences of
-# 2048 tokens, as `perseus_planner.estimate` counts it (tests compare them): forward, gradients of
+# 2048 tokens, as the extension `explore` counts it (tests compare them): forward, gradients of
 # inputs and of weights. The noise of a simulated GPU follows from how they are written.
 _LAYERS = 8
 _LAYER = {

@@ -21,8 +21,8 @@ if __name__ != "perseus_planner.runtime":
 
 if TYPE_CHECKING:
     from perseus_planner.engines.modes import Recompute
+    from perseus_planner.extensions.autopilot.batches.work import sequence_work
     from perseus_planner.profiles.modes import ModeFunction
-    from perseus_planner.runtime.batches.work import sequence_work
     from perseus_planner.runtime.runtime import Runtime
     from perseus_planner.runtime.session import planner_runtime
 
@@ -32,7 +32,7 @@ __all__ = ["ModeFunction", "Recompute", "Runtime", "planner_runtime", "sequence_
 def __getattr__(name: str) -> Any:
     # Loaded on first use, because the clock controller is in this package too and must start fast.
     if name == "sequence_work":
-        from perseus_planner.runtime.batches import work
+        from perseus_planner.extensions.autopilot.batches import work
 
         return work.sequence_work
     if name == "ModeFunction":

@@ -33,11 +33,11 @@ from perseus_planner.runtime.controller.protocol import (
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
+    from perseus_planner.extensions.autopilot.batches.batches import Batches
+    from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runs import IterationRecord
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.attachment import Reattachment
-    from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
-    from perseus_planner.runtime.batches.batches import Batches
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.hook import Hook
     from perseus_planner.runtime.job import JobWarnings

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.loops import Backoff
-from perseus_planner.runtime.autopilot.ranks.messages import order_number, order_of
+from perseus_planner.extensions.autopilot.ranks.messages import order_number, order_of
 from perseus_planner.runtime.hook import RAISED
 from perseus_planner.runtime.switching import Agreement
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.job import Ledger
-    from perseus_planner.runtime.batches.batches import Batches
+    from perseus_planner.extensions.autopilot.batches.batches import Batches
+    from perseus_planner.extensions.autopilot.job import Ledger
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching import NodeShare

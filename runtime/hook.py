@@ -30,10 +30,10 @@ from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import IterationHook, Microbatches
+    from perseus_planner.extensions.autopilot.job import Ledger
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.savings import RankCosts
-    from perseus_planner.runtime.autopilot.job import Ledger
     from perseus_planner.runtime.modes import ModeSwitch
 
 _NO_REQUEST_INDEX = -1

@@ -31,10 +31,10 @@ from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_k
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import WholeTraining, as_tested
 from perseus_planner.engines.releases import name_untested
+from perseus_planner.extensions.autopilot.batches.work import check_options
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
-from perseus_planner.runtime.batches.work import check_options
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import (
     Node,
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.engines.engine import Engine
+    from perseus_planner.extensions.autopilot.batches.batches import Batches
+    from perseus_planner.extensions.autopilot.batches.work import WorkFunction
+    from perseus_planner.extensions.autopilot.job import AutopilotSettings
+    from perseus_planner.extensions.service.agent.outbox import ServiceSettings
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.modes import ModeFunctions
     from perseus_planner.runs.verdict import StragglerDetection
-    from perseus_planner.runtime.agent.outbox import ServiceSettings
-    from perseus_planner.runtime.autopilot.job import AutopilotSettings
-    from perseus_planner.runtime.batches.batches import Batches
-    from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.controller.protocol import AttachReply, Control
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.trackers import LogFunction
@@ -494,7 +494,7 @@ def join_job(
             if options.plan is not None:
                 packed = packed_plan(Plans.load(options.plan).dumps())
             if options.work is not None and options.state_file is not None:
-                from perseus_planner.runtime.batches.exchange import send_profile
+                from perseus_planner.extensions.autopilot.batches.exchange import send_profile
 
                 send_profile(job.store, options.state_file)
             attempt = Attempt.next_in(options.record)
@@ -572,8 +572,8 @@ def _batches(
         ProfileError: If the profile does not fit what it runs.
         RankError: If rank 0 has no function for the work.
     """
-    from perseus_planner.runtime.batches.batches import Batches  # they load numba
-    from perseus_planner.runtime.batches.exchange import Exchange, Seat, sent_profile
+    from perseus_planner.extensions.autopilot.batches.batches import Batches  # they load numba
+    from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat, sent_profile
 
     assert options.work is not None
     position = engine.pipeline_rank

@@ -16,9 +16,9 @@ from perseus_planner.runtime.resiliency import corrected_report
 from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Rejection
 
 if TYPE_CHECKING:
+    from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
-    from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.telemetry import Telemetry

@@ -22,15 +22,15 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.loops import Loop
 from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import as_tested, sharded_torch
+from perseus_planner.extensions.autopilot.batches.work import load_work
+from perseus_planner.extensions.autopilot.job import AutopilotSettings
+from perseus_planner.extensions.autopilot.ranks.messages import Programs, ServiceExchange
+from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
-from perseus_planner.runtime.autopilot.job import AutopilotSettings
-from perseus_planner.runtime.autopilot.ranks.messages import Programs, ServiceExchange
-from perseus_planner.runtime.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
-from perseus_planner.runtime.batches.work import load_work
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.follower import Follower, RankLedger
 from perseus_planner.runtime.hook import Hook
@@ -51,9 +51,9 @@ from perseus_planner.runtime.trackers import Trackers, log_functions
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
+    from perseus_planner.extensions.autopilot.batches.work import WorkFunction
+    from perseus_planner.extensions.service.agent.agent import ServiceLink
     from perseus_planner.runs.verdict import StragglerDetection
-    from perseus_planner.runtime.agent.agent import ServiceLink
-    from perseus_planner.runtime.batches.work import WorkFunction
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.rendezvous import RankContext
@@ -468,8 +468,8 @@ class _Session:
 
 def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     try:  # loaded here with pydantic, because most jobs have no service
-        from perseus_planner.runtime.agent.agent import ServiceLink
-        from perseus_planner.runtime.agent.outbox import ServiceSettings
+        from perseus_planner.extensions.service.agent.agent import ServiceLink
+        from perseus_planner.extensions.service.agent.outbox import ServiceSettings
     except ModuleNotFoundError as error:
         raise UsageError(
             f"service={options.service!r} needs {error.name}, which is not installed; "

@@ -10,7 +10,7 @@ import os
 
 import click
 
-from perseus_planner.base import __version__, registry
+from perseus_planner.base import __version__, extensions
 from perseus_planner.cli import console
 from perseus_planner.cli.machine import doctor, reset, warm_up
 from perseus_planner.cli.measure import measure
@@ -18,8 +18,6 @@ from perseus_planner.cli.options import examples
 from perseus_planner.cli.planning import plan, run_job, solve
 from perseus_planner.cli.profiling import calibrate, profile
 from perseus_planner.cli.run import run
-from perseus_planner.cli.serve import serve
-from perseus_planner.cli.service import budget, status, straggler
 from perseus_planner.cli.show import report, show
 
 
@@ -50,11 +48,23 @@ def main(context: click.Context) -> None:
         _recover_gpus()
 
 
-_EDGE = {name: registry.load(place) for name, place in registry.COMMANDS.items()}
-main.add_section("Measure", doctor, profile, measure, _EDGE["estimate"], _EDGE["explore"])
-main.add_section("Plan", solve, plan, show, report, calibrate, _EDGE["simulate"], warm_up)
-main.add_section("Train", run, reset)
-main.add_section("Serve", serve, status, straggler, budget, _EDGE["inference"])
+_CORE = {
+    "Measure": (doctor, profile, measure),
+    "Plan": (solve, plan, show, report, calibrate, warm_up),
+    "Train": (run, reset),
+}
+
+
+def _add_commands() -> None:
+    """Add the commands of the core, and those of extensions behind them or under headings of their
+    own.
+    """
+    added = extensions.commands()
+    for heading in dict.fromkeys((*_CORE, *added)):
+        main.add_section(heading, *_CORE.get(heading, ()), *added.get(heading, {}).values())
+
+
+_add_commands()
 main.for_a_file = run_job
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from perseus_planner.base import registry
+from perseus_planner.base import extensions
 from perseus_planner.base.checks import PASSED, CheckResult, failure, run_check
 from perseus_planner.base.errors import GpuError, UsageError
 from perseus_planner.base.prefixes import counted, si
@@ -112,7 +112,7 @@ def doctor(
                 "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
                 "--into and --json; an acceptance tries all of them"
             )
-        accept = registry.load(registry.ACCEPT)
+        accept = extensions.offer("acceptance")
         folder = acceptance.into or Path("acceptance")
         check_folder(folder, "--into")
         accept(
@@ -456,10 +456,10 @@ def _use_all_kernels() -> None:
     import numpy as np
 
     from perseus_planner import solve
+    from perseus_planner.extensions.autopilot.job import AutopilotJob
+    from perseus_planner.extensions.autopilot.planning import Costs, Searcher
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
     from perseus_planner.profiles.measurement import ClockChange
-    from perseus_planner.runtime.autopilot.job import AutopilotJob
-    from perseus_planner.runtime.autopilot.planning import Costs, Searcher
     from perseus_planner.schedules import one_f_one_b
 
     profile = profile_simulated("simulated:a100-sxm", 2)

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import click
 
-from perseus_planner.base import registry, units
+from perseus_planner.base import extensions, units
 from perseus_planner.base.errors import UsageError
 
 PATH = click.Path(path_type=Path)
@@ -221,7 +221,8 @@ class SourceFile(Text):
 
             path = Path(text)
             kind = kind_of(path) if path.exists() else None
-            if kind in _KINDS and kind not in (kinds or registry.SHOWN.keys() | set(wanted)):
+            taken = kinds or {*extensions.places("shown"), *wanted}
+            if kind in _KINDS and kind not in taken:
                 names = ", ".join(_KINDS[each] for each in wanted[:-1])
                 names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
@@ -307,9 +308,9 @@ def complete(names: Callable[[], Iterable[str]]) -> Option:
 
 def gpu_names() -> list[str]:
     """Return the texts of GPUs that can be named on any node."""
-    from perseus_planner.gpu import BACK_ENDS
+    from perseus_planner.gpu import back_ends
 
-    return [*(f"{name}:" for name in BACK_ENDS), *(f"simulated:{name}" for name in chip_names())]
+    return [*(f"{name}:" for name in back_ends()), *(f"simulated:{name}" for name in chip_names())]
 
 
 def chip_names() -> list[str]:

@@ -37,6 +37,7 @@ from perseus_planner.cli.options import (
     refuse_same,
 )
 from perseus_planner.cli.profiling import profile
+from perseus_planner.schedules import schedule_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,18 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner import Plan, Replicas
     from perseus_planner.plans.job import Settings
 
-#: the names in `schedules.NAMES`, which is not loaded for --help
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "looped-bfs",
-    "interleaved-1f1b",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-)
-_COMPLETED = complete(lambda: SCHEDULES)
+_COMPLETED = complete(schedule_names)
 
 
 def _slow_stages(
@@ -84,7 +74,7 @@ class SettingOptions:
 
     schedule: Annotated[
         str | None,
-        f"Order of the computations: {', '.join(SCHEDULES)}; or a text grid (.csv or .txt) with a "
+        f"Order of the computations: {', '.join(schedule_names())}; or a text grid (.csv or .txt) with a "
         "line for each rank and cells such as 3F17.  [default: the schedule that the profile was "
         "measured in]",
         Option(metavar="NAME|GRID"),

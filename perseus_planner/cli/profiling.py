@@ -335,9 +335,9 @@ def calibrate(
             raise UsageError(
                 "--kernels: measures on its own; leave out profile, plan and --measured"
             )
-        from perseus_planner.base import registry
+        from perseus_planner.base import extensions
 
-        measure_kernels = registry.load(registry.MEASURE_KERNELS)
+        measure_kernels = extensions.offer("kernels")
         measure_kernels(kernels, output)
         return
     if profile_or_job is None or not plan_or_run:

@@ -126,8 +126,8 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
-    from perseus_planner.runtime.autopilot.job import AutopilotSettings
-    from perseus_planner.runtime.batches.work import check_options
+    from perseus_planner.extensions.autopilot.batches.work import check_options
+    from perseus_planner.extensions.autopilot.job import AutopilotSettings
     from perseus_planner.runtime.unmodified.options import write_options
 
     for name in ("record", "state"):

@@ -144,21 +144,22 @@ def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) ->
 
 def _view(path: Path, blocking_power_w: float | None) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
-    from perseus_planner.base import registry
+    from perseus_planner.base import extensions
     from perseus_planner.base.documents import kind_of
 
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
     if kind == "kareus":
-        plans = registry.load(registry.KAREUS)(path, blocking_power_w)
+        plans = extensions.offer("kareus")(path, blocking_power_w)
         text = "\n".join(each.sheet.text() for each in plans)
         return _View({"kareus": plans}, text)
     if blocking_power_w is not None:
         raise UsageError(
             f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
         )
-    if kind is not None and kind in registry.SHOWN:
-        return _View(*registry.load(registry.SHOWN[kind])(path))
+    shown = extensions.places("shown")
+    if kind is not None and kind in shown:
+        return _View(*extensions.load(shown[kind])(path))
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
@@ -318,7 +319,7 @@ def report(
     The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give
     the numbers of your site.
     """
-    from perseus_planner.base import registry
+    from perseus_planner.base import extensions
     from perseus_planner.base.documents import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
@@ -326,8 +327,9 @@ def report(
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon)
-    for kind in registry.REPORTED.keys() & set(map(kind_of, source)):
-        content, text, html = registry.load(registry.REPORTED[kind])(source, rates)
+    reported = extensions.places("reported")
+    for kind in reported.keys() & set(map(kind_of, source)):
+        content, text, html = extensions.load(reported[kind])(source, rates)
         write_file(output, html, UsageError)
         console.report(content, text, [output])
         return

@@ -24,13 +24,14 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from perseus_planner.base import extensions
 from perseus_planner.base.errors import GpuError, did_you_mean
 from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.nvml.device import VisibleGpu
 
-__all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "open_gpu"]
+__all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "back_ends", "open_gpu"]
 
 _OPENERS = {
     "nvml": ("nvml.gpu", "open_nvml"),
@@ -45,7 +46,12 @@ _OPENERS = {
 }
 
 BACK_ENDS = tuple(_OPENERS)
-"""Names of the back-ends, which precede the colon."""
+"""Names of the back-ends of the core, which precede the colon."""
+
+
+def back_ends() -> tuple[str, ...]:
+    """Return the names of all back-ends: those of the core, and of extensions."""
+    return (*BACK_ENDS, *extensions.places("gpus"))
 
 
 def check_back_end(text: str) -> None:
@@ -55,13 +61,13 @@ def check_back_end(text: str) -> None:
         GpuError: If it does not.
     """
     back_end = text.partition(":")[0]
-    if back_end not in _OPENERS:
+    if back_end not in _OPENERS and back_end not in extensions.places("gpus"):
         from perseus_planner.gpu.simulated.model import CATALOG
 
-        advice = did_you_mean(back_end, BACK_ENDS) or did_you_mean(
+        advice = did_you_mean(back_end, back_ends()) or did_you_mean(
             back_end, CATALOG, "simulated:{}".format
         )
-        advice = advice or f"choose one of: {', '.join(BACK_ENDS)}"
+        advice = advice or f"choose one of: {', '.join(back_ends())}"
         raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
 
 
@@ -74,9 +80,13 @@ def open_gpu(text: str) -> Gpu:
     """
     check_back_end(text)
     back_end, _, which = text.partition(":")
-    module, function = _OPENERS[back_end]
-    # Imported on demand: what a back-end needs may not be installed.
-    opener: Callable[[str], Gpu] = getattr(import_module(f"perseus_planner.gpu.{module}"), function)
+    opener: Callable[[str], Gpu]
+    if back_end in _OPENERS:
+        module, function = _OPENERS[back_end]
+        # Imported on demand: what a back-end needs may not be installed.
+        opener = getattr(import_module(f"perseus_planner.gpu.{module}"), function)
+    else:
+        opener = extensions.load(extensions.places("gpus")[back_end])
     return opener(which)
 
 

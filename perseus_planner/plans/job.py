@@ -99,7 +99,7 @@ class Settings(Checked, error=JobError):
     #: what a GPU of the profile draws while it waits, watts, or one number for each stage; replaces
     #: the profile's. Required for a CSV.
     blocking_power_w: Watts | tuple[Watts, ...] | None = None
-    #: a name of `schedules.NAMES`, or the path of a text grid.
+    #: a name of `schedules.schedule_names()`, or the path of a text grid.
     schedule: Annotated[str | Path, Reader(_read_schedule)] | None = None
     microbatches: Count | None = None  #: number of microbatches of one iteration
     #: number of pipeline ranks; None for as many as the stages of the profile need.
@@ -446,8 +446,8 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
     """
     if settings.schedule is None:
         raise JobError(
-            f"no schedule is given; {_give('schedule')}: {', '.join(schedules.NAMES)}, or a text "
-            "grid"
+            f"no schedule is given; {_give('schedule')}: "
+            f"{', '.join(schedules.schedule_names())}, or a text grid"
         )
     if isinstance(settings.schedule, Path):
         if settings.microbatch_group is not None:

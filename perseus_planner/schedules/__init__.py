@@ -17,6 +17,7 @@ from perseus_planner.schedules.generators import (
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    schedule_names,
     zb_h1,
     zbv,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "one_f_one_b",
     "parse_grid",
     "save_grid",
+    "schedule_names",
     "zb_h1",
     "zbv",
 ]

@@ -9,6 +9,7 @@ from collections import deque
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from perseus_planner.base import extensions
 from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
 from perseus_planner.base.prefixes import counted
 from perseus_planner.base.units import COUNT
@@ -446,7 +447,7 @@ class Generator(NamedTuple):
     virtual_stages: int | None  #: stages per rank; None if the caller chooses
 
 
-#: name -> its generator
+#: name -> its generator, of the core
 NAMES: Mapping[str, Generator] = MappingProxyType(
     {
         "gpipe": Generator(gpipe, 1),
@@ -461,6 +462,11 @@ NAMES: Mapping[str, Generator] = MappingProxyType(
 )
 
 
+def schedule_names() -> tuple[str, ...]:
+    """Return the names of all schedules: those of the core, and of extensions."""
+    return (*NAMES, *extensions.places("schedules"))
+
+
 def generate(
     name: str,
     *,
@@ -472,7 +478,7 @@ def generate(
     """Make the schedule of that name.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `schedule_names()`.
         ranks: number of ranks of the pipeline; each holds as many stages as the schedule has
             virtual stages.
         microbatches: number of microbatches of one iteration.
@@ -517,7 +523,7 @@ def generate_for_stages(
     follow from them.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `schedule_names()`.
         stages: number of stages of the pipeline.
         microbatches: number of microbatches of one iteration.
         ranks: number of ranks; None if virtual stages, or the schedule, tell it.
@@ -555,7 +561,13 @@ def _whole(ranks: int, microbatches: int) -> Schedule:
 def _generator(name: str) -> Generator:
     if name == WHOLE.name:  # of profiles that were learnt without a pipeline
         return Generator(_whole, 1)
-    if name not in NAMES:
-        advice = did_you_mean(name, NAMES) or f"give one of {', '.join(NAMES)}"
+    if name in NAMES:
+        return NAMES[name]
+    place = extensions.places("schedules").get(name)
+    if place is None:
+        advice = did_you_mean(name, schedule_names())
+        advice = advice or f"give one of {', '.join(schedule_names())}"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
-    return NAMES[name]
+    generator = extensions.load(place)
+    assert isinstance(generator, Generator)
+    return generator

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from perseus_planner.base import __version__, registry
+from perseus_planner.base import __version__, extensions
 from perseus_planner.base.errors import RunError, UsageError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, html_table, lay_out, table
@@ -166,7 +166,12 @@ def chart_sources(sources: Sources) -> FrontierChart:
     first = next(iter(sources.plans.values()), None)
     deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
     peers, left_out = list[IterationPoint](), list[str]()
-    for name, choose in registry.load(registry.OTHER_PLANNERS).items():
+    try:
+        other_planners = extensions.offer("other planners")
+    except UsageError as error:
+        left_out.append(str(error))
+        other_planners = {}
+    for name, choose in other_planners.items():
         try:
             peers.append(
                 _point_of(name, "peer", frontier.plan_of(choose(frontier.dag, deadline_s)))

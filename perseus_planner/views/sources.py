@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from perseus_planner.base import registry
+from perseus_planner.base import extensions
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
@@ -64,7 +64,7 @@ class Sources:
     plans: Mapping[str, Plan] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)  #: name -> run
     job: Job | None = None  #: the job file
-    #: plans of Kareus, as `base.registry.KAREUS` returns them.
+    #: plans of Kareus, as the offer "kareus" of `base.extensions` returns them.
     kareus: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()  #: names of the files, in the order in which they were given
 
@@ -185,7 +185,7 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         "frontier": Frontier.load,
         "profile": partial(Profile.load, blocking_power_w=blocking_power_w),
         "job": Job.load,
-        "kareus": lambda path: registry.load(registry.KAREUS)(path, blocking_power_w),
+        "kareus": lambda path: extensions.offer("kareus")(path, blocking_power_w),
     }
     names, sources = list[str](), defaultdict[Any, dict[str, Any]](dict)
     for path in paths:

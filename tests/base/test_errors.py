@@ -13,7 +13,7 @@ from perseus_planner import Profile
 from perseus_planner.base.errors import QUOTED, ProfileError, UsageError, printable, shown
 from perseus_planner.base.tables import CsvFile
 from perseus_planner.base.units import CLOCK, DURATION
-from perseus_planner.inference.workload import read_trace
+from perseus_planner.extensions.inference.workload import read_trace
 
 VALUES = st.recursive(
     st.text(max_size=300) | st.integers() | st.floats() | st.none(),

@@ -15,8 +15,8 @@ from commands import done, loaded, refused
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.cli.planning import SCHEDULES
 from perseus_planner.profiles.groups import on_each_gpu, slowed
+from perseus_planner.schedules import NAMES as SCHEDULES
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
 from perseus_planner.views.curves import frontier_text, summarize_frontier
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from house import (
+    CORE,
     EDGE,
     FOLDERS,
     LEAVES,
@@ -26,7 +27,7 @@ from house import (
 from strategies import smooth_profile
 
 from perseus_planner import schedules, solve
-from perseus_planner.base import registry
+from perseus_planner.base import extensions
 
 HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
 
@@ -82,19 +83,21 @@ def test_a_folder_imports_only_folders_above_it(room: str):
     assert reached & (below - {room}) == set()
 
 
-def test_nothing_but_itself_imports_a_room_at_the_edge():
+def test_the_core_imports_no_extension():
     graph = graph_of_product()
     pairs = {(room_of(module), room_of(other)) for module in graph for other in graph[module]}
-    assert {(room, other) for room, other in pairs if other in EDGE and room != other} == set()
+    assert {(room, other) for room, other in pairs if room in CORE and other in EDGE} == set()
 
 
-def test_the_registry_names_what_stands_at_the_edge():
-    places = [
-        *(*registry.COMMANDS.values(), *registry.SHOWN.values(), *registry.REPORTED.values()),
-        *(registry.ACCEPT, registry.MEASURE_KERNELS, registry.OTHER_PLANNERS),
-    ]
-    assert {room_of(place.partition(":")[0]) for place in places} == set(EDGE)
-    assert all(registry.load(place) for place in places)
+def test_what_extensions_name_is_there():
+    assert {f"extensions.{name}" for name in extensions.extensions()} == set(EDGE)
+    offered = extensions.places("offers")
+    assert offered.keys() == extensions.OFFERS.keys()
+    for name, (extension, _) in extensions.OFFERS.items():
+        assert offered[name].startswith(f"perseus_planner.extensions.{extension}.")
+        assert extensions.load(offered[name])
+    for kind in ("shown", "reported", "gpus", "schedules", "deciders"):
+        assert all(map(extensions.load, extensions.places(kind).values()))
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -109,7 +112,7 @@ def test_no_files_import_each_other_in_a_circle():
         "import perseus_planner",
         "from perseus_planner import Frontier, Job, Plan, Profile",
         "from perseus_planner.runtime import planner_runtime",
-        "from perseus_planner.service.client import Client",
+        "from perseus_planner import Client",
         'from perseus_planner.cli import main; main(["--help"], standalone_mode=False)',
         'from perseus_planner.cli import main; main(["show", "profile.yaml"], '
         "standalone_mode=False)",
@@ -171,7 +174,7 @@ def is_for_types(node: ast.stmt) -> bool:
 
 @pytest.mark.parametrize(
     "file",
-    [*sources("perseus_planner/cli"), *ROOT.glob("perseus_planner/*/command.py")],
+    [*sources("perseus_planner/cli"), *ROOT.glob("perseus_planner/extensions/**/*command*.py")],
     ids=lambda file: f"{file.parent.name}-{file.stem}",
 )
 def test_a_command_loads_profiler_and_runtime_only_when_it_runs(file: Path):
@@ -202,5 +205,5 @@ def test_the_tests_mirror_the_tree():
         "project",
         "worlds",
     }
-    assert folders <= {*ROOMS, *LEAVES, *EDGE}
+    assert folders <= {*ROOMS, *LEAVES, *(room.rpartition(".")[2] for room in EDGE)}
     assert [file for file in sources("tests") if file.name == "__init__.py"] == []

@@ -14,12 +14,12 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import Run, schedules, solve
 from perseus_planner.base.wires import decode, encode
+from perseus_planner.extensions.service.agent.outbox import added_up, told
+from perseus_planner.extensions.service.jobs import add_counters
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.account import SUMS, Entry, fold
 from perseus_planner.runs.recording import TOTALS, add_rows
-from perseus_planner.runtime.agent.outbox import added_up, told
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
-from perseus_planner.service.jobs import add_counters
 from perseus_planner.views.run import run_text, summarize_run
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 

@@ -16,19 +16,19 @@ from strategies import smooth_profile
 
 from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.engines.engine import PipelineRank
+from perseus_planner.extensions.service.access import _JOULES, _TELEMETRY
+from perseus_planner.extensions.service.agent.outbox import added_up
+from perseus_planner.extensions.service.jobs import add_counters
+from perseus_planner.extensions.service.text import _telemetry
 from perseus_planner.runs import Account
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import Attempt, RankFiles
 from perseus_planner.runs.savings import NOTHING, Cost, RankCosts, Savings
-from perseus_planner.runtime.agent.outbox import added_up
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.telemetry import Telemetry, common_checkpoint
-from perseus_planner.service.access import _JOULES, _TELEMETRY
-from perseus_planner.service.jobs import add_counters
 from perseus_planner.views.run import run_text, summarize_run, summarize_unplanned, unplanned_text
-from perseus_planner.views.service_text import _telemetry
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
 NOTHING_SAVED = "o clock was lowered, nothing was saved"

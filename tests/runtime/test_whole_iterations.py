@@ -20,11 +20,11 @@ pytest.importorskip("fastapi")
 
 from perseus_planner import Profile, Run, solve
 from perseus_planner.base.errors import PlanError
+from perseus_planner.extensions.service.client import Client
 from perseus_planner.gpu import open_gpu
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.attachment import control_of, power_limits
-from perseus_planner.service.client import Client
 
 
 def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tmp_path: Path):

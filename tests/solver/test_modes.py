@@ -19,13 +19,13 @@ from strategies import any_schedule, furnished, pipeline, smooth_profile
 
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256
-from perseus_planner.cluster.replay import Cluster
+from perseus_planner.extensions.lab.replay import Cluster
+from perseus_planner.extensions.service.models import Curve
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.models import Curve
 from perseus_planner.solver.clock_problem import clock_problem_of
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 from perseus_planner.solver.modes import ModeProblem, baseline, in_modes

@@ -27,10 +27,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.base.errors import PlannerError
+from perseus_planner.extensions.autopilot.ranks import coordinator
+from perseus_planner.extensions.service.agent import agent
 from perseus_planner.profiles.modes import ModeFunction
 from perseus_planner.runtime import Recompute, planner_runtime, telemetry
-from perseus_planner.runtime.agent import agent
-from perseus_planner.runtime.autopilot.ranks import coordinator
 from perseus_planner.runtime.emulation import emulate
 
 GPU = "emulated:a100-sxm?slower=1000000&call=1ms"

@@ -22,13 +22,13 @@ from runtime_training import WarningLog, equal, job
 from tiny_training import DeepSpeed, Torch
 from torch import nn
 
+from perseus_planner.extensions.autopilot.batches.exchange import OwnTime
+from perseus_planner.extensions.autopilot.batches.leader import Leader
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime import Runtime, planner_runtime
-from perseus_planner.runtime.batches.exchange import OwnTime
-from perseus_planner.runtime.batches.leader import Leader
 
 GPU = "emulated:a100-sxm?call=1ms"
 

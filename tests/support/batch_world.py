@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from perseus_planner import PipelineDag, Profile
+from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Schedule
-from perseus_planner.solver.batch import BatchPlanner, Law
 
 NAME = "simulated a100-sxm"
 MICROBATCHES = 4

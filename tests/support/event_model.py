@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from completions_server import INPUT, OUTPUT, WEIGHTS
 
+from perseus_planner.extensions.inference.serving import ServedRow, Shape
 from perseus_planner.gpu.simulated.model import OpCost, find_model
-from perseus_planner.inference.serving import ServedRow, Shape
 
 Physics = Callable[[int, int], tuple[float, float]]
 """Input tokens and requests that get a token -> seconds and joules of an iteration."""

@@ -51,7 +51,7 @@ SETS_FOR_EVER = f"""{_BEGIN}
 TEXTS = ("nvml:0", "nvml:1")
 
 CONTROLLER, GUARDIAN = "perseus_planner.runtime.controller", "perseus_planner.gpu.lease.guardian"
-AUTOPILOT = "perseus_planner.runtime.autopilot.ranks"
+AUTOPILOT = "perseus_planner.extensions.autopilot.ranks"
 
 
 @contextmanager

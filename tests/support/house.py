@@ -6,7 +6,7 @@ comments, line ends, indents and docstrings. An f-string is one token, as before
 lines are the lines on which such a token stands.
 
 Imports in functions and for type checkers count as well; a name that is put together at run time
-does not.
+does not. Only for type checkers, a public door (`DOORS`) may name what an extension brings.
 """
 
 from __future__ import annotations
@@ -31,18 +31,26 @@ ROOMS = (
     "gpu",
     "engines",
     "runs",
-    "service",
     "views",
 )
 """The folders of the package, in the order of the data."""
 LEAVES = ("profiler", "runtime", "cli")
 """Folders that no other folder imports, but that the last may import the others."""
-EDGE = ("estimate", "inference", "cluster", "acceptance")
-"""Folders that nothing imports: `base.registry` has the names of what stands in them."""
 FACE = "face"
 """The package itself, of public names."""
-ORDER = (*ROOMS, FACE, *LEAVES, *EDGE)
-"""All rooms: each imports only rooms before it."""
+DOORS = ("perseus_planner", "perseus_planner.runtime")
+"""Modules under whose names users import what extensions bring."""
+CORE = (*ROOMS, FACE, *LEAVES)
+"""What works without any extension."""
+EXTENSIONS = "extensions"
+"""The folder of extensions, which the core does not import; `base.extensions` finds them."""
+EDGE = tuple(
+    f"{EXTENSIONS}.{folder.parent.name}"
+    for folder in sorted((ROOT / FOLDERS[0] / EXTENSIONS).glob("*/__init__.py"))
+)
+"""The extensions; each is a room."""
+ORDER = (*CORE, EXTENSIONS, *EDGE)
+"""All rooms: each imports only rooms before it, and extensions import each other."""
 PAGES = (".css", ".html", ".j2", ".js")
 """The endings of what browsers read, and of the templates that it is made of."""
 
@@ -127,10 +135,12 @@ def _module(file: Path) -> str:
 
 def room_of(module: str) -> str:
     """Return the room of `ORDER` that a module of the product stands in."""
-    folder, _, _ = module.partition(".")[2].partition(".")
-    if folder == "":
+    folders = module.split(".")[1:]
+    if not folders:
         return FACE
-    return "cli" if folder == "__main__" else folder
+    if folders[0] == EXTENSIONS:
+        return ".".join(folders[:2])
+    return "cli" if folders[0] == "__main__" else folders[0]
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -149,13 +159,25 @@ def import_graph(sources: Collection[Source]) -> Graph:
     modules = {source.module for source in sources}
     graph = {module: set[str]() for module in modules}
     for module, _, nodes in sources:
+        shown = _for_type_checkers(nodes) if module in DOORS else set()
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = list(imported(node))
+                if node in shown and f".{EXTENSIONS}." in names[0]:
+                    continue
                 if isinstance(node, ast.ImportFrom) and modules.issuperset(names[1:]):
                     del names[0]
                 graph[module] |= modules.intersection(names) - {module}
     return graph
+
+
+def _for_type_checkers(nodes: Iterable[ast.AST]) -> set[ast.AST]:
+    """Return the nodes below `if TYPE_CHECKING:`."""
+    found = set[ast.AST]()
+    for node in nodes:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found.update(ast.walk(node))
+    return found
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -181,7 +203,11 @@ def _reached(graph: Graph, module: str) -> set[str]:
 def arrows_up(graph: Graph) -> list[tuple[str, str]]:
     """Return the pairs of rooms of which the first imports the second, though it comes later."""
     pairs = {(room_of(of), room_of(to)) for of, others in graph.items() for to in others}
-    return sorted(pair for pair in pairs if ORDER.index(pair[0]) < ORDER.index(pair[1]))
+    return sorted(
+        (of, to)
+        for of, to in pairs
+        if ORDER.index(of) < ORDER.index(to) and not (of in EDGE and to in EDGE)
+    )
 
 
 def print_sizes(root: Path) -> None:
@@ -190,8 +216,13 @@ def print_sizes(root: Path) -> None:
     sizes = [(room_of(source.module), size_of(source)) for source in product]
     _print_row("", "files", "code tokens", "code lines")
     _print_row("product", *total(size for _, size in sizes))
-    for room in ORDER:
+    _print_row(" core", *total(size for place, size in sizes if place in CORE))
+    for room in CORE:
         _print_row(f"  {room}", *total(size for place, size in sizes if place == room))
+    _print_row(" extensions", *total(size for place, size in sizes if place not in CORE))
+    for room in EDGE:
+        name = room.partition(".")[2]
+        _print_row(f"  {name}", *total(size for place, size in sizes if place == room))
     _print_row("tests", *total(map(size_of, tests)))
 
     _print_row("\n(without blanks)", "files", "characters", "lines")

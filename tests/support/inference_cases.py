@@ -14,8 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_planner.inference.plan import PUBLISHED, ChangeCosts, Pool
-from perseus_planner.inference.workload import (
+from perseus_planner.extensions.inference.plan import PUBLISHED, ChangeCosts, Pool
+from perseus_planner.extensions.inference.workload import (
     Cell,
     Configuration,
     InferenceProfile,

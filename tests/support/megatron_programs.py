@@ -44,7 +44,7 @@ from torch import nn
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
-from perseus_planner.runtime.batches.work import sequence_work
+from perseus_planner.extensions.autopilot.batches.work import sequence_work
 from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from perseus_planner.service.models import Answer, Report, Scope
+from perseus_planner.extensions.service.models import Answer, Report, Scope
 
 REPORT = {
     "key": "k1",

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from perseus_planner.extensions.service.models import Place, RegisteredJob
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.models import Place, RegisteredJob
 from perseus_planner.solver.frontier import Frontier, solve_dag
 
 #: Three pipelines of four stages. Two ranks of each hold two stages; of the last rank it is not

@@ -12,8 +12,8 @@ from itertools import count
 
 from services import Clock, at_once, report
 
-from perseus_planner.service.service import Service
-from perseus_planner.service.store import Storage
+from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.store import Storage
 
 
 def main(place: str, seed: str) -> None:

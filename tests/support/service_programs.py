@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed import pipelining
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.extensions.service.agent import agent
+from perseus_planner.extensions.service.client import Client
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime, telemetry
-from perseus_planner.runtime.agent import agent
 from perseus_planner.runtime.emulation import emulate
-from perseus_planner.service.client import Client
 
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
 STAGES = PIPELINES = 2

@@ -24,10 +24,10 @@ from perseus_planner.base.errors import (
     PlannerError,
 )
 from perseus_planner.base.files import sha256
-from perseus_planner.service.access import Access, Limits
-from perseus_planner.service.app import create_app
-from perseus_planner.service.jobs import Tally, add_counters
-from perseus_planner.service.models import (
+from perseus_planner.extensions.service.access import Access, Limits
+from perseus_planner.extensions.service.app import create_app
+from perseus_planner.extensions.service.jobs import Tally, add_counters
+from perseus_planner.extensions.service.models import (
     Answer,
     Conflict,
     Counters,
@@ -49,7 +49,7 @@ from perseus_planner.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.service.planning import Unsolved, solve_profile
+from perseus_planner.extensions.service.planning import Unsolved, solve_profile
 
 httpx = pytest.importorskip("httpx")
 

@@ -16,13 +16,13 @@ from typing import Any
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
+from perseus_planner.extensions.service.access import Limits, Token
+from perseus_planner.extensions.service.models import Place, RegisteredJob, Report, Scope
+from perseus_planner.extensions.service.serve import Address, listening, server_of
+from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.store import Storage
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.service.access import Limits, Token
-from perseus_planner.service.models import Place, RegisteredJob, Report, Scope
-from perseus_planner.service.serve import Address, listening, server_of
-from perseus_planner.service.service import Service
-from perseus_planner.service.store import Storage
 
 PIPELINES, STAGES = 3, 2
 NOW_S = 1_800_000_000.0

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from event_model import Asked, Physics
 from serving_world import World
 
+from perseus_planner.extensions.inference.online import OnlineSettings, ServerClock
 from perseus_planner.gpu.simulated.model import OpCost, find_model
-from perseus_planner.inference.online import OnlineSettings, ServerClock
 
 _MODEL = find_model("h100-sxm", "h100-sxm", "GPU", "{}")
 CLOCKS = tuple(mhz for mhz in _MODEL.clocks_mhz if mhz >= 0.4 * _MODEL.clocks_mhz[0])[::6]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from completions_server import BUCKETS, Histogram
 from event_model import Asked, Physics
 
-from perseus_planner.inference import metrics
-from perseus_planner.inference.metrics import ServerState
+from perseus_planner.extensions.inference import metrics
+from perseus_planner.extensions.inference.metrics import ServerState
 
 
 class World:

@@ -29,9 +29,9 @@ from torch.distributed.pipelining import schedules
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import engine_of
+from perseus_planner.extensions.autopilot.batches.leader import Leader
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.batches.leader import Leader
 from perseus_planner.schedules import Computation
 
 DOCUMENTS = ([12], [6, 6], [4, 4, 4], [3, 3, 3, 3])  #: lengths in the one row of each microbatch
@@ -232,7 +232,7 @@ def _work_rows(name: str, call: str, further: dict[str, Any], **options: Any) ->
             gpu=GPU,
             learn=False,
             state="stages.yaml" if len(pipeline.stages) > 1 else "profile.yaml",
-            work="perseus_planner.runtime.batches.work:sequence_work",
+            work="perseus_planner.extensions.autopilot.batches.work:sequence_work",
         )
         with mock.patch.object(Leader, "own", noted), planned if is_planned else nullcontext():
             losses.append([*(loss for _ in range(3) for loss in pipeline.step())])

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from perseus_planner.engines.microbatch import StageOpCost, stage_op_cost
-from perseus_planner.estimate.transformer import Transformer
+from perseus_planner.extensions.explore.transformer import Transformer
 
 _OPTIONS: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}  # shapes without numbers
 

@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
+from perseus_planner.extensions.service.agent import agent
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.model import OpCost
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime import Runtime, planner_runtime, telemetry
-from perseus_planner.runtime.agent import agent
 
 GPU = "emulated:a100-sxm?call=1ms&step=0&noise=0&drift=0"
 COST = OpCost(flops=2e12, bytes=5e10)  # an iteration mostly waits for its memory

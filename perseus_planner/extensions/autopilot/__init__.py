@@ -1,0 +1,52 @@
+"""Learns what clocks cost while training runs, and decides the clocks of each iteration, within a
+bound on slowdown.
+
+`Autopilot` is told what each rank observed and decides the clocks of iterations ahead; it knows
+nothing of processes, threads, sockets, torch or the time of day. Each rank carries a `Ledger`,
+which bounds what learning may cost.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.base.extensions import Extension
+
+if TYPE_CHECKING:
+    from perseus_planner.extensions.autopilot.autopilot import Autopilot
+    from perseus_planner.extensions.autopilot.job import (
+        AutopilotJob,
+        AutopilotSettings,
+        ComputationObservation,
+        Decision,
+        Ledger,
+        Phase,
+        RankObservation,
+    )
+
+__all__ = [
+    "Autopilot",
+    "AutopilotJob",
+    "AutopilotSettings",
+    "ComputationObservation",
+    "Decision",
+    "Ledger",
+    "Phase",
+    "RankObservation",
+]
+
+EXTENSION = Extension(
+    offers={
+        "sequence work": "perseus_planner.extensions.autopilot.batches.work:sequence_work",
+        "warm up": "perseus_planner.extensions.autopilot.planning:use_kernels",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: ranks need the ledger, and not the solver.
+    if name in __all__:
+        module = "autopilot" if name == "Autopilot" else "job"
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,683 @@
+"""The autopilot: learns what clocks cost from the training's own iterations, and decides the
+clocks of those ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.autopilot.job import (
+    AutopilotJob,
+    AutopilotSettings,
+    Decision,
+    Ledger,
+    Phase,
+    RankRow,
+)
+from perseus_planner.extensions.autopilot.learning import Learner
+from perseus_planner.extensions.autopilot.planning import LATE, Costs, Searcher
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.extensions.autopilot.job import RankObservation
+    from perseus_planner.profiles.measurement import ClockChange
+    from perseus_planner.profiles.profiles import Profile
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+_SHARE = 0.0033  #: of iterations that begin an audit
+#: at first more, as least is known then: so much more, over how many iterations were planned
+_FIRST_SHARE, _FIRST = 0.3, 10
+_SUSPECTED_SHARE = 0.1  #: likewise while planned iterations seem longer
+_AROUND = 4  #: planned iterations on each side of an audit
+_RECENT = 32  #: planned iterations from which their noise is known
+_PAIRS = 32  #: audits that are remembered
+_MOST = 3.0  #: standard errors for which one audit counts at most
+_SUSPECT, _SURE = 1.7, 4.2  #: standard errors from which it is doubted, and from which it counts
+
+
+class Audits:
+    """Compares audited iterations with planned ones.
+
+    What clocks do to a computation shows in its time. What they do to all of an iteration does not:
+    it may be slower because its clocks are planned, or because of its data, of heat, of the hour.
+    So some iterations, drawn at random, run at full clocks, two at a time, as the first one still
+    feels those before it; the second one is compared with the planned iterations around it.
+
+    `longer` is by how much planned iterations are longer than audited ones, as a share, beyond what
+    their computations explain; 0 unless that is sure. An effect may have begun at any audit, so the
+    last ones count, as many as tell the most (Page, Continuous Inspection Schemes). More audits
+    are drawn as soon as an effect is suspected.
+    """
+
+    def __init__(self) -> None:
+        self.longer = 0.0
+        self._is_suspected = False
+        self._planned: deque[float] = deque(maxlen=_RECENT)
+        self._audited: list[float] = []  # those that wait for planned iterations after them
+        self._before: list[float] = []  # planned iterations before them
+        self._after: list[float] = []
+        # of each audit, the planned iterations before the one before it, and by how much longer
+        # those around it were
+        self._pairs: deque[tuple[int, float]] = deque(maxlen=_PAIRS)
+        # planned iterations; those before the last audit, and those that were charged by one
+        self._number = self._compared = self._charged = 0
+        self._full = 0  # iterations at full clocks, one after the other
+
+    @property
+    def share(self) -> float:
+        """The share of iterations that should begin an audit now."""
+        if self._is_suspected:
+            return _SUSPECTED_SHARE
+        return _SHARE + _FIRST_SHARE / (_FIRST + self._number)
+
+    def add(self, unexplained: float, *, full_clocks: bool) -> float:
+        """Take in an iteration; return what is owed for planned iterations, in iterations.
+
+        Args:
+            unexplained: what it took beyond what is known of its computations, as a share of it.
+            full_clocks: whether all of it ran at full clocks.
+        """
+        if full_clocks:
+            self._full += 1
+            if self._full > 1:
+                if self._after or not self._audited:
+                    self._audited, self._after = [], []
+                    self._before = list(self._planned)[-_AROUND:]
+                self._audited.append(unexplained)
+            return 0.0
+        self._full = 0
+        self._number += 1
+        self._planned.append(unexplained)
+        owed = self.longer
+        if self._audited:
+            self._after.append(unexplained)
+            if len(self._after) >= _AROUND * (1 if self._before else 2):
+                owed += self._compare()
+        return owed
+
+    def _compare(self) -> float:
+        """Compare the last audit; return what is owed for the planned iterations before it."""
+        around = [*self._before, *self._after]
+        self._pairs.append((self._compared, median(around) - median(self._audited)))
+        self._compared, self._audited, self._after = self._number, [], []
+        steps = [abs(b - a) for a, b in zip(self._planned, list(self._planned)[1:], strict=False)]
+        noise = 1.48 / math.sqrt(2) * median(steps) * math.sqrt(1 + 1 / len(around)) + 1e-4
+        begins, longer = zip(*reversed(self._pairs), strict=True)
+        counted = np.clip(np.array(longer) / noise, -_MOST, _MOST)
+        sure = np.cumsum(counted) / np.sqrt(np.arange(1, len(counted) + 1))
+        last = int(np.argmax(sure))
+        was_longer, self._is_suspected = self.longer, bool(sure[last] > _SUSPECT)
+        self.longer = max(0.0, median(longer[: last + 1])) if sure[last] > _SURE else 0.0
+        uncharged = self._number - max(begins[last], self._charged)
+        if was_longer or self.longer:
+            self._charged = self._number
+        return 0.0 if was_longer else self.longer * uncharged
+
+
+_REFERENCES = 2  #: iterations at full clocks before the first trial
+_BURST = 0.04  #: what the ledger may owe, as a share of the reference
+_UNJUDGED = 0.01  #: what ranks charge at most before an iteration is judged, likewise
+_TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
+_TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
+_EARLY, _ENOUGH = (
+    36,
+    0.75,
+)  #: early are so many iterations of one pipeline, and until so many rows may be planned on
+#: how much longer than agreed iterations may be before plans leave more time; by how much more they
+#: leave for what is longer, and where that is owed; and how much at most: shares of the reference
+_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.0022, 0.3, 1.5, 0.3
+_FORGOTTEN = 0.9  #: of what they leave, after each iteration in which that kept them at full clocks
+_MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
+_MOST_LATE = 0.01  #: what one iteration counts for at most
+_AUDIT = 2  #: iterations of an audit
+_FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
+_REMEMBERED = 20  #: iterations from which the reference is known
+_DOUBT, _MORE_DOUBT = (
+    0.01,
+    0.002,
+)  #: how much longer it may be if rows are over the bound; and while trials are ahead
+#: iterations between two solutions for the same rows, whose powers are known better by then
+_AGAIN = 4
+#: a search for the same costs waits for the next iteration; later for that share of all of them.
+#: Costs are the same if none differs by more, relative
+_REST, _SAME = 1 / 200, 0.001
+_FRESH = 2  #: how often a fresh plan is polished before it is compared with the running one
+#: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
+#: compare lower ones with; half as often later
+_CHECK = 4
+_REPEAT = 6  #: iterations before a trial is tried again
+_GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
+
+
+class _Ran(NamedTuple):
+    """What was decided for an iteration that was not observed yet."""
+
+    version: int
+    programs: tuple[Integers, ...]
+    slowdown: float
+    is_planned: bool  #: Whether its clocks are those of a plan, which may be full ones
+
+
+class Autopilot:
+    """Decides the clocks of a training job's iterations while it learns what they cost.
+
+    Call `observe` for each iteration that has ended and `decide` for each one ahead, both in order.
+    Decisions may be several iterations ahead of observations. Equal calls give equal decisions.
+
+    Args:
+        job: the job.
+        settings: what it may do.
+        prior: a profile of its stages, whose rows are taken as measured until iterations tell
+            otherwise.
+    """
+
+    tells_busy = True  #: whether `rank_costs` tells computing from waiting
+
+    def __init__(
+        self,
+        job: AutopilotJob,
+        settings: AutopilotSettings | None = None,
+        prior: Profile | None = None,
+    ) -> None:
+        self.job, self.settings = job, settings or AutopilotSettings()
+        self._search = Searcher(job, self.settings.max_changes)
+        self._learner = Learner(
+            job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
+        )
+        self._early = max(
+            1, round(_EARLY * len(job.modes) / math.sqrt(job.pipelines))
+        )  # replicas share what they learn
+        self._random = np.random.default_rng([self.settings.seed, 1])
+        self._ledger: Ledger | None = None
+        self._plan: dict[
+            tuple[float, ...], Integers
+        ] = {}  # the running plan of each group of equal pipelines
+        self._target: Integers | None = (
+            None  # what the plan would be if all rows cost what is hoped
+        )
+        self._solved_rows = self._target_rows = (
+            0.0  # how many rows were known when they were solved for
+        )
+        self._solved = self._searched = -_AGAIN  # iterations
+        self._searched_s: Floats | None = None  # seconds of rows for which it was searched
+        self._last = (self._search.full(),) * job.pipelines
+        self._version = 0
+        self._ahead: dict[int, _Ran] = {}
+        self._tried: dict[
+            tuple[int, int], int
+        ] = {}  # (rank, option) -> the iteration of its last trial
+        self._costly = -1  # the last iteration in which a mode was tried for the first time
+        self._audits = Audits()
+        # What iterations took, or had taken, at full clocks, and that over the replayed time.
+        self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
+        self._ratios: deque[float] = deque(maxlen=_REMEMBERED)
+        self._replayed_s = 0.0  # the replayed time at full clocks
+        self._margin: float | None = None  # by how much lower clocks are taken to be longer
+        self._waits_s = (
+            0.0,
+        ) * job.pipelines  # how long each pipeline may take beside a slower one
+        self._observed = -1
+        self._audits_due = 0
+        #: of a profile that is given, whose reference is compared soon
+        self._is_given = self._learner.is_ready
+        if self._is_given:
+            self._ledger = self._terms(
+                max(
+                    self._search.replay(self._search.full(), costs)[0]
+                    for costs in self._learner.costs()
+                )
+            )
+
+    def observe(self, observations: Sequence[RankObservation]) -> None:
+        """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
+        out.
+
+        Raises:
+            UsageError: If the observations are of more than one iteration, or a rank's do not fit
+                its program.
+        """
+        if len({seen.iteration for seen in observations}) > 1:
+            raise UsageError(
+                "observations: are of more than one iteration; give those of one at a time"
+            )
+        if observations:
+            self._learner.observe(observations)
+            self._account(observations)
+            self._observed = observations[0].iteration
+
+    def wait_for(self, times_s: Sequence[float]) -> None:
+        """Let pipelines take longer than agreed from the next decision on, because all wait for a
+        slower one.
+
+        What the ledger owes by now is forgotten if one may: the slower pipeline owes it.
+
+        Args:
+            times_s: for each pipeline, the seconds of an iteration that it may take, as replayed
+                from the learnt profile; 0 for as long as agreed.
+        """
+        if tuple(times_s) != self._waits_s:
+            self._waits_s = tuple(times_s)
+            if self._ledger is not None and any(times_s):
+                self._ledger = replace(self._ledger, owed_s=min(0.0, self._ledger.owed_s))
+
+    def set_clock_change(self, change: ClockChange) -> None:
+        """Plan with what setting a clock was measured to cost."""
+        self._search.set_clock_change(change)
+        self.job = self._learner.job = self._search.job
+
+    def rank_costs(self) -> tuple[tuple[RankRow, ...], ...]:
+        """Return for each pipeline what its ranks take and use by the last decision, by what is
+        known; were GPUs as fast as at first.
+
+        A GPU that takes longer has become slower. Empty if not every stage was observed at full
+        clocks yet.
+        """
+        if not self._learner.is_ready:
+            return ()
+        problem, ranks = self._search.problem, self.job.ranks
+        factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
+        full, gpus = self._search.full(), self.job.gpus_per_stage
+        found = []
+        for program, costs, rank_factors in zip(
+            self._last, self._learner.costs(), factors, strict=True
+        ):
+            columns = []
+            for clocks in (program, full):
+                time_s = costs.time_s[problem.member, clocks]
+                energy_j = time_s * costs.power_w[problem.member, clocks]
+                columns.append(np.bincount(problem.rank, time_s, ranks) / rank_factors)
+                columns.append(np.bincount(problem.rank, energy_j, ranks) / rank_factors / gpus)
+            columns.append(costs.waiting_w / gpus)
+            found.append(tuple(RankRow(*row) for row in np.array(columns).T.tolist()))
+        return tuple(found)
+
+    def _slowdown(self, replayed_s: float) -> float:
+        """Return the agreed slowdown, or that of the pipeline for which others wait, if it is
+        larger.
+        """
+        return max(self.settings.slowdown, max(self._waits_s) / replayed_s)
+
+    def _account(self, observations: Sequence[RankObservation]) -> None:
+        """Charge the ledger with what clocks did to an iteration, and leave more time in plans, or
+        less, by that.
+        """
+        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        ran = self._ahead.pop(iteration, None)
+        for earlier in [number for number in self._ahead if number < iteration]:
+            del self._ahead[earlier]
+        full = all(seen.version == 0 for seen in observations)
+        agreed = self.settings.slowdown if ran is None else ran.slowdown
+        longer_s = None
+        judged = self._judged(observations) if self._learner.is_ready else None
+        if judged is not None:
+            ran_s, full_s = judged
+            self._replayed_s = self._at_full_clocks_s()
+            unexplained = self._learner.common + (time_s - ran_s) / time_s
+            longer_s = ran_s - full_s
+            longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
+            if ran is not None and ran.is_planned and ran.version == 0:
+                self._margin = _FORGOTTEN * (self._margin or 0.0)
+            elif not full and iteration != self._costly:
+                late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
+                # More is left at once where the ledger has nothing to spare.
+                is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
+                gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
+                margin = (self._margin or 0.0) + gain * late
+                self._margin = min(max(margin, -_MOST_LESS), _MOST_MARGIN)
+            self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
+        self._full_s.append(time_s - (longer_s or 0.0))
+        reference_s = median(self._full_s)
+        # Ranks account for iterations that are ahead by these terms, so the largest of theirs
+        # count.
+        now = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        slowdown = max([now, agreed, *(run.slowdown for run in self._ahead.values())])
+        terms = self._terms(reference_s)
+        if self._ledger is not None:
+            terms = replace(terms, owed_s=self._ledger.owed_s, recent=self._ledger.recent)
+        self._ledger = replace(terms, slowdown=slowdown).add(
+            time_s, full_clocks=full, iteration=iteration, longer_s=longer_s
+        )
+
+    def _at_full_clocks_s(self) -> float:
+        """Return the seconds of an iteration at full clocks, as replayed from learnt rows."""
+        full = self._search.full()
+        return max(self._search.replay(full, costs)[0] for costs in self._learner.costs())
+
+    def _terms(self, reference_s: float) -> Ledger:
+        """Return a ledger in which nothing is owed."""
+        settings, burst_s = self.settings, _BURST * reference_s
+        return Ledger(
+            reference_s,
+            settings.slowdown,
+            settings.max_slowdown,
+            burst_s,
+            unjudged=_UNJUDGED,
+        )
+
+    def _judged(self, observations: Sequence[RankObservation]) -> tuple[float, float] | None:
+        """Return the seconds of an iteration's computations as they ran, replayed, and what they
+        had been at full clocks; None if not all were seen.
+        """
+        starts = self._search.problem.rank_start
+        times_s: dict[int, Floats] = {}
+        for seen in observations:
+            ranks_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
+            found = self._learner.as_at_full_clocks(seen)
+            if found is not None:
+                ranks_s[:, starts[seen.rank] : starts[seen.rank + 1]] = found
+        if len(times_s) < self.job.pipelines or any(np.isnan(s).any() for s in times_s.values()):
+            return None
+        ran_s, full_s = (
+            max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
+        )
+        return ran_s, full_s
+
+    def decide(self, iteration: int) -> Decision:
+        """Return what all ranks run in `iteration`, which is still ahead."""
+        full = (self._search.full(),) * self.job.pipelines
+        is_begun = iteration >= _REFERENCES and self._observed >= 0
+        if not self._learner.is_ready or self._ledger is None or not (is_begun or self._is_given):
+            return self._decision(iteration, "reference", full)
+        if self._ledger.is_overdrawn:
+            return self._decision(iteration, "paying", full)
+        is_due = self._random.random() < self._audits.share
+        if (is_due and not self._audits_due) or (self._is_given and iteration == _FIRST_AUDIT):
+            self._audits_due = _AUDIT
+        if self._audits_due:
+            self._audits_due -= 1
+            return self._decision(iteration, "audit", full)
+        return self._planned(iteration)
+
+    def _planned(self, iteration: int) -> Decision:
+        settings, search = self.settings, self._search
+        rows = float(self._learner.times.known.sum())
+        is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
+        optimism = 1.0 if is_early else 0.3
+        if self._margin is None:
+            self._margin = min(self._learner.times.spread, _MOST_MARGIN)
+        margin = self._margin
+        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
+        full = search.full()
+        reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
+        agreed_s = reference_s * (settings.slowdown + _TIGHT)
+        deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
+        programs: list[Integers] = []
+        rest = max(1, int(iteration * _REST))
+        solve = rows >= _GROWTH * self._solved_rows or iteration - self._solved >= _AGAIN * rest
+        is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
+        plans: dict[tuple[float, ...], Integers] = {}
+        for pipeline, costs in enumerate(plan):
+            group, deadline_s = self._group(pipeline), deadlines_s[pipeline]
+            if not is_due and group in self._plan:
+                plans[group] = self._plan[group]
+            elif group not in plans:
+                plans[group] = self._best(
+                    group, costs, mean[pipeline], deadline_s, iteration, solve=solve
+                )
+            programs.append(plans[group])
+        self._plan = plans
+        if solve:
+            self._solved_rows, self._solved = rows, iteration
+        if is_due:
+            self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
+        more = _TRIAL if is_early else _LATE_TRIAL
+        trials, limit_s = 0, reference_s * (settings.slowdown + more)
+        run, spare_s = list(programs), 0.0
+        if settings.learn:
+            if is_due:
+                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+            safe = self._learner.costs("safe", margin=max(margin, 0.0))
+            doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
+            doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+            settled = self._learner.settled()
+            settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
+            for pipeline, program in enumerate(programs):
+                wanted, is_open = self._wanted(
+                    program, settled, iteration, pipeline, is_early=is_early
+                )
+                if new := self._new_modes(iteration, pipeline):
+                    wanted, spare_s = new, self._spare_s()
+                most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
+                limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
+                run[pipeline], tried = search.with_trials(
+                    program, limits, wanted, is_open, settled, self._random
+                )
+                for rank, option in tried:
+                    self._tried[rank, option] = iteration
+                    trials += int(option and (~settled[search.classes[rank], option]).sum())
+        self._costly = iteration if trials and spare_s else self._costly
+        run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
+        time_s = max(
+            search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
+        )
+        saving, error = self._saving(programs[0], mean[0])
+        return self._decision(
+            iteration,
+            "learning" if trials else "following",
+            tuple(run),
+            trials=trials,
+            time_s=time_s * median(self._ratios or [1.0]),
+            saving=(saving, error),
+        )
+
+    def _new_modes(self, iteration: int, pipeline: int) -> list[list[int]]:
+        """Return what each rank should try if one is to run for the first time in a mode: at full
+        clocks, of which its others tell. Empty if none is.
+        """
+        ranks, untried = range(self.job.ranks), self._learner.untried()
+        due = [
+            (rank, mode)
+            for mode, classes in enumerate(untried)
+            for rank in ranks
+            if classes[self._search.classes[rank]].any()
+            and iteration - self._tried.get((rank, mode), -_REPEAT) >= _REPEAT
+        ]
+        if not due or iteration % 2 or self._costly > self._observed:
+            return []
+        at, mode = due[(iteration + pipeline) % len(due)]
+        return [[mode] if rank == at else [] for rank in ranks]
+
+    def _spare_s(self) -> float:
+        """Return what the first computations in a mode may cost: half of what may be owed."""
+        assert self._ledger is not None
+        return max(0.0, self._ledger.burst_s - self._ledger.owed_s) / 2
+
+    def _is_new(self, plan: Sequence[Costs]) -> bool:
+        """Whether a row costs something else than when plans were last searched."""
+        times_s = np.array([each.time_s for each in plan])
+        return self._searched_s is None or not np.allclose(
+            times_s, self._searched_s, rtol=_SAME, atol=0.0
+        )
+
+    def _trials_seen(self) -> bool:
+        """Whether all trials so far were observed."""
+        return max(self._tried.values(), default=-1) <= self._observed
+
+    def _group(self, pipeline: int) -> tuple[float, ...]:
+        """Pipelines with equal groups have equal plans."""
+        ranks = self.job.ranks
+        factors = self._learner.times.factor[pipeline * ranks : (pipeline + 1) * ranks].tolist()
+        return (*(round(factor, 2) for factor in factors), self._waits_s[pipeline])
+
+    def _best(
+        self,
+        group: tuple[float, ...],
+        costs: Costs,
+        mean: Costs,
+        deadline_s: float,
+        iteration: int,
+        *,
+        solve: bool,
+    ) -> Integers:
+        """Return the best of the running plan, polished, and a fresh one, polished too."""
+        search = self._search
+        before = self._plan.get(group)
+        if before is None:
+            before = next(iter(self._plan.values()), search.full())
+            solve = solve or bool(self._plan)
+        starts = [search.repaired(before, costs)]
+        if solve:
+            fresh = search.solve(costs, deadline_s, iteration)
+            if fresh is not None:
+                for again in range(_FRESH):
+                    fresh, _, _ = search.polish(
+                        fresh, costs, deadline_s, _FRESH * iteration + again
+                    )
+                starts.append(fresh)
+        best, worth_j = self._polished(starts, costs, deadline_s)
+        full = search.full()
+        return full if worth_j >= search.replay(full, mean)[1] else best
+
+    def _polished(
+        self, starts: Sequence[Integers], costs: Costs, deadline_s: float
+    ) -> tuple[Integers, float]:
+        """Return the best of programs, each polished, and its joules, with a price on what it is
+        late.
+        """
+        seed = int(self._random.integers(2**31))
+        polished = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
+        worths_j = [
+            joules * (1 + LATE * max(0.0, time_s / deadline_s - 1))
+            for _, time_s, joules in polished
+        ]
+        best = worths_j.index(min(worths_j))
+        return polished[best][0], worths_j[best]
+
+    def _aim(
+        self,
+        mean: Sequence[Costs],
+        rows: float,
+        program: Integers,
+        deadline_s: float,
+        iteration: int,
+    ) -> None:
+        """Find what the plan would be if all rows cost what is expected of them, or a little
+        less.
+        """
+        hopeful = self._learner.costs("mean", 1.0, self._margin or 0.0)[0]
+        if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
+            self._target_rows = rows
+            self._target = self._search.solve(hopeful, deadline_s, iteration)
+        self._target, _ = self._polished(
+            [program if self._target is None else self._target], hopeful, deadline_s
+        )
+
+    def _wanted(
+        self,
+        program: Integers,
+        settled: NDArray[np.bool_],
+        iteration: int,
+        pipeline: int,
+        *,
+        is_early: bool,
+    ) -> tuple[list[list[int]], NDArray[np.bool_]]:
+        """Return the options that each rank should try, those first that the best plan might use;
+        and which it may.
+        """
+        search, options = self._search, settled.shape[1]
+        sweep = _bit_reversed(options)
+        wanted, is_open = [], np.zeros((self.job.ranks, options), dtype=bool)
+        for rank, classes in enumerate(search.classes):
+            first, stop = search.problem.rank_start[rank : rank + 2]
+            is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
+            for option in range(1, options):
+                recent = iteration - self._tried.get((rank, option), -_REPEAT) < _REPEAT
+                is_open[rank, option] = not recent and not settled[classes, option].all()
+            used = (
+                np.bincount(self._target[first:stop], minlength=options)
+                if self._target is not None
+                else sweep
+            )
+            hoped = [
+                c
+                for c in np.argsort(-np.asarray(used), kind="stable").tolist()
+                if used[c] and is_open[rank, c]
+            ]
+            begin = (rank * 5 + pipeline * 3 + iteration) % options
+            turned = [sweep[(begin + i) % options] for i in range(options)]
+            some = [c for c in turned if is_open[rank, c] and c not in hoped]
+            if is_early:
+                wanted.append(
+                    [c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None]
+                )
+            elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
+                wanted.append([*hoped[:2], *some[:1]])
+            else:
+                wanted.append([])
+            if is_open[rank, 0]:
+                wanted[-1] = [0, *(c for c in wanted[-1] if c)]
+        return wanted, is_open
+
+    def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
+        """Return the share of energy that a program saves, and its standard error."""
+        member, rank = self._search.problem.member, self._search.problem.rank
+        energies = []
+        for candidate in (program, self._search.full()):
+            seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
+            computed_s = costs.time_s[member, candidate]
+            np.add.at(seconds, (member, candidate), computed_s)
+            np.add.at(waiting_s, rank, -computed_s)
+            waiting_s += self._search.replay(candidate, costs)[0]
+            rows_s = self._learner.by_row(seconds)
+            energies.append(self._learner.powers.energy(rows_s, waiting_s))
+        (plan_j, plan_slope), (full_j, full_slope) = energies
+        slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
+        return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
+
+    def _decision(
+        self,
+        iteration: int,
+        phase: Phase,
+        programs: tuple[Integers, ...],
+        *,
+        trials: int = 0,
+        time_s: float | None = None,
+        saving: tuple[float, float] = (0.0, 0.0),
+    ) -> Decision:
+        if any((a != b).any() for a, b in zip(programs, self._last, strict=True)):
+            self._version += 1
+        self._last = programs
+        version = 0 if not any(program.any() for program in programs) else self._version
+        agreed = self.settings.slowdown
+        slowdown = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        is_planned = phase in ("learning", "following")
+        self._ahead[iteration] = _Ran(version, programs, slowdown, is_planned)
+        clocks = tuple(self._search.clocks_mhz(program) for program in programs)
+        unknown = int((~self._learner.times.known).sum())
+        several = len(self.job.modes) > 1
+        modes = tuple(map(self._search.modes, programs)) if several else ()
+        ledger = self._ledger
+        return Decision(
+            iteration, version, phase, clocks, ledger, trials, unknown, time_s, *saving, modes
+        )
+
+    def learned(self) -> Profile:
+        """Return what was learnt as a profile: measured rows, with standard errors.
+
+        Times are those of the first pipeline's GPUs.
+
+        Raises:
+            UsageError: If not every stage was observed at full clocks yet.
+        """
+        return self._learner.profile()
+
+
+def _bit_reversed(count: int) -> list[int]:
+    """Return 0 to `count` - 1 in the order of their reversed bits, so that any few of them are
+    spread out.
+    """
+    bits = max(1, (count - 1).bit_length())
+    order = sorted(range(2**bits), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [i for i in order if i < count]

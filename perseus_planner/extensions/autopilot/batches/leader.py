@@ -1,0 +1,370 @@
+"""What the first rank of a pipeline decides of each batch: its clocks, by the laws that all ranks
+of the pipeline have learnt, and not more time than is agreed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from perseus_planner.extensions.autopilot.batches.exchange import (
+    Batch,
+    OwnTime,
+    RankLaws,
+    RankPlan,
+    Slowest,
+    runs_of,
+)
+from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
+from perseus_planner.extensions.autopilot.job import Ledger
+from perseus_planner.extensions.autopilot.ranks.messages import Learnt
+from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
+from perseus_planner.schedules import Computation, Schedule
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.schedule import grid_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.extensions.autopilot.batches.exchange import Key
+    from perseus_planner.extensions.autopilot.batches.solver import BatchPlan, Law
+    from perseus_planner.extensions.autopilot.job import AutopilotSettings
+    from perseus_planner.profiles.profiles import Profile
+
+    Floats = NDArray[np.float64]
+
+MOST_COUNTS = 32
+"""Numbers of microbatches for which clocks follow; with others, iterations run at full clocks."""
+
+_REFERENCES = 3  #: iterations at full clocks before the first plan, which tell how long they are
+_REMEMBERED = 20  #: of them, and iterations that tell how wrong work is
+_BURST = 0.04  #: what may be owed, as a share of an iteration
+_MOST = 0.02  #: what one iteration is charged at most, unless the one before was as late, likewise
+_AUDIT = 64  #: one iteration of so many is at full clocks, and tells again how long they are
+_CAME = 8  #: iterations of which the others are told how they came, and which wait for theirs
+_SHOWN = 256  #: iterations that tell how unequal batches are
+_ORDERED = 16  #: in one iteration of so many, other orders are looked at
+_OUTLIER = 0.2  #: logarithm of a factor, beyond which it counts as that
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What is known of an iteration that has ended."""
+
+    iteration: int  #: Its number
+    time_s: float  #: How long it took, seconds
+    slowest: Slowest  #: What it was decided by
+    work: Floats | None = None  #: (microbatches, numbers) of this pipeline; None without the below
+    #: For each computation of this rank, the seconds that it had taken at full clocks, as it came,
+    #: and by its law.
+    at_full_clocks_s: tuple[tuple[float, float], ...] = ()
+
+
+class Leader:
+    """Decides the clocks of one pipeline.
+
+    What an iteration takes is compared with what it had taken at full clocks: the time of the
+    slowest pipeline as its computations came, times what iterations at full clocks took over
+    theirs. So clocks are charged with what clocks did, and not with work that was told wrong, whose
+    error is another one in each iteration: what computations of the last iterations at lower clocks
+    took longer on the whole is the clocks'. What is longer is owed (`Ledger`), and while one
+    pipeline owes more than agreed, all run at full clocks. Where it is not known in time how
+    computations came, and without a pipeline, the time by the laws counts.
+
+    `account` may be called by another thread than the rest.
+
+    Args:
+        profile: The cost of clocks.
+        settings: What may be done.
+        is_whole: Whether the iteration is one computation, without a pipeline. It contains the wait
+            for the others, so nothing is told of how long this rank computes.
+    """
+
+    def __init__(self, profile: Profile, settings: AutopilotSettings, *, is_whole: bool) -> None:
+        self._profile, self._settings, self._is_whole = profile, settings, is_whole
+        self._told: tuple[RankLaws, ...] = ()
+        #: of all ranks, by the number of microbatches
+        self._orders: dict[int, tuple[tuple[Computation, ...], ...]] = {}
+        self._planners: dict[int, BatchPlanner | None] = {}  #: None if there can be none
+        self._laws: dict[Key, Law] = {}
+        self._ran: deque[Ran] = deque()  #: that is not looked at yet
+        self._pending: dict[int, Ran] = {}  #: that waits for what the others tell
+        self._came: deque[tuple[int, float]] = deque(maxlen=_CAME)
+        #: (microbatches, 2) logarithms of how much longer forwards and the rest came, at full
+        #: clocks and at lower ones
+        self._errors: tuple[deque[Floats], deque[Floats]] = (
+            deque(maxlen=_REMEMBERED),
+            deque(maxlen=_REMEMBERED),
+        )
+        self._by_law: deque[float] = deque(maxlen=_REMEMBERED)  #: ratios of times at full clocks
+        self._as_come: deque[float] = deque(maxlen=_REMEMBERED)  #: likewise
+        self._ledger: Ledger | None = None
+        self._late_s = 0.0  #: by how much the last one at lower clocks was longer than agreed
+        #: waiting and spread of an iteration; slowest time, and that in the best orders
+        self._unequal: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
+        self._ordered: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks of the pipeline have told their laws."""
+        return bool(self._told)
+
+    @property
+    def learnt(self) -> Learnt | None:
+        """What a service is told; None before it is known what the ranks run."""
+        planner = next((each for each in self._planners.values() if each is not None), None)
+        if planner is None:
+            return None
+        dag = planner.dag.with_profile(self._profile)
+        return Learnt.of(dag, grid_text(dag.iteration.schedule))
+
+    @property
+    def status(self) -> AutopilotStatus:
+        """What is known, for the record of the run."""
+        ledger = self._ledger
+        if not self._planners:
+            return AutopilotStatus("watching")
+        if ledger is None or len(self._by_law) < _REFERENCES:
+            return AutopilotStatus("reference")
+        phase = "paying" if ledger.is_overdrawn else "following"
+        return AutopilotStatus(
+            phase,
+            ledger.last,
+            ledger.reference_s,
+            owed_s=ledger.owed_s,
+            burst_s=ledger.burst_s,
+            batches=self._batch_status,
+        )
+
+    @property
+    def _batch_status(self) -> BatchStatus | None:
+        unequal, ordered = list(self._unequal), list(self._ordered)
+        if not unequal:
+            return None
+        waiting, spread = map(fmean, zip(*unequal, strict=True))
+        if self._is_whole:
+            return BatchStatus(waiting)
+        as_is_s, ordered_s = map(sum, zip(*ordered, strict=True)) if ordered else (0.0, 0.0)
+        order = max(0.0, 1.0 - ordered_s / as_is_s) if as_is_s else None
+        return BatchStatus(waiting, spread, self.error if any(self._errors) else None, order)
+
+    @property
+    def error(self) -> float:
+        """By how much the work of microbatches was off, as `margin_of` takes it: what the forward
+        and the backward of each have in common.
+        """
+        shared, _ = self._spread
+        return math.sqrt(max(shared, 0.0))
+
+    @property
+    def _spread(self) -> tuple[float, float]:
+        """The variance of logarithms that forward and backward of a microbatch have in common, and
+        that of each by itself.
+        """
+        errors = [each for alike in self._errors for each in alike]
+        if not errors:
+            return 0.0, 0.0
+        (forward, shared), (_, backward) = np.cov(np.concatenate(errors).T, bias=True).tolist()
+        return shared, max((forward + backward) / 2 - shared, 0.0)
+
+    def learn(self, told: tuple[RankLaws, ...]) -> None:
+        """Take in what all ranks of the pipeline have learnt."""
+        if told == self._told:
+            return
+        laws = {key: law for rank in told for key, law in rank.by_key().items()}
+        if laws != self._laws:
+            self._planners.clear()
+        self._told, self._laws = told, laws
+        orders = [rank.by_microbatches() for rank in told]
+        everywhere = orders[0].keys() & set.intersection(*map(set, orders))
+        self._orders = {count: tuple(rank[count] for rank in orders) for count in everywhere}
+
+    def lacks(self, work: Floats | None) -> bool:
+        """Whether there is nothing yet to plan so many microbatches by."""
+        return work is not None and len(work) not in self._planners
+
+    def prepare(self, work: Floats | None) -> None:
+        """Lay out what plans as many microbatches, or else another number of them that was told.
+
+        That takes up to a second, so it is done after an iteration was decided, one at a time.
+
+        Raises:
+            PlannerError: If the ranks cannot be planned.
+        """
+        wanted = [count for count in self._orders if count not in self._planners]
+        if not wanted or len(self._planners) == MOST_COUNTS:
+            return
+        count = len(work) if work is not None and len(work) in wanted else wanted[0]
+        self._planners[count] = None
+        schedule, most = Schedule("as trained", self._orders[count]), self._settings.max_changes
+        profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
+        dag = PipelineDag.from_schedule(profile, schedule)
+        self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
+
+    def order_of(self, work: Floats) -> tuple[int, ...]:
+        """Return the order of microbatches in which an iteration is shortest; as they are, before
+        that can be told. May be called by another thread than the rest.
+
+        Raises:
+            UsageError: If the work cannot be planned.
+        """
+        planner = self._planners.get(len(work))
+        return tuple(range(len(work))) if planner is None else planner.best_order(work)
+
+    def account(self, ran: Ran) -> None:
+        """Note an iteration that has ended."""
+        self._ran.append(ran)
+
+    def own(self, iteration: int, work: Floats | None) -> OwnTime:
+        """Return what this pipeline tells the others of an iteration.
+
+        Raises:
+            PlannerError: If the work cannot be planned.
+        """
+        self._look()
+        came = tuple(self._came)
+        if work is None:
+            return OwnTime(came=came)
+        row = tuple(work[0].tolist()) if self._is_whole else ()
+        planner = self._planners.get(len(work))
+        if planner is None:
+            return OwnTime(work=row, came=came)
+        ledger = self._ledger
+        pays = ledger is not None and ledger.is_overdrawn
+        pays |= len(self._by_law) < _REFERENCES or iteration % _AUDIT == 0
+        own = OwnTime(planner.full_clocks_s(work), pays, row, came)
+        if iteration % _ORDERED or self._is_whole:
+            return own
+        ordered = work[list(planner.best_order(work))]
+        return replace(own, ordered_s=planner.full_clocks_s(ordered))
+
+    def decide(self, work: Floats | None, slowest: Slowest) -> Batch:
+        """Return what the ranks of the pipeline are told of a batch.
+
+        Args:
+            work: (microbatches, numbers) of the batch; None if it is not known.
+            slowest: The slowest pipeline.
+
+        Raises:
+            PlannerError: If the work cannot be planned.
+        """
+        self._settle(slowest.came)
+        if work is None:
+            return Batch()
+        planner = self._planners.get(len(work))
+        if planner is None or not slowest.time_s:
+            return Batch(tuple(map(tuple, work.tolist())))
+        took_s = planner.microbatch_s(work)
+        self._unequal.append(
+            (1.0 - slowest.mean_s / slowest.time_s, float(took_s.std() / took_s.mean()))
+        )
+        if slowest.ordered_s:
+            self._ordered.append((slowest.time_s, slowest.ordered_s))
+        if slowest.pays:
+            return self._batch(planner, work, slowest.time_s)
+        target_s = slowest.time_s * self._agreed(slowest) * (1.0 - margin_of(self.error))
+        plan = planner.plan(work, target_s)
+        return self._batch(planner, work, max(plan.time_s, slowest.time_s), plan)
+
+    def _agreed(self, slowest: Slowest) -> float:
+        """Return how long an iteration may take, as a multiple of that at full clocks."""
+        return max(self._settings.slowdown, slowest.slowdown)
+
+    def _look(self) -> None:
+        """Look at iterations that have ended since."""
+        while self._ran:
+            ran = self._ran.popleft()
+            if not ran.slowest.time_s:
+                continue
+            self._pending[ran.iteration] = ran
+            if ran.work is None:
+                continue
+            planner = self._planners.get(len(ran.work))
+            if planner is not None:
+                order = self._orders[len(ran.work)][0]
+                came_s = self._came_s(planner, order, ran.work, ran)
+                self._came.append((ran.iteration, came_s))
+
+    def _came_s(
+        self, planner: BatchPlanner, order: tuple[Computation, ...], work: Floats, ran: Ran
+    ) -> float:
+        """Return the seconds of this pipeline at full clocks, as its computations came: those of
+        this rank tell the work of all.
+        """
+        came_s, told_s = np.zeros((2, 2, len(work)))  # of forwards and the rest
+        for c, each in zip(order, ran.at_full_clocks_s, strict=True):
+            place = int(c.kind != "F"), c.microbatch
+            came_s[place] += each[0]
+            told_s[place] += max(each[1], 1e-9)
+        with np.errstate(divide="ignore"):
+            logs = np.clip(np.log(came_s / told_s), -_OUTLIER, _OUTLIER)
+        alike = self._errors[not ran.slowest.pays]
+        alike.append(logs.T)
+        usual = math.exp(float(np.median(np.concatenate(alike))))
+        factor = came_s.sum(axis=0) / told_s.sum(axis=0) / usual
+        return planner.full_clocks_s(work, factor)
+
+    def _settle(self, came: tuple[tuple[int, float], ...]) -> None:
+        """Charge iterations of which all have told how they came, or for which it is too late."""
+        longest_s = dict(came)
+        last = max(self._pending, default=0)
+        for iteration, ran in list(self._pending.items()):
+            if iteration in longest_s:
+                self._charge(ran, longest_s[iteration], self._as_come)
+            elif ran.work is None or iteration <= last - _CAME:
+                self._charge(ran, ran.slowest.time_s, self._by_law)
+            else:
+                continue
+            del self._pending[iteration]
+
+    def _charge(self, ran: Ran, full_s: float, ratios: deque[float]) -> None:
+        """Add an iteration to the ledger, given its time at full clocks without all that is not
+        computed.
+        """
+        slowest, settings = ran.slowest, self._settings
+        if slowest.pays and (slowest.is_whole or ran.iteration >= _AUDIT):
+            self._by_law.append(ran.time_s / slowest.time_s)
+            if ratios is self._as_come:
+                ratios.append(ran.time_s / full_s)
+        if not ratios:
+            return
+        reference_s = full_s * median(ratios)
+        ledger = self._ledger or Ledger(
+            reference_s, settings.slowdown, settings.max_slowdown, _BURST * reference_s
+        )
+        agreed, most_s, longer_s = self._agreed(slowest), _MOST * reference_s, 0.0
+        if not slowest.pays:
+            late_s = ran.time_s - agreed * reference_s
+            before_s, self._late_s = self._late_s, late_s
+            late_s = min(max(late_s, -most_s), max(most_s, before_s))
+            longer_s = (agreed - 1.0) * reference_s + late_s
+        ledger = dataclasses.replace(ledger, slowdown=agreed)
+        self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
+
+    def _batch(
+        self, planner: BatchPlanner, work: Floats, time_s: float, plan: BatchPlan | None = None
+    ) -> Batch:
+        """Return what ranks are told of a plan, None for full clocks, and an iteration time."""
+        rows, ranks = work.tolist(), []
+        full = planner.plan_of(work, None, time_s)
+        for rank in range(len(self._orders[len(work)])):
+            at_full_clocks = full.times(rank)
+            full_us = _us(at_full_clocks.start_s), _us(at_full_clocks.end_s)
+            told = RankPlan(full_us=full_us)
+            if plan is not None:
+                clocks, times = runs_of(plan.clocks_mhz[rank]), plan.times(rank)
+                latest_us = tuple(map(_us, times.latest_end_s))
+                told = RankPlan(clocks, full_us, _us(times.start_s), latest_us)
+            ranks.append(told)
+        return Batch(tuple(map(tuple, rows)), time_s, tuple(ranks))
+
+
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)

@@ -1,0 +1,449 @@
+"""What a job's GPUs cost at each clock, learnt from what its ranks observe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from perseus_planner.base.errors import ProfileError, UsageError
+from perseus_planner.extensions.autopilot.job import time_at_last_clock
+from perseus_planner.extensions.autopilot.planning import Costs
+from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows, TimeTables
+from perseus_planner.profiles.measurement import Evidence, Measurement
+from perseus_planner.profiles.modes import in_mode
+from perseus_planner.profiles.profiles import Profile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner.extensions.autopilot.job import (
+        AutopilotJob,
+        ComputationObservation,
+        RankObservation,
+    )
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+Key: TypeAlias = "tuple[int, str]"
+_SETTLED = 0.006  #: relative standard error of a row below which it is not tried again
+_OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
+_FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
+#: share by which all rows follow what iterations have in common, unless it is an outlier: then all
+_FOLLOWS = 0.02
+_UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
+#: share by which lower clocks follow what they miss beside full ones, and what they usually do
+_LEVELS, _LEVEL = 0.2, 0.005
+_TOPS = 6  #: computations at full clocks that tell what an iteration has in common
+_FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
+_LAST = 12  #: likewise, where a few times are much longer
+_PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
+_PRIOR_COUNT = 3  #: how many observations one of its times counts for
+
+
+class Learner:
+    """Learns rows: the time and power of each class, (stage, kind), at each clock.
+
+    GPUs of data-parallel pipelines share the rows of their stage. Where the job has modes, each
+    class has one more row at each clock: rows are those of all classes in the first mode, then in
+    the next one. What is told of them is told by option, mode and clock together, as the search has
+    them: (classes, options).
+
+    Args:
+        job: the job.
+        keys: (stage, kind) of each class, by number.
+        class_rank: (classes,) the rank of each class.
+        prior: a profile whose rows count as measured until iterations tell otherwise.
+        learn: whether rows that were not measured may be planned on.
+    """
+
+    def __init__(
+        self,
+        job: AutopilotJob,
+        keys: Sequence[Key],
+        class_rank: Integers,
+        prior: Profile | None,
+        *,
+        learn: bool,
+    ) -> None:
+        self._learn, self._classes = learn, len(keys)
+        self.job, self._class_rank, self._prior = job, class_rank, prior
+        gpus, modes = job.pipelines * job.ranks, len(job.modes)
+        in_modes = [(stage, in_mode(kind, mode)) for mode in job.modes for stage, kind in keys]
+        self._class_of = {key: i for i, key in enumerate(in_modes)}
+        names = sorted({kind for _, kind in in_modes})
+        kinds, stages = ([names.index(kind) for _, kind in in_modes], [s for s, _ in in_modes])
+        self._number = {clock: i for i, clock in enumerate(job.clocks_mhz)}
+        self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
+        ranks = class_rank.tolist() * modes
+        self.powers = PowerRows(job.clocks_mhz, kinds, stages, ranks, gpus)
+        computed = len(job.iteration.keys)
+        #: of each rank, the class and the microbatch of each computation
+        self._programs = [
+            [
+                (self._class_of[job.iteration.keys[place]], each.microbatch)
+                for place, each in zip(
+                    (place for place in program if place < computed), ran, strict=True
+                )
+            ]
+            for program, ran in zip(
+                job.iteration.programs, job.iteration.schedule.ranks, strict=True
+            )
+        ]
+        self._tables: TimeTables | None = None
+        # by how much each GPU seems slower than others, in iterations one after the other, and
+        # by how much the last computations of each row were longer than it, logarithms
+        self._apart: dict[int, tuple[float, ...]] = {}
+        self._last: dict[tuple[int, int], Floats] = {}
+        #: by how much all times of the last iteration were longer than at first, logarithm
+        self.common = self._level = 0.0
+        top_j = top_s = 0.0
+        for row, clock, measurement in self._prior_rows():
+            self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
+            top_j += measurement.energy_j * self._is_full(row, clock)
+            top_s += measurement.time_s * self._is_full(row, clock)
+        if self.times.known[: self._classes, 0].all():
+            self._begin_powers(top_j, top_s, 0.0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every class was measured at full clocks, and energy was observed."""
+        return bool(self.times.count[: self._classes, 0].all()) and self.powers.top_w > 0.0
+
+    def _is_full(self, row: Any, clock: Any) -> Any:
+        """Whether rows are those of full clocks, in the first mode."""
+        return (clock == 0) & (row < self._classes)
+
+    def by_option(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a table of rows and clocks as one of classes and options."""
+        modes, clocks = len(self.job.modes), len(self.job.clocks_mhz)
+        of_modes = table.reshape(modes, self._classes, clocks)
+        return of_modes.transpose(1, 2, 0).reshape(self._classes, clocks * modes)
+
+    def by_row(self, table: NDArray[Any]) -> NDArray[Any]:
+        """Return a table of classes and options as one of rows and clocks."""
+        of_modes = table.reshape(self._classes, -1, len(self.job.modes))
+        return of_modes.transpose(2, 0, 1).reshape(-1, len(self.job.clocks_mhz))
+
+    @property
+    def _enough(self) -> int:
+        """How many computations tell that a row has changed, or a GPU: where a few times are much
+        longer, several can be so together.
+        """
+        return _LAST if self.times.has_tails else _FEW
+
+    def observe(self, observations: Sequence[RankObservation]) -> None:
+        """Learn from one iteration.
+
+        Raises:
+            UsageError: If what a rank observed does not fit its program.
+        """
+        for seen in observations:
+            if seen.computations and len(seen.computations) != len(self._programs[seen.rank]):
+                raise UsageError(
+                    f"observations, rank {seen.rank}: has {len(seen.computations)} computations "
+                    f"and its program {len(self._programs[seen.rank])}; give one for each, or none"
+                )
+        unthrottled = [seen for seen in observations if not seen.throttled_s]
+        self._learn_times(unthrottled)
+        if not self.powers.top_w:
+            self._start_powers(unthrottled)
+        for seen in unthrottled:
+            if self.powers.top_w and seen.energy_j is not None and seen.computations:
+                seconds = self._seconds(seen)
+                waiting_s = max(0.0, seen.time_s - float(seconds.sum()))
+                self.powers.add(
+                    self._gpu(seen), seconds, waiting_s, seen.energy_j, seen.energy_step_s
+                )
+        self._tables = None
+
+    def _gpu(self, seen: RankObservation) -> int:
+        return seen.pipeline * self.job.ranks + seen.rank
+
+    def _told(self, seen: RankObservation) -> Iterator[tuple[int, int, int, float]]:
+        """Yield the microbatch, class, clock and seconds that a rank's computations tell."""
+        factor = self.times.factor[self._gpu(seen)]
+        for row, microbatch, computation in self._ran(seen):
+            first = self._number.get(computation.clock_mhz or 0)
+            expected_s = {}
+            if first is not None and self.times.count[row, first]:
+                mean_s = math.exp(float(self.times.mean[row, first]))
+                expected_s[self.job.clocks_mhz[first]] = mean_s * factor
+            told = time_at_last_clock(computation, expected_s)
+            if told is not None and told[0] in self._number:
+                yield microbatch, row, self._number[told[0]], told[1]
+
+    def _ran(self, seen: RankObservation) -> Iterator[tuple[int, int, ComputationObservation]]:
+        """Yield the class, in its mode, and the microbatch of each computation, and what was
+        observed of it.
+        """
+        for (row, microbatch), each in zip(
+            self._programs[seen.rank], seen.computations, strict=False
+        ):
+            yield row + self._classes * self.job.modes.index(each.mode), microbatch, each
+
+    def _parts(self, seen: RankObservation) -> Iterator[tuple[int, int, float, int, float]]:
+        """Yield of each computation its class, in its mode, and a clock and the seconds at it,
+        twice; a clock that is not known is -1.
+        """
+        for row, _, computation in self._ran(seen):
+            duration_s = computation.end_s - computation.begin_s
+            before_s = duration_s
+            if computation.change_s is not None:
+                before_s = min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
+            first = self._number.get(computation.clock_mhz or 0, -1)
+            last = self._number.get(computation.changed_mhz or 0, first)
+            yield row, first, before_s, last, duration_s - before_s
+
+    def _seconds(self, seen: RankObservation) -> Floats:
+        """Return the seconds for which a rank ran each row: (classes, clocks)."""
+        seconds = np.zeros_like(self.times.mean)
+        for row, first, first_s, last, last_s in self._parts(seen):
+            if first >= 0 <= last:
+                seconds[row, first] += first_s
+                seconds[row, last] += last_s
+        return seconds
+
+    def as_at_full_clocks(self, seen: RankObservation) -> tuple[Floats, Floats] | None:
+        """Return the seconds of a rank's computations as they ran, and what they had taken at full
+        clocks: the same work by what is known of clocks.
+
+        None if it is not known at which clocks they ran.
+        """
+        times_s = self.by_row(self.costs()[seen.pipeline].time_s)
+        parts = list(self._parts(seen))
+        ran_s = np.array([first_s + last_s for _, _, first_s, _, last_s in parts])
+        unknown_s = sum(
+            first_s + last_s for _, first, first_s, last, last_s in parts if min(first, last) < 0
+        )
+        if not parts or unknown_s > _UNKNOWN * ran_s.sum():
+            return None
+        full_s = [
+            first_s * times_s[row % self._classes, 0] / times_s[row, max(first, 0)]
+            + last_s * times_s[row % self._classes, 0] / times_s[row, max(last, 0)]
+            for row, first, first_s, last, last_s in parts
+        ]
+        return ran_s, np.array(full_s)
+
+    def _learn_times(self, observations: Sequence[RankObservation]) -> None:
+        """Learn what is left of an iteration's times without what the iteration, a GPU or a
+        microbatch had in common.
+        """
+        times = self.times
+        told = [
+            (self._gpu(seen), seen.pipeline, *each)
+            for seen in observations
+            for each in self._told(seen)
+        ]
+        if not told:
+            return
+        gpu, pipeline, microbatch, row, clock = np.array([each[:5] for each in told]).T
+        value = np.log([each[5] for each in told]) - np.log(times.factor[gpu])
+        known = times.count[row, clock] >= _FEW
+        miss = np.where(known, value - times.mean[row, clock], np.nan)
+        well = times.count[row, clock] >= self._enough
+        of_gpus = {int(g): miss[well & (gpu == g)] for g in np.unique(gpu)}
+        medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
+        # What has become slower is told from others by all rows, the faster GPUs being as before;
+        # what an iteration has in common is told by full clocks, as lower ones may be wrong alike.
+        usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
+        self._apart = {
+            g: (*self._apart.get(g, ()), m - usual)
+            for g, m in medians.items()
+            if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
+        }
+        for g, more in self._apart.items():
+            is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
+            if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
+                times.factor[g] *= math.exp(float(np.median(more)))
+                value[gpu == g] -= float(np.median(more))
+                self._apart[g] = ()
+        top = known & self._is_full(row, clock)
+        self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        value -= self.common
+        known &= ~self._changed(row, clock, value, known)
+        for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
+            same = pipeline * (1 + microbatch.max()) + microbatch == place
+            few = (value - times.mean[row, clock])[same & known]
+            if len(few) >= _FEW:
+                shared, error = float(np.median(few)), 1.25 * times.noise / math.sqrt(len(few))
+                value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
+        self._level_with_top(row[known], clock[known], value[known])
+        for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
+            self._learn_row(r, c, value[(row == r) & (clock == c)])
+        many = times.count[row, clock] >= 2 * _FEW
+        times.add_noise((value - times.mean[row, clock])[many])
+        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
+        times.mean[times.known] += follows
+        self.common, self._level = self.common + self._level, self._level + follows
+
+    def _level_with_top(self, row: Integers, clock: Integers, value: Floats) -> None:
+        """Have the rows of lower clocks follow what they miss beside full ones, as they are planned
+        on because they seem fast, by chance too.
+        """
+        low = ~self._is_full(row, clock)
+        if min(low.sum(), (~low).sum()) < _TOPS:
+            return
+        miss = value - self.times.mean[row, clock]
+        off = float(np.median(miss[low]) - np.median(miss[~low]))
+        spread = 1.85 * float(np.median(np.abs(miss - np.median(miss))))
+        variance = spread**2 * (1 / low.sum() + 1 / (~low).sum())
+        off *= _LEVELS / (1 + variance / _LEVEL**2)
+        for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
+            self.times.mean[r, c] += off
+
+    def _learn_row(self, row: int, clock: int, values: Floats) -> None:
+        times = self.times
+        if clock and times.count[row, 0] > times.count[row, clock] == 0.0 and len(values) <= _FEW:
+            # A few far over the physical bound are asked for again before they are believed.
+            bound = times.mean[row, 0] + math.log(
+                self.job.clocks_mhz[0] / self.job.clocks_mhz[clock]
+            )
+            before = times.doubted.pop((row, clock), None)
+            if before is None and values.min() > bound + _FAR_OVER:
+                times.doubted[row, clock] = values
+                return
+            if before is not None:
+                values = np.sort(np.concatenate([before, values]))[: len(values)]
+        times.add(row, clock, values)
+
+    def _changed(
+        self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Learn anew the rows that changed while others did not, as after a change of the power
+        limit, and return whose times are of one.
+
+        """
+        times, changed = self.times, np.zeros(len(row), dtype=bool)
+        miss = value - times.mean[row, clock]
+        usual = np.median(miss[known]) if known.any() else 0.0
+        spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
+        for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
+            same = (row == r) & (clock == c)
+            before = self._last.get((r, c), np.empty(0))
+            last = np.append(before if times.has_tails else before[:0], miss[same])[-_LAST:]
+            self._last[r, c] = last
+            error = math.sqrt(1 / len(last) + 1 / times.count[r, c])
+            limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
+            low, high = np.quantile(last, (0.25, 0.75))
+            if len(last) >= self._enough and (low > limit or high < -limit):
+                mean = times.mean[r, c]
+                times.forget(r, c)
+                times.add(r, c, mean + self._last.pop((r, c)))
+                changed |= same
+        return changed
+
+    def _start_powers(self, observations: Sequence[RankObservation]) -> None:
+        counted = [seen for seen in observations if seen.energy_j and seen.computations]
+        if not counted:
+            return
+        busy_s = float(sum(self._seconds(seen).sum() for seen in counted))
+        waiting_s = sum(seen.time_s for seen in counted) - busy_s
+        self._begin_powers(sum(seen.energy_j or 0.0 for seen in counted), busy_s, waiting_s)
+
+    def _begin_powers(self, energy_j: float, busy_s: float, waiting_s: float) -> None:
+        """Begin with what GPUs drew at full clocks, and with the rows of the prior."""
+        self.powers.start(energy_j, busy_s, waiting_s)
+        for row, clock, measurement in self._prior_rows():
+            self.powers.add_row(row, clock, measurement.power_w, _PRIOR_DOUBT)
+
+    def _prior_rows(self) -> Iterator[tuple[int, int, Measurement]]:
+        """Yield class, clock and measurement of each row of the prior that the job has."""
+        for key, measurements in () if self._prior is None else self._prior.measurements.items():
+            for measurement in measurements:
+                is_known = key in self._class_of and measurement.clock_mhz in self._number
+                if is_known and measurement.has_work:
+                    yield self._class_of[key], self._number[measurement.clock_mhz], measurement
+
+    def settled(self) -> NDArray[np.bool_]:
+        """(classes, options) whether trials would tell little more of a row, or another one of its
+        mode is to come first.
+        """
+        if self._tables is None:
+            self._tables = self.times.tables(between=self._learn)
+        settled = self.times.known & (self._tables.stderr < _SETTLED)
+        settled[:, 1:] |= ~self.times.known[:, :1]
+        return self.by_option(settled)
+
+    def untried(self) -> NDArray[np.bool_]:
+        """(modes, classes) whether nothing is known of a class in a mode."""
+        return ~self.times.known[:, 0].reshape(-1, self._classes)
+
+    def planned_share(self) -> float:
+        """Return the share of all rows that may be planned on."""
+        return float(np.isfinite(self.costs("plan")[0].time_s).mean())
+
+    def costs(
+        self,
+        kind: Literal["mean", "plan", "safe", "doubt"] = "mean",
+        optimism: float = 0.0,
+        margin: float = 0.0,
+    ) -> list[Costs]:
+        """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
+        if self._tables is None:
+            self._tables = self.times.tables(between=self._learn)
+        tables = self._tables
+        table: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
+        table[:, 1:] *= 1 + margin
+        power_w, error_w, waiting_w = (
+            self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
+        )
+        power_w, error_w = self.by_option(power_w), self.by_option(error_w)
+        power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
+        ranks, all_costs = self.job.ranks, []
+        for pipeline in range(self.job.pipelines):
+            factor = self.times.factor[pipeline * ranks : (pipeline + 1) * ranks][self._class_rank]
+            all_costs.append(Costs(table * factor[:, None], power_w, waiting_w))
+        return all_costs
+
+    def profile(self) -> Profile:
+        """Return what was learnt as a profile: measured rows, with standard errors.
+
+        Times are those of the first pipeline's GPUs.
+
+        Raises:
+            UsageError: If not every stage was observed at full clocks yet.
+        """
+        if not self.is_ready:
+            raise UsageError(
+                "the autopilot has not observed all stages at full clocks; there is no profile yet"
+            )
+        power_w, error_w, waiting_w = self.powers.tables()
+        variance, table = self.times.variance(), {}
+        #: a mode in which not every class was measured is not part of it
+        lacking = np.append(self.untried().any(axis=1), True)
+        measured = self._classes * int(np.argmax(lacking))
+        for key, row in list(self._class_of.items())[:measured]:
+            factor = float(self.times.factor[self._class_rank[row % self._classes]])
+            rows = []
+            for clock in np.flatnonzero(self.times.known[row]).tolist():
+                count = float(self.times.count[row, clock])
+                time_s = math.exp(float(self.times.mean[row, clock])) * factor
+                time_error_s = time_s * math.sqrt(variance[row, clock])
+                watts, doubt_w = float(power_w[row, clock]), float(error_w[row, clock])
+                mhz = self.job.clocks_mhz[clock]
+                evidence = Evidence(mhz, time_error_s, doubt_w * time_s, max(1, round(count)), 0.0)
+                rows.append(Measurement(mhz, time_s, watts * time_s, evidence))
+            table[key] = tuple(rows)
+        ranks = self.job.iteration.schedule.stage_ranks
+        stages = range(1 + max(stage for stage, _ in table))
+        try:
+            return Profile(
+                table,
+                tuple(float(waiting_w[ranks[stage]]) for stage in stages),
+                gpu=self.job.gpu,
+                gpus_per_stage=self.job.gpus_per_stage,
+                clock_change=self.job.clock_change,
+                conditions={"learnt": "while training"},
+            )
+        except ProfileError as error:  # pragma: no cover
+            raise AssertionError(
+                f"a learnt profile is refused: {error}; please report this"
+            ) from error
+
+
+def _unknown_power(table: Floats) -> tuple[Floats, Floats, Floats]:
+    return np.ones_like(table), np.zeros_like(table), np.zeros(len(table))

@@ -1,0 +1,410 @@
+"""Chooses one value, a clock or a power limit, for whole iterations: the least energy that an
+agreed slowdown allows, learnt in the noise of real training.
+
+1. Short blocks of iterations at full clocks and at a planned value take turns. What a planned block
+   took is compared with the blocks at full clocks before and after it, so that what all of them
+   have in common cancels: drift, lengths, a loader. When a block at full clocks begins is drawn.
+2. A block counts by a mean without its outliers, and its error is known from how much iterations
+   next to each other differ. What a value takes, beside the highest one, and what it draws, are
+   learnt from all blocks at all values: each is a smooth curve, with errors (`Curve`).
+3. The planned value is the one of least energy that is as fast as agreed but for one standard error
+   (no value takes more than its share of the highest one's time). The larger the error, the more
+   iterations run at full clocks.
+4. What was owed by measured blocks, and two standard errors of it, is paid before more is risked.
+   So the mean time is at most `slowdown` + `max_slowdown` times that at full clocks, in expectation
+   and as measured at the same time. Ranks keep a ledger of the block that runs.
+5. A curve is doubted if measurements differ from it by more than noise, in one direction, again and
+   again. One outlier or a pause decides nothing.
+
+It is pure: it sees no GPU and no time of day.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.autopilot.job import (
+    AutopilotSettings,
+    Decision,
+    Ledger,
+    Phase,
+    RankRow,
+)
+from perseus_planner.profiles.measurement import Measurement
+from perseus_planner.profiles.profiles import Profile
+from perseus_planner.schedules import WHOLE
+
+if TYPE_CHECKING:
+    from perseus_planner.extensions.autopilot.job import AutopilotJob, RankObservation
+    from perseus_planner.profiles.measurement import ClockChange
+
+SETTLING = 1
+"""Iterations after a change that are not measured, unless there are no others."""
+
+_BLOCK, _BLOCK_S = 4, 2.0  #: a block at full clocks has so many iterations, and so many seconds
+_LONGEST = 40  #: blocks at full clocks in a planned one
+_MOST_FULL = 0.4  #: share of iterations at full clocks
+_SHORTEST = 0.3  #: no value below this share of the highest one is tried
+_RISK = 0.1  #: what may be risked at once, as a share of an iteration
+_SPREAD = 100  #: iterations in which credit is spent
+_SURE = 2.0  #: standard errors of what is owed
+_OUTLIER = 3.0  #: standard errors beyond which more tells nothing
+_DOUBT = 6.0  #: sum of standard errors, less one each, from which a curve is doubted
+_PAUSE = 2.0  #: a time of more than so many references is a pause, such as a checkpoint
+_PRIOR_ERROR = 0.01  #: of what an earlier start has learnt, relative
+_FORGET = 1e-5  #: of what was known at first, with each block
+
+
+class Curve:
+    """The logarithm of a quantity at each value, beside that at the highest value.
+
+    Args:
+        x: Of each value: the logarithm of the highest one over it.
+        slope: The expected slope over `x`.
+        error: Its standard error.
+    """
+
+    def __init__(self, x: np.ndarray, slope: float, error: float) -> None:
+        less, more = np.minimum.outer(x, x), np.maximum.outer(x, x)
+        bends = 4.0 * less**2 * (3.0 * more - less) / 6.0  # a slope may change by 2 within x = 1
+        self._prior = error**2 * np.outer(x, x) + bends
+        self._covariance, self.mean = self._prior.copy(), slope * x
+        self._scatter = 1.0  #: of measurements: their variance, beside what it should be
+        self.doubt = np.zeros(2)  #: sums of standard errors, less one each; upwards, downwards
+
+    @property
+    def error(self) -> np.ndarray:
+        """The standard error of each value."""
+        return np.sqrt(np.maximum(0.0, np.diag(self._covariance)))
+
+    def add(self, index: int, measured: float, variance: float) -> float:
+        """Learn what was measured at a value; return its variance, larger if measurements scatter
+        more than they should.
+        """
+        self._covariance += _FORGET * self._prior
+        off = self._off(index, measured, variance * self._scatter)
+        self._scatter = max(1.0, self._scatter * 1.1 ** np.sign(abs(off) - 0.675))
+        self.doubt = np.maximum(0.0, self.doubt + np.array((off - 1.0, -off - 1.0)))
+        if self.doubt.max() > _DOUBT:
+            self._covariance, self.doubt = self._prior.copy(), np.zeros(2)
+        variance *= self._scatter
+        gain = self._covariance[index] / math.sqrt(self._covariance[index, index] + variance)
+        self.mean = self.mean + gain * self._off(index, measured, variance)
+        self._covariance -= np.outer(gain, gain)
+        return variance
+
+    def _off(self, index: int, measured: float, variance: float) -> float:
+        """Return by how many standard errors a measurement is off."""
+        error = math.sqrt(self._covariance[index, index] + variance)
+        return max(-_OUTLIER, min(_OUTLIER, float(measured - self.mean[index]) / error))
+
+
+@dataclass
+class Block:
+    """Iterations at one value, one after another."""
+
+    index: int  #: position of the value, 0 for the highest
+    first: int  #: the number of the first iteration
+    last: int  #: of the last one
+    logs: list[float] = field(default_factory=list)  #: of the seconds of those that are measured
+    #: pipeline -> energy counter (iterations, joules) and seconds of those.
+    metered: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)
+
+    def level(self, noise: float) -> float:
+        """Return the mean of the logarithms, given their standard deviation; an outlier counts
+        as `_OUTLIER` of these.
+        """
+        middle, most = median(self.logs), _OUTLIER * noise
+        return middle + fmean(max(-most, min(most, log - middle)) for log in self.logs)
+
+    def power(self) -> tuple[float, float] | None:
+        """Return the mean watts of a rank and the seconds in which it was measured; None if it
+        was not.
+        """
+        watts, seconds = [], 0.0
+        for readings in self.metered.values():
+            (begin, begin_j, _), (end, end_j, _) = readings[0], readings[-1]
+            if end > begin and end_j > begin_j:
+                seconds = (end - begin) * fmean(time_s for _, _, time_s in readings[1:])
+                watts.append((end_j - begin_j) / seconds)
+        return (fmean(watts), seconds) if watts else None
+
+
+class OneClock:
+    """Decides the one value of all GPUs of a job without a pipeline, as `Autopilot` decides the
+    clocks of a pipeline: call `observe` and `decide` likewise.
+
+    Args:
+        job: The job, whose iteration is one computation.
+        settings: What it may do.
+        prior: A profile of the iteration. How its values compare counts as measured to 1 %.
+    """
+
+    #: a rank that waits for another in its iteration cannot be told from one that computes.
+    tells_busy = False
+
+    def __init__(
+        self, job: AutopilotJob, settings: AutopilotSettings, prior: Profile | None = None
+    ) -> None:
+        self.job = job
+        measured = () if prior is None else prior.measurements[job.iteration.keys[0]]
+        rows = {row.clock_mhz: row for row in measured}
+        top, *others = job.clocks_mhz
+        known = [value for value in others if settings.learn or value in rows]
+        self.values = [top, *(value for value in known if value >= _SHORTEST * top)]
+        self._limits = settings.slowdown, settings.max_slowdown
+        self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
+        self._random = random.Random(settings.seed)
+        self._x = np.log(top / np.array(self.values))
+        self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
+        self._measured: set[int] = set()  #: positions of values whose time and energy are
+        for index, value in enumerate(self.values):
+            if index and top in rows and value in rows:
+                time = math.log(rows[value].time_s / rows[top].time_s)
+                energy = math.log(rows[value].energy_j / rows[top].energy_j)
+                self._time.add(index, time, _PRIOR_ERROR**2)
+                self._power.add(index, energy - time, 2 * _PRIOR_ERROR**2)
+                self._measured.add(index)
+        self.reference_s: float | None = None  #: seconds of an iteration at full clocks, lately
+        self._top_w: float | None = None  #: watts of a rank there
+        self._step_s = 0.0  #: how old a reading of an energy counter can be
+        self._steps: deque[float] = deque(maxlen=200)  #: between iterations next to each other
+        self._blocks: list[Block] = []  #: since a block at full clocks that was compared
+        self._ledger: Ledger | None = None
+        self._owed_s = self._variance = 0.0  #: by blocks that were compared; its variance
+        self._index, self._length, self._decided = 0, 2 * _BLOCK, 0  #: of the block that runs
+        self._phase: Phase = "reference"
+
+    @property
+    def _noise(self) -> float:
+        """Standard deviation of the logarithm of an iteration's time, without outliers."""
+        return max(1e-4, 1.48 * median(self._steps or (0.0,)) / math.sqrt(2.0))
+
+    def observe(self, observations: Sequence[RankObservation]) -> None:
+        """Learn from what ranks observed of one iteration."""
+        if not observations:
+            return
+        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        index = max(seen.version for seen in observations)
+        if self._ledger is not None:
+            self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
+        if index and self.reference_s is None:  # by a decision from before a restart
+            return
+        if index == 0:
+            self._owed_s -= (self._aim - 1.0) * (self.reference_s or 0.0)
+        if not self._blocks or self._blocks[-1].index != index:
+            self._blocks.append(Block(index, iteration, iteration))
+        block = self._blocks[-1]
+        block.last = iteration
+        ran = {(seen.version, *each[2:4]) for seen in observations for each in seen.computations}
+        if iteration == block.first + SETTLING:
+            block.logs.clear()
+            block.metered.clear()
+        if ran != {(index, self.values[index], None)}:
+            return
+        self._step_s = observations[0].energy_step_s
+        block.logs.append(math.log(time_s))
+        if len(block.logs) > 1:
+            self._steps.append(abs(block.logs[-1] - block.logs[-2]))
+        for seen in observations:
+            block.metered.setdefault(seen.pipeline, []).append((*seen.metered, seen.time_s))
+
+    def decide(self, iteration: int) -> Decision:
+        """Return what all ranks run in `iteration`, which is still ahead."""
+        if self._blocks and self._has_ended(self._blocks[-1]):
+            self._decided = iteration
+            if self._index:
+                self._index, self._length, self._phase = 0, self._full_length, "audit"
+            else:
+                self._compare()
+                self._choose()
+        value = self.values[self._index]
+        return Decision(
+            iteration,
+            self._index,
+            self._phase,
+            (((value,),),) * self.job.pipelines,
+            self._ledger,
+            trials=int(self._index > 0 and self._index not in self._measured),
+            unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
+            time_s=self._seconds(self._index) if self._measured else None,
+            saving=self.best[2],
+            saving_stderr=(1.0 - self.best[2]) * self._error(self.best[0]),
+        )
+
+    def _error(self, index: int) -> float:
+        """Return the relative standard error of the energy at a value."""
+        return math.hypot(self._time.error[index], self._power.error[index])
+
+    def _seconds(self, index: int) -> float:
+        """Return the expected seconds of an iteration at a value."""
+        return (self.reference_s or 0.0) * math.exp(self._time.mean[index])
+
+    def _has_ended(self, block: Block) -> bool:
+        """Whether the block has all that it is for; a planned one also if ledgers forced full
+        clocks, or if it takes a time that noise does not explain.
+        """
+        if block.last < self._decided:
+            return False
+        if block.index != self._index:
+            return block.index == 0 and len(self._blocks) > 1
+        if len(block.logs) < 2:
+            return False
+        length = block.last + 1 - max(block.first, self._decided) - SETTLING
+        if block.index == 0 or length >= self._length:
+            return length >= self._length
+        most, expected = _OUTLIER * self._noise, math.log(self._seconds(block.index))
+        off = sum(max(-most, min(most, log - expected)) for log in block.logs)
+        return abs(off) > self._owed(len(block.logs), _SURE)
+
+    @property
+    def _full_length(self) -> int:
+        """Iterations of a block at full clocks."""
+        return max(_BLOCK, math.ceil(_BLOCK_S / (self.reference_s or _BLOCK_S)))
+
+    def _owed(self, length: int, errors: float) -> float:
+        """Return what so many iterations may seem to owe by noise, theirs and the reference's, and
+        what is risked; in iterations.
+        """
+        return _RISK + errors * self._noise * math.sqrt(length + length**2 / self._full_length)
+
+    def _compare(self) -> None:
+        """Charge blocks to the ledger, planned ones compared with those at full clocks before and
+        after them.
+        """
+        noise, before, after = self._noise, self._blocks[0], self._blocks[-1]
+        begin, end = before.level(noise), after.level(noise)
+        middle, full = (begin + end) / 2, 0.5 / len(before.logs) + 0.5 / len(after.logs)
+        middle_s, self.reference_s = math.exp(middle), math.exp(end)
+        powers = [power for power in (before.power(), after.power()) if power]
+        if powers:
+            self._top_w = fmean(watts for watts, _ in powers)
+        for block in self._blocks:
+            if block.index == 0:
+                continue
+            count_s = (block.last - block.first + 1) * middle_s
+            took, variance = self._time.mean[block.index], self._time.error[block.index] ** 2
+            if block.logs:
+                measured = block.level(noise) - middle
+                sampling, drift = noise**2 * (1 / len(block.logs) + full), (end - begin) ** 2 / 12
+                known = self._time.add(block.index, measured, sampling + drift)
+                if drift <= max(sampling, variance):
+                    took, variance = measured, known
+                if powers and (power := block.power()):
+                    stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
+                    watts = math.log(power[0] / fmean(watts for watts, _ in powers))
+                    self._power.add(block.index, watts, stale + _PRIOR_ERROR**2)
+                    self._measured.add(block.index)
+            self._owed_s += count_s * (math.exp(took) - self._aim)
+            self._variance += count_s**2 * variance
+        self._blocks = [after]
+        least_s = -_SPREAD * (self._aim - 1.0) * self.reference_s
+        self._owed_s += max(0.0, least_s - self._upper_s)
+
+    @property
+    def _upper_s(self) -> float:
+        """What is owed at most, seconds, as far as is sure."""
+        return self._owed_s + _SURE * math.sqrt(self._variance)
+
+    def _choose(self) -> None:
+        """Begin with the next value, and with a ledger for ranks: what is owed by the blocks
+        before, and what this one may owe.
+        """
+        assert self.reference_s is not None
+        left, share = _RISK - self._upper_s / self.reference_s, sum(self._limits)
+        error, mean = self._time.error, self._time.mean
+        doubted = _SURE * error * (1.0 + self._time.doubt.max())
+        audits = np.clip(doubted / (self._aim - 1.0), 1.0 / _LONGEST, _MOST_FULL)
+        lengths = self._full_length * (1.0 / audits - 1.0)
+        longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
+        allowed = self._aim + max(0.0, left - _RISK) / np.maximum(_SPREAD, lengths)
+        may_be_fast = np.exp(mean - _SURE * error) <= allowed
+        cost = mean + self._power.mean - _SURE * np.hypot(error, self._power.error)  # at least
+        is_possible = may_be_fast & (longest <= allowed + min(left, _RISK) / lengths)
+        is_possible &= (left > 0.0) and (self._top_w is not None)
+        is_possible[0] = True
+        self._index = index = int(np.argmin(np.where(is_possible, cost, np.inf)))
+        self._length, owed = self._full_length, _RISK
+        if index == 0:
+            self._phase = "paying" if left <= 0.0 else "following"
+            last = self._blocks[-1].last
+            self._blocks.append(Block(0, last + 1, last))
+        else:
+            self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
+            owed = self._owed(self._length, _OUTLIER)
+            owed += self._length * max(0.0, longest[index] - share)
+            self._phase = "following" if index in self._measured else "learning"
+        self._ledger = Ledger(
+            self.reference_s,
+            *self._limits,
+            owed * self.reference_s,
+            max(0.0, self._upper_s),
+            self._blocks[0].last,
+            pause=_PAUSE,
+        )
+
+    @property
+    def best(self) -> tuple[int, float, float]:
+        """The value of least energy among those that are as fast as agreed, down to the lowest one
+        that was measured: its position, its time as a multiple, and the share of energy it saves.
+        """
+        times, costs = np.exp(self._time.mean), np.exp(self._time.mean + self._power.mean)
+        known = range(1, max(self._measured, default=0) + 1)
+        fast = [index for index in known if times[index] <= self._aim]
+        best = min((0, *fast), key=lambda index: float(costs[index]))
+        return best, float(times[best]), 1.0 - float(costs[best])
+
+    def wait_for(self, times_s: Sequence[float]) -> None:
+        """Do nothing: all GPUs have one value, whichever of them waits for another."""
+
+    def set_clock_change(self, change: ClockChange) -> None:
+        """Know what setting a clock was measured to cost, which nothing depends on."""
+        self.job = replace(self.job, clock_change=change)
+
+    def rank_costs(self) -> tuple[tuple[RankRow, ...], ...]:
+        """Return for each pipeline what a GPU takes and uses in an iteration at the value of the
+        last decision, and at full clocks; empty before that was measured.
+
+        What it draws while it waits was not seen: so it counts as 0, and a GPU that would wait at
+        full clocks is said to save less than it does.
+        """
+        if self._top_w is None:
+            return ()
+        time_s, full_s = self._seconds(self._index), self._seconds(0)
+        full_w = self._top_w * math.exp(self._power.mean[0])
+        watts = self._top_w * math.exp(self._power.mean[self._index])
+        row = RankRow(time_s, time_s * watts, full_s, full_s * full_w, 0.0)
+        return ((row,),) * self.job.pipelines
+
+    def learned(self) -> Profile:
+        """Return what was learnt as a profile, with the values whose energy was measured.
+
+        Raises:
+            UsageError: If the highest value was not measured yet.
+        """
+        job, top_w = self.job, self._top_w
+        if top_w is None:
+            raise UsageError("no iteration at full clocks was measured; there is no profile yet")
+        rows = []
+        for index in sorted({0, *self._measured}):
+            time_s = self._seconds(index)
+            energy_j = time_s * top_w * math.exp(self._power.mean[index])
+            rows.append(Measurement(self.values[index], time_s, energy_j))
+        return Profile(
+            {job.iteration.keys[0]: tuple(rows)},
+            0.0,  # what a GPU draws while it waits was not seen, and so waiting costs nothing
+            gpu=job.gpu,
+            clock_change=job.clock_change,
+            control=job.control,
+            iteration={"schedule": WHOLE.name, "microbatches": 1},
+            conditions={"learnt": "while training"},
+        )

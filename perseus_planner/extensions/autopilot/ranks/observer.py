@@ -1,0 +1,292 @@
+"""What a rank does for the autopilot on its background thread: it tells what it observes of each
+iteration, made from its marks and from the messages of its controller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import TYPE_CHECKING
+
+from perseus_planner.base.errors import GpuError
+from perseus_planner.base.wires import encode
+from perseus_planner.extensions.autopilot.ranks.coordinator import (
+    NOTHING,
+    Coordinator,
+    observed_key,
+    rank_key,
+)
+from perseus_planner.extensions.autopilot.ranks.messages import (
+    Frame,
+    JobDescription,
+    ObservedGpu,
+    Places,
+    RankTraining,
+    runs_of,
+    turns,
+)
+from perseus_planner.gpu import open_gpu
+from perseus_planner.profiles.modes import OWN, shared_by
+from perseus_planner.runtime.attachment import power_limits
+from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
+from perseus_planner.runtime.telemetry import GpuSamples
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from perseus_planner.extensions.autopilot.ranks.messages import ServiceExchange
+    from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
+    from perseus_planner.runtime.follower import Ended, Follower
+    from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
+
+_CALLS = 16  #: calls that set a clock from which it is known how long they take
+_PAUSE_NS = 10**9  #: a longer time between two iterations is a pause
+_PATIENCE = 1  #: iterations that may wait for a sample of the GPU
+
+
+class Observer:
+    """Writes what a rank observes into the job's store, for rank 0. All methods are called by the
+    background thread.
+
+    Args:
+        store: The job's store; through a connection of the background thread.
+        rank: Rank in the whole job.
+        source: The rank.
+        gpu: The rank's GPU; None if no clock can be set.
+        every: Only every so many iterations are written, and
+        turn: those whose number modulo `every` is this.
+        is_written: Whether anything is written; otherwise another rank observes the same.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        source: Follower,
+        gpu: ObservedGpu | None,
+        *,
+        every: int = 1,
+        turn: int = 0,
+        is_written: bool = True,
+    ) -> None:
+        self._store, self._rank, self._source, self._gpu = store, rank, source, gpu
+        self._every, self._turn, self._is_written = every, turn, is_written
+        self._samples = GpuSamples()
+        self._changes: deque[tuple[int, int]] = deque(
+            maxlen=4096
+        )  #: since when (ns), and which clock
+        self._calls_s: deque[float] = deque(maxlen=_CALLS)
+        self._times: deque[IterationTimes] = deque(maxlen=64)
+        self._last_ns: int | None = None  #: end of the last computation of the iteration before
+        self._metered = 0, 0.0  #: iterations whose energy is known, and their joules
+        self._told = 0  #: number of the order that was told last
+        if is_written:
+            self._set(observed_key(rank), NOTHING)
+            for number in source.orders:  # that is known before it ran
+                self._tell(number)
+
+    def take(self, times: Iterable[IterationTimes], messages: Iterable[ToRank]) -> None:
+        """Take in new times and messages, and write the iterations that are known now."""
+        for message in messages:
+            if isinstance(message, ControlChange):
+                self._changes.append((message.ended_ns + SETTLE_NS, message.value))
+                self._calls_s.append((message.ended_ns - message.begun_ns) / 1e9)
+            elif isinstance(message, GpuSample):
+                self._samples.add(message)
+        self._times.extend(times)
+        while self._times and (ended := self._ended_of(self._times[0])) is not None:
+            if (
+                ended.program is not None
+                and len(self._times) <= _PATIENCE
+                and not self._is_sampled(self._times[0])
+            ):
+                return
+            self._source.ended.popleft()
+            self._finish(self._times.popleft(), ended)
+
+    def _ended_of(self, times: IterationTimes) -> Ended | None:
+        """Return how an iteration ended, which the training thread says after its times are
+        known.
+        """
+        ended = self._source.ended
+        while ended and ended[0].iteration < times.number:
+            ended.popleft()
+        while (
+            ended and self._times and self._times[0].number < ended[0].iteration
+        ):  # its end was not kept
+            self._times.popleft()
+        return (
+            ended[0]
+            if ended and self._times and self._times[0].number == ended[0].iteration
+            else None
+        )
+
+    def _is_sampled(self, times: IterationTimes) -> bool:
+        return bool(times.spans_ns) and self._samples.first_after(times.spans_ns[-1][1]) is not None
+
+    def _finish(self, times: IterationTimes, ended: Ended) -> None:
+        time_s = (times.end_ns - times.begin_ns) / 1e9
+        program, last_ns = ended.program, times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+        if times.follows_evaluation:  # its times tell nothing, and so the frame has none
+            program = None
+        energy_j = self._energy_j(times, last_ns) if program is not None else None
+        if energy_j is not None:
+            self._metered = self._metered[0] + 1, self._metered[1] + energy_j
+        if program is not None and self._source.ledger is not None:
+            self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
+        if self._is_written and times.number % self._every == self._turn:
+            if ended.order != self._told and ended.order:
+                self._tell(ended.order)
+            self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s, energy_j)))
+        self._last_ns = last_ns
+        while len(self._changes) > 1 and self._changes[1][0] <= times.end_ns:
+            self._changes.popleft()
+
+    def _energy_j(self, times: IterationTimes, last_ns: int) -> float | None:
+        """Return the energy from the end of the last computation to the next one's: then the GPU
+        is sampled, as its request changes. None after a pause.
+        """
+        before_ns = self._last_ns
+        if before_ns is None or times.begin_ns - before_ns > _PAUSE_NS:
+            return None
+        return self._samples.energy_j(before_ns, last_ns) if self._is_sampled(times) else None
+
+    def _frame(
+        self, times: IterationTimes, ended: Ended, time_s: float, energy_j: float | None
+    ) -> Frame:
+        program, begin_ns = ended.program, times.begin_ns
+        if times.follows_evaluation:
+            program = None
+        if program is None or len(times.spans_ns) != len(program.computations):
+            return Frame(self._rank, ended.order, times.number, 0, time_s)
+        last_ns = times.spans_ns[-1][1]
+        throttled_s = 0.0
+        if energy_j is not None and self._last_ns is not None:
+            throttled = self._samples.throttled_s(self._last_ns, last_ns)
+            throttled_s = max(throttled.values(), default=0.0)
+        before = [clock for at_ns, clock in self._changes if at_ns <= begin_ns]
+        inside = [
+            ((at_ns - begin_ns) / 1e9, clock)
+            for at_ns, clock in self._changes
+            if begin_ns < at_ns < last_ns
+        ]
+        spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
+        changes = ((0.0, before[-1] if before else 0), *inside)
+        call_s = median(self._calls_s) if len(self._calls_s) == _CALLS else 0.0
+        return Frame(
+            rank=self._rank,
+            order=ended.order,
+            iteration=times.number,
+            decision=program.decision,
+            time_s=time_s,
+            spans_s=spans_s,
+            changes=changes,
+            energy_j=energy_j,
+            throttled_s=throttled_s,
+            call_s=call_s,
+            metered=self._metered,
+            modes=runs_of(program.modes),
+        )
+
+    def _tell(self, number: int) -> None:
+        """Say what this rank runs."""
+        order = self._source.orders.get(number)
+        if order is None:
+            return
+        self._set(rank_key(self._rank), encode(RankTraining(tuple(order), self._gpu)))
+        self._told = number
+
+    def _set(self, key: str, value: bytes) -> None:
+        with suppress(RuntimeError):  # the store may be gone; then the agreement says so
+            self._store.set(key, value)
+
+
+class AutopilotRank:
+    """The part of one rank.
+
+    Args:
+        observer: Tells what the rank has observed.
+        coordinator: Rank 0's part; None on all others.
+    """
+
+    def __init__(self, observer: Observer, coordinator: Coordinator | None) -> None:
+        self._observer, self._coordinator = observer, coordinator
+
+    @classmethod
+    def begin(
+        cls,
+        context: RankContext,
+        job: TrainingJob,
+        source: Follower,
+        warnings: JobWarnings,
+        options: RuntimeOptions,
+        exchange: ServiceExchange | None,
+    ) -> AutopilotRank:
+        """Begin the part of this rank, before training."""
+        every = turns(context.part.pipelines, context.part.positions)
+        observer = Observer(
+            job.own_store,
+            job.rank,
+            source,
+            _observed(context.attachment.gpu, context.control, warnings),
+            every=every,
+            turn=context.own.pipeline % every,
+            is_written=context.own.is_first,
+        )
+        if job.rank != 0:
+            return cls(observer, None)
+        coordinator = Coordinator(
+            job.own_store,
+            JobDescription(
+                settings=options.autopilot,
+                places=Places.among(context.positions),
+                sets_clocks=not options.dry_run,
+                state=None if options.state_file is None else str(options.state_file),
+                gpus_per_node=len(context.part.ranks),
+                is_shared=exchange is not None,
+                modes=tuple(dict.fromkeys((OWN, *options.modes))),
+                shares_microbatch=shared_by(options.modes) == "microbatch",
+            ),
+            source.agreement,
+            warnings,
+            exchange,
+        )
+        return cls(observer, coordinator)
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """Rank 0's part; None on other ranks."""
+        return self._coordinator
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that wake the thread."""
+        return [] if self._coordinator is None else self._coordinator.descriptors()
+
+    def look(self, times: Sequence[IterationTimes], messages: Sequence[ToRank]) -> None:
+        """Do one round, with the times and the messages of the controller that are new in it."""
+        self._observer.take(times, messages)
+        if self._coordinator is not None:
+            self._coordinator.look()
+
+    def close(self) -> None:
+        """End the rank's part."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+
+def _observed(
+    gpu: AttachReply | None, control: Control, warnings: JobWarnings
+) -> ObservedGpu | None:
+    if gpu is None:
+        return None
+    try:
+        with open_gpu(gpu.gpu) as opened:
+            values = opened.supported_clocks_mhz if control == "clock" else power_limits(opened)
+            return ObservedGpu(gpu.name, gpu.origin, values, control)
+    except GpuError as error:
+        warnings.warn("autopilot clocks", f"the autopilot has no clocks to choose from: {error}")
+        return None

@@ -1,0 +1,468 @@
+"""Time-energy curves of configurations, lower bounds in microseconds and the exact ones; and the
+profile of a pipeline, corrected by one measured stage.
+
+The bound: a rank runs M forwards and backwards in whatever time the pipeline leaves it. Before its
+first forward the ranks before it run one each, and after its last backward those run one backward
+each. Under 1F1B and ZB-H1 a rank with w ranks after it also waits, after its first and after its
+last forward, for a forward and a backward of each of them. While it waits, it runs w forwards, then
+w backwards: for one of the two waits they may count as what it runs beside. What remains for the
+other M - w forwards and backwards bounds their energy from below.
+
+The exact curve of a configuration is that of `solver.solve`. In many microbatches every further one
+adds the same, at every price of time, so the curves of few microbatches give those of many.
+
+The correction of each kind is the ratio of measured to modelled time, and of energies, at each
+measured clock, interpolated linearly in between and constant beyond. So a full sweep determines the
+shape of the estimate over clocks, a single clock only its level. All clocks have a row then, also
+those that the model's power limit does not allow, as measured stages may run at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from perseus_planner import PipelineDag, Profile, solve_dag
+from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.explore.transformer import split_layers
+from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.groups import on_each_gpu
+from perseus_planner.profiles.measurement import Measurement, lower_hull
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perseus_planner import Frontier
+    from perseus_planner.extensions.explore.configuration import Candidate, Configuration, Floats
+    from perseus_planner.extensions.explore.operations import Phases, System
+    from perseus_planner.gpu.simulated.model import GpuModel
+
+_SLOPES = 200
+_FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
+_FEWER = (2, 3)  # the same for long pipelines
+_LONG = 24  # stages
+_LARGE, _MANY = 2500, 16  # computations above which not all operating points are used, but so many
+_SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Time and energy of iterations of a whole job."""
+
+    times_s: NDArray[np.float64]  #: (points,) seconds, rising
+    #: (points,) least joules over all GPUs at that time, waiting included.
+    energies_j: NDArray[np.float64]
+
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the least joules at each of `times_s`; infinite where that is too short."""
+        return np.interp(times_s, self.times_s, self.energies_j, left=np.inf)
+
+
+def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
+    """Return clocks (MHz), seconds and joules of a computation on one GPU, highest clock first.
+
+    A clock that the power limit does not allow is none: the lowest clock above what the limit
+    allows stands for all of them, with the time and energy of what is achieved.
+
+    Args:
+        phases: The computation.
+        system: The GPU.
+        count: Number of points to keep, evenly spaced down to the one of least effective energy; 0
+            for all.
+    """
+    load, gpu = phases.load(system), system.gpu
+    clocks = np.array(gpu.clocks_mhz, dtype=float)
+    top_mhz = load.achieved_mhz(clocks[0])
+    set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
+    achieved: Any = np.minimum(set_mhz, top_mhz)
+    times_s: Any = load.free_time_s(achieved)
+    energies_j: Any = load.free_power_w(achieved) * times_s
+    places = np.arange(len(set_mhz))
+    if count:
+        least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
+        places = np.unique(np.linspace(0, least, count).round().astype(int))
+    return np.stack([set_mhz, times_s, energies_j])[:, places]
+
+
+def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Measurement, ...]:
+    """Return the operating points of a computation as rows of a profile, highest clock first."""
+    rows = points_of(phases, system, count).T.tolist()
+    return tuple(Measurement(int(clock), time_s, energy_j) for clock, time_s, energy_j in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A lower bound on time and energy of iterations of a whole job."""
+
+    least_s: float  #: Seconds
+    gpus_per_rank: float  #: GPUs of all pipelines that a rank stands for
+    blocking_w: float  #: Power of all of them while they wait
+    #: The hull of computations that run one after the other; see `CurveMaker`.
+    hull_of: Callable[[tuple[Phases, ...]], Floats]
+    #: By the computations of a microbatch, of the ranks that have them, without and with waits:
+    #: seconds in which each runs nothing, microbatches that share the rest of the time, others.
+    parts: Mapping[tuple[Phases, ...], NDArray[np.float64]]
+
+    def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the least joules at each of `times_s`; infinite where that is too short."""
+        enough = times_s >= self.least_s * (1 - 1e-9)
+        if not enough.any():
+            return np.full(len(times_s), np.inf)
+        total_j = np.zeros(len(times_s))
+        for computations, (fixed_s, counts, others) in self.parts.items():
+            spare_s, effective_j = self.hull_of(computations)
+            each_s = (times_s - fixed_s[..., np.newaxis]) / counts[..., np.newaxis]
+            each_j = np.interp(each_s, spare_s, effective_j) * counts[..., np.newaxis]
+            total_j += (each_j + others[..., np.newaxis] * effective_j[-1]).max(0).sum(0)
+        energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
+        return np.where(enough, energy_j, np.inf)
+
+
+def _slopes(curve: Curve) -> NDArray[np.float64]:
+    """Return the slopes of a curve, J/s; breakpoints that are one time in floats have none
+    between them.
+    """
+    apart = np.flatnonzero(np.diff(curve.times_s))
+    if len(apart) == 0:
+        return np.zeros(1)
+    return np.asarray(np.diff(curve.energies_j)[apart] / np.diff(curve.times_s)[apart])
+
+
+class CurveMaker:
+    """Makes the curves of many configurations on one system; what they share is computed once."""
+
+    def __init__(self, system: System, points: int = 0) -> None:
+        """Make curves on `system` with so many operating points of a computation; 0 for all, or
+        16 in large jobs.
+        """
+        self.system, self.points = system, points
+        self._points = cache(lambda phases: points_of(phases, system, points))
+        self._rows = cache(lambda phases, count: measurements_of(phases, system, count))
+        self._hull = cache(self._hull_of)
+        self._frontiers: dict[Configuration, Frontier] = {}
+
+    def bound(self, candidate: Candidate) -> Bound:
+        """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
+        job = candidate.job
+        stages = job.stage_phases(self.system, candidate.times)
+        kinds, ranks = job.kinds, job.ranks  # of which each has every so many-th stage
+        all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
+        forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
+        trip_s = self._top_s(stages[-ranks:], kinds[:2])
+        hop_s, count = job.transfer_s(self.system), job.microbatches
+        end_s = self.ends_s(job, stages)
+        if kinds == "FB":  # else gradients of weights may wait
+            back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
+            end_s = back_s + np.maximum.accumulate(end_s - back_s)
+        fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
+        after = np.arange(ranks)[::-1]
+        waits = np.where(job.schedule in ("1f1b", "zb-h1") and count > after + 1, after, 0)
+        wait_s = (trip_s.sum() - np.cumsum(trip_s) + 2 * hop_s * after) * (waits > 0)
+        waited_s = wait_s + np.maximum(wait_s, waits * (all_s - forward_s))
+        least_s = fixed_s + np.maximum(count * all_s, waited_s + (count - waits) * all_s)
+        none = np.zeros(ranks)
+        parts = np.array(
+            [[fixed_s, fixed_s + waited_s], [none + count, count - waits], [none, waits]]
+        )
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(ranks):
+            alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
+        return Bound(
+            float(least_s.max()),
+            job.gpus / ranks,
+            job.gpus * self._gpu.blocking_power_w,
+            self._hull,
+            {
+                tuple(each[kind] for each in stages[some[0] :: ranks] for kind in kinds): parts[
+                    ..., some
+                ]
+                for some in alike.values()
+            },
+        )
+
+    def size(self, job: Configuration) -> int:
+        """Return the number of computations that the exact curve takes."""
+        return sum(len(job.kinds) * len(job.split) * count for count in self._solved_counts(job))
+
+    def exact(self, candidate: Candidate) -> Curve:
+        """Return the exact curve of the whole job."""
+        job = candidate.job
+        few = self._solved_counts(job)
+        if len(few) == 1:
+            return self._solved(candidate, job.microbatches)
+        one, two = (self._solved(candidate, count) for count in few)
+        # In many microbatches the least of energy - slope * time is linear in their number, at
+        # every slope.
+        slopes = np.quantile(
+            np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES)
+        )
+        values = [
+            np.min(curve.energies_j - slopes[:, np.newaxis] * curve.times_s, axis=1)
+            for curve in (one, two)
+        ]
+        more = (job.microbatches - few[0]) / (few[1] - few[0])
+        value = values[0] + more * (values[1] - values[0])
+        ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
+        apart = np.diff(slopes) > 0
+        turns_s = (np.diff(-value)[apart] / np.diff(slopes)[apart]).clip(*ends_s)
+        times_s = np.unique([ends_s[0], *turns_s, ends_s[1]])
+        return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
+
+    def _solved_counts(self, job: Configuration) -> list[int]:
+        """Return the microbatches of the iterations that are solved: the job's, or two smaller
+        numbers.
+        """
+        few = [multiple * job.ranks for multiple in (_FEWER if len(job.split) >= _LONG else _FEW)]
+        whole = len(job.kinds) * len(job.split) * job.microbatches <= _SOLVED_WHOLE
+        return [job.microbatches] if whole or job.microbatches <= few[1] else few
+
+    def clocks_mhz(self, candidate: Candidate, slowdown: float) -> tuple[int, int]:
+        """Return the lowest and the highest clock of a plan that takes `slowdown` times the least
+        time.
+
+        The plan is that of the microbatches that were solved, at most.
+        """
+        frontier = self._frontiers[candidate.job]
+        deadline_s = frontier.min_time_s * max(1.0, slowdown)
+        plan = frontier.plan_until(deadline_s, on_time=None)  # its rows are a model's
+        return min(plan.clocks.values()), max(plan.clocks.values())
+
+    def saved_share(self, candidate: Candidate, slowdown: float) -> float:
+        """Return the share of energy saved at `slowdown` times the least time, against all clocks
+        at maximum.
+
+        It is that of the microbatches that were solved, at most.
+        """
+        frontier = self._frontiers[candidate.job]
+        return (
+            1
+            - frontier.bound_j(frontier.min_time_s * max(1.0, slowdown))
+            / frontier.baseline_energy_j
+        )
+
+    def energy_shares(self, candidate: Candidate) -> dict[str, float]:
+        """Return the shares of a job's energy at full clocks by what GPUs do.
+
+        Static power counts with what takes the time; the iteration is that of the microbatches that
+        were solved, at most.
+        """
+        job, gpu = candidate.job, self._gpu
+        frontier, parts = (
+            self._frontiers[job],
+            dict.fromkeys(("arithmetic", "memory", "traffic"), 0.0),
+        )
+        for phases in job.stage_phases(self.system, candidate.times):
+            for kind in job.kinds:
+                load = phases[kind].load(self.system)
+                clock = load.achieved_mhz(self.system.top_mhz)
+                square = clock * load.voltage(clock) ** 2
+                still_s = phases[kind].memory_s
+                parts["arithmetic"] += (
+                    load.megacycles / clock * (load.static_w + load.arithmetic_w_per_mhz * square)
+                )
+                parts["memory"] += still_s * (load.static_w + gpu.memory_w_per_mhz * square)
+                parts["traffic"] += (load.memory_s - still_s) * load.static_w + phases[
+                    kind
+                ].exchange_s * 0.5 * gpu.memory_w_per_mhz * square
+        per_gpu = self._solved_counts(job)[0] * job.shape.tensor_degree * job.shape.context_degree
+        shares = {name: j * per_gpu / frontier.baseline_energy_j for name, j in parts.items()}
+        return {**shares, "waiting": 1 - sum(shares.values())}
+
+    def profile(
+        self,
+        job: Configuration,
+        stages: list[dict[str, Phases]],
+        points: int = 0,
+        kinds: str = "",
+    ) -> Profile:
+        """Return the profile of one pipeline, with so many points of a computation, or all;
+        energies are of a stage's GPUs.
+        """
+        rows = {
+            (stage, kind): self._rows(phases[kind], points)
+            for stage, phases in enumerate(stages)
+            for kind in kinds or job.kinds
+        }
+        shape = job.shape
+        one_gpu = Profile(
+            rows,
+            blocking_power_w=self.system.gpu.blocking_power_w,
+            gpu=f"simulated {self.system.gpu.name}",
+            origin="simulated",
+            conditions={
+                "estimate": f"{job.name}, operations in closed form on a model of the system; "
+                "nothing was measured on these stages",
+                "workload": f"{shape.microbatch} x {shape.sequence} tokens a microbatch, layers "
+                f"{','.join(map(str, job.split))}, {shape.attention} attention, {shape.precision}",
+            },
+        )
+        return on_each_gpu(one_gpu, shape.tensor_degree * shape.context_degree)
+
+    def dag(self, candidate: Candidate, microbatches: int | None = None) -> PipelineDag:
+        """Return the graph of an iteration of one pipeline."""
+        job = candidate.job
+        stages = job.stage_phases(self.system, candidate.times)
+        points = self.points or (_MANY if self.size(job) > _LARGE else 0)
+        return PipelineDag(
+            self.profile(job, stages, points),
+            job.iteration(self.system, self.ends_s(job, stages), microbatches),
+        )
+
+    def ends_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> Floats:
+        """Return the seconds of each rank after its last computation."""
+        both_s = np.bincount(job.stage_ranks, self._top_s(stages, "FB"))
+        return job.end_s(self.system, both_s.astype(float))
+
+    def _top_s(self, stages: Sequence[Mapping[str, Phases]], kinds: str) -> Floats:
+        """Return the seconds of computations of each stage at the top clock."""
+        alike = {id(stage): stage for stage in stages}
+        times_s = {
+            key: sum(self._points(stage[kind])[1, 0] for kind in kinds)
+            for key, stage in alike.items()
+        }
+        return np.array([times_s[id(stage)] for stage in stages])
+
+    def _solved(self, candidate: Candidate, microbatches: int) -> Curve:
+        frontier = solve_dag(self.dag(candidate, microbatches))
+        self._frontiers.setdefault(candidate.job, frontier)
+        return Curve(
+            frontier.times_s[::-1].copy(), candidate.job.data_degree * frontier.energies_j[::-1]
+        )
+
+    def _hull_of(self, parts: tuple[Phases, ...]) -> Floats:
+        """Return the lower convex hull of seconds, rising, and of energy less what waiting for that
+        long would take, falling, of computations that run one after the other.
+        """
+        if len(parts) > 1:  # their segments, the steepest first
+            every = [self._hull((part,)) for part in parts]
+            steps = np.concatenate([np.diff(hull) for hull in every], axis=1)
+            order = np.argsort(steps[1] / steps[0], kind="stable")
+            first = sum(hull[:, :1] for hull in every)
+            return np.cumsum(np.hstack([first, steps[:, order]]), axis=1)
+        _, times_s, energies_j = self._points(*parts)
+        effective_j = energies_j - self._gpu.blocking_power_w * times_s
+        order = np.lexsort((effective_j, times_s))
+        front: list[tuple[float, float]] = []
+        for time_s, joules in zip(
+            times_s[order].tolist(), effective_j[order].tolist(), strict=True
+        ):
+            if not front or joules < front[-1][1]:
+                front.append((time_s, joules))
+        return np.array(lower_hull(front)).T
+
+    @property
+    def _gpu(self) -> GpuModel:
+        return self.system.gpu
+
+
+def estimate(
+    job: Configuration,
+    system: System,
+    calibration: Calibration | None = None,
+    *,
+    kinds: str = "FB",
+) -> Profile:
+    """Return the profile of every stage of a pipeline, marked as simulated; `conditions` record its
+    sources.
+
+    Args:
+        job: The model and its stages. Energies are sums over the GPUs of a stage.
+        system: GPUs and their links.
+        calibration: A measured stage.
+        kinds: Of the computations.
+    """
+    stages = job.stage_phases(system)
+    profile = CurveMaker(system).profile(job, stages, kinds=kinds)
+    if calibration is None:
+        return profile
+    gpus, rows = profile.gpus_per_stage, {}
+    for stage, kind in profile.measurements:
+        load, clocks = stages[stage][kind].load(system), system.gpu.clocks_mhz
+        rows[stage, kind] = tuple(
+            Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
+            for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)
+        )
+    return replace(
+        profile,
+        measurements=rows,
+        blocking_power_w=calibration.blocking_power_w * profile.gpus_per_stage,
+        conditions={**profile.conditions, "calibration": calibration.source},
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured stage, with what the model says of it."""
+
+    #: (clock, measured over modelled time, the same of energy) of each kind, clocks rising.
+    ratios: Mapping[str, NDArray[np.float64]]
+    source: str  #: What was measured
+    blocking_power_w: float  #: Power of one GPU while it waits
+
+    def factors(
+        self, kind: str, clocks_mhz: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the factors of time and energy at clocks; I and W have those of B if they were not
+        measured.
+        """
+        clocks, times, energies = self.ratios.get(kind, self.ratios["B"])
+        return np.interp(clocks_mhz, clocks, times), np.interp(clocks_mhz, clocks, energies)
+
+
+def calibration_of(
+    profile: Profile, job: Configuration, system: System, source: str = "profile"
+) -> Calibration:
+    """Return the calibration by a stage of a measured profile: the one in the middle, which has
+    neither embedding nor head if there are three.
+
+    Args:
+        profile: Profile of one GPU of each stage, or of all of them. It may be of the same model on
+            another number of stages, which then share the layers evenly.
+        job: The pipeline that was measured.
+        system: GPUs that were measured.
+        source: Where the profile is from, for error messages and `Profile.conditions`.
+
+    Raises:
+        UsageError: If the profile does not fit the pipeline, or lacks forwards, backwards or
+            energies.
+    """
+    shape = job.shape
+    if profile.stages != len(job.split):
+        job = replace(job, split=split_layers(shape.layers, profile.stages))
+    stage, gpus = (profile.stages - 1) // 2, profile.gpus_per_stage
+    if profile.control == "power-limit":
+        raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
+    if gpus not in (1, shape.tensor_degree):
+        raise UsageError(
+            f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
+            "give the tensor degree that was measured"
+        )
+    phases, ratios = job.stage_phases(system)[stage], {}
+    for kind in "FBIW":
+        rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
+        if not rows and kind in "IW":
+            continue
+        if not rows or any(row.energy_j == 0 for row in rows):
+            raise UsageError(
+                f"{source}: a {word_of(kind)} of stage {stage} is missing, or its energy; measure "
+                "it at one clock or more"
+            )
+        load = phases[kind].load(system)
+        ratios[kind] = np.array(
+            [
+                (
+                    row.clock_mhz,
+                    row.time_s / load.time_s(row.clock_mhz),
+                    row.energy_j / gpus / load.energy_j(row.clock_mhz),
+                )
+                for row in rows
+            ]
+        ).T
+    origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
+    return Calibration(
+        ratios, f"stage {stage} of {source} ({origin})", profile.blocking_w(stage) / gpus
+    )

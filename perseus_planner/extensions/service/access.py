@@ -1,0 +1,572 @@
+"""What stands before every route: bearer tokens with roles, limits on the size of requests, safe
+headers; problems, as RFC 9457 has them, which every request gets that is not carried out; and
+metrics for Prometheus: requests, open long polls, and every job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from http import HTTPStatus
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from anyio import fail_after
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perseus_planner.base.errors import (
+    InfeasibleDeadline,
+    InfeasibleError,
+    InfeasiblePower,
+    PlannerError,
+    UsageError,
+)
+from perseus_planner.base.files import read_text
+from perseus_planner.extensions.service.models import (
+    Conflict,
+    JobStatus,
+    Problem,
+    StorageError,
+    UnknownJob,
+    to_json,
+)
+from perseus_planner.extensions.service.planning import NotPlanned
+
+_log = logging.getLogger(__name__)
+
+Role = Literal["read", "report", "operate"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""Each role includes those before it: read; report stragglers and telemetry; everything else."""
+
+TOKENS_VARIABLE = "PLANNER_SERVICE_TOKENS"
+"""The environment variable that may hold the lines of a token file."""
+
+_LINE = re.compile(r"(?P<secret>[!-~]{16,}) +(?P<role>\S+) +(?P<name>[A-Za-z0-9._-]{1,64})")
+_LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+#: For supervisors and the dashboard; they reveal nothing about jobs.
+_OPEN_PATHS = ("/", "/livez", "/readyz", "/healthz", "/v1/me")
+STATIC = "/static/"
+"""Where the dashboard's files are, which need no token either."""
+_ELSEWHERE = (
+    "cross-site",
+    "same-site",
+)  # browsers send these for pages of other sites, or of another port
+_LEAST_BYTES_A_SECOND = 2**16
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
+_HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a client. The secret itself is not kept."""
+
+    digest: bytes = field(repr=False)  #: SHA-256 of the secret
+    role: Role  #: What the client may do
+    name: str  #: Name of the client
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may send requests."""
+
+    #: The tokens of all clients. If it is empty, everyone who reaches the service may do
+    #: everything.
+    tokens: tuple[Token, ...] = ()
+    #: Refuse requests whose header `Host` does not name this machine. Without tokens, this keeps
+    #: out web pages in a browser on this machine whose host name points to 127.0.0.1.
+    loopback_only: bool = False
+
+    def bearer(self, authorization: str | None) -> Token | None:
+        """Return the token in the header `Authorization`; None if it is missing or unknown.
+
+        All tokens are compared, each in constant time, so that the time taken reveals nothing about
+        them.
+        """
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest = sha256(secret.strip().encode()).digest()
+        matching = [token for token in self.tokens if hmac.compare_digest(token.digest, digest)]
+        return matching[0] if matching and scheme.lower() == "bearer" else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on requests."""
+
+    body_bytes: int = 64 * 2**10  #: The largest body of a request
+    #: The largest body of a registration, which carries a frontier or a profile.
+    registration_bytes: int = 64 * 2**20
+    alerts_bytes: int = 8 * 2**20  #: The largest group of alerts, which have some 1.5 kB each
+    waiting: int = 10_000  #: How many long polls may be open, over all clients
+    #: The longest time to solve a profile that a job is registered with, seconds.
+    solve_s: float = 600.0
+    #: How long a body may take, seconds, and a second more for each 64 KiB of it that have come.
+    body_s: float = 20.0
+
+
+def read_tokens(
+    path: Path | None, environment: Mapping[str, str] = os.environ
+) -> tuple[Token, ...]:
+    """Read the tokens from the file at `path`, or from the environment variable without one.
+
+    Args:
+        path: A file with a line `token role name` for each client. Blank lines and lines that start
+            with # are ignored.
+        environment: Where `TOKENS_VARIABLE` is looked up.
+
+    Raises:
+        UsageError: If the file cannot be read, or a line is not a token.
+    """
+    if path is None:
+        return _tokens(environment.get(TOKENS_VARIABLE, ""), TOKENS_VARIABLE)
+    text = read_text(path, UsageError, "a list of tokens")
+    tokens = _tokens(text, str(path))
+    if not tokens:
+        raise UsageError(f"{path}: has no token; write lines of token, role and name")
+    return tokens
+
+
+def _tokens(text: str, source: str) -> tuple[Token, ...]:
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    tokens = [
+        _token(line, f"{source}, line {number}")
+        for number, line in lines
+        if line and not line.startswith("#")
+    ]
+    if len({token.digest for token in tokens}) < len(tokens):
+        raise UsageError(f"{source}: has a token twice; give every client another one")
+    return tuple(tokens)
+
+
+def _token(line: str, where: str) -> Token:
+    match = _LINE.fullmatch(
+        line
+    )  # a line that does not match may hold a secret, so it is not shown
+    if match is None:
+        raise UsageError(
+            f"{where}: is not a token of 16 characters or more, a role and a name, separated by "
+            "spaces; `openssl rand -hex 16` makes a token"
+        )
+    role = next((role for role in ROLES if role == match["role"]), None)
+    if role is None:
+        raise UsageError(f"{where}: the role is not one of {', '.join(ROLES)}; give one of them")
+    return Token(sha256(match["secret"].encode()).digest(), role, match["name"])
+
+
+class Guard:
+    """ASGI middleware that refuses requests without a valid token, from other sites, or with too
+    large a body; and counts all.
+
+    It checks the headers before any of the body is read, and counts the body as it arrives.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits, metrics: Metrics) -> None:
+        self._app = app
+        self._access = access
+        self._limits = limits
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s, status = time.perf_counter(), 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
+                message["headers"] = [
+                    *message["headers"],
+                    *(header for header in _HEADERS if header[0] not in own),
+                ]
+            await send(message)
+
+        try:
+            most = self._admit(scope, Headers(scope=scope))
+        except HTTPException as error:
+            await error_answer(error)(scope, receive, sending)
+        else:
+            await self._app(scope, _bounded(receive, most, self._limits.body_s), sending)
+        finally:
+            self._metrics.count(scope, status, time.perf_counter() - began_s)
+
+    def _admit(self, scope: Scope, headers: Headers) -> int:
+        """Check the headers, put the client's role into `scope`, and return how large the body
+        may be.
+        """
+        if self._access.loopback_only and not _LOOPBACK.fullmatch(headers.get("host", "localhost")):
+            raise HTTPException(
+                421, "the service only answers on this machine; connect to 127.0.0.1 or localhost"
+            )
+        if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
+            raise HTTPException(
+                403, "a page of another site may not do this; use the service's dashboard"
+            )
+        bearer = self._access.bearer(headers.get("authorization"))
+        path = scope["path"]
+        is_open = path in _OPEN_PATHS or path.startswith(STATIC)
+        if bearer is None and self._access.tokens and not is_open:
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(
+                401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge
+            )
+        anonymous: Role | None = None if self._access.tokens else "operate"
+        role = bearer.role if bearer else anonymous
+        scope.setdefault("state", {}).update(
+            {"role": role, "name": bearer.name if bearer else None}
+        )
+        most = self._most_bytes(role, (scope["method"], scope["path"]))
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+            raise _too_large(most)
+        return most
+
+    def _most_bytes(self, role: Role | None, route: tuple[str, str]) -> int:
+        if route == _REGISTER and role == "operate":
+            return self._limits.registration_bytes
+        if route == _ALERT and role in ("report", "operate"):
+            return self._limits.alerts_bytes
+        return self._limits.body_bytes
+
+
+def check_role(role: Role, wanted: Role) -> None:
+    """Check that `role` is `wanted` or above it.
+
+    Raises:
+        HTTPException: 403 if it is not.
+    """
+    if ROLES.index(role) < ROLES.index(wanted):
+        raise HTTPException(
+            403, f"a token with the role {role} may not do this; use one with the role {wanted}"
+        )
+
+
+def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
+    """Return a `receive` that refuses a body that is larger than `most` bytes, or takes longer than
+    `most_s` seconds and one for each 64 KiB.
+    """
+    loop = asyncio.get_running_loop()
+    seen, is_whole, until_s = 0, False, loop.time() + most_s
+
+    async def receiving() -> Message:
+        nonlocal seen, is_whole
+        try:
+            left_s = None if is_whole else until_s + seen / _LEAST_BYTES_A_SECOND - loop.time()
+            with fail_after(left_s):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"{seen} bytes of the body came in time; send all of it within {most_s:g} s"
+            ) from None
+        seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
+        if seen > most:
+            raise _too_large(most)
+        return message
+
+    return receiving
+
+
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {most} bytes; send less")
+
+
+PROBLEM = "application/problem+json"
+_CODES = {
+    401: "unauthenticated",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    409: "conflict",
+    413: "too_large",
+    421: "wrong_host",
+    422: "invalid",
+    503: "unavailable",
+}
+_MESSAGES = {
+    404: "there is no such path; /openapi.json lists them",
+    405: "this path does not take that method; /openapi.json lists those that it takes",
+}
+_FAULT = (
+    "the service has failed, and the request is not at fault; the log of the service has the "
+    "details"
+)
+
+
+def error_answer(error: Exception) -> Response:
+    """Return the answer for an error."""
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+        if text == HTTPStatus(status).phrase:
+            text = _MESSAGES.get(status, text)  # in place of the framework's
+        return _answer(status, text, headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        return _answer(422, complaint(error.errors()))
+    if not isinstance(error, PlannerError):
+        return _answer(500, _FAULT)
+    status, code = status_of(error), "infeasible" if isinstance(error, InfeasibleError) else None
+    again = {"Retry-After": "1"} if status == 503 else None
+    return _answer(status, str(error), code, headers=again, least=_least(error))
+
+
+def status_of(error: PlannerError) -> int:
+    """Return the HTTP status of an error: 404 unknown, 409 in conflict, 422 not usable, 503 not
+    now.
+    """
+    if isinstance(error, UnknownJob):
+        return 404
+    if isinstance(error, (StorageError, NotPlanned)):
+        return 503
+    return 409 if isinstance(error, (Conflict, InfeasibleError)) else 422
+
+
+def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first error in a request in one sentence, without repeating values."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']}; send a JSON object"
+    field = ".".join(map(str, first["loc"]))
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
+
+
+def _least(error: PlannerError) -> dict[str, float]:
+    """Return the least value that is feasible, if that is what the error is about."""
+    if isinstance(error, InfeasiblePower):
+        return {"least_power_w": error.least_power_w}
+    if isinstance(error, InfeasibleDeadline) and math.isfinite(error.least_time_s):
+        return {"least_deadline_s": error.least_time_s}
+    return {}
+
+
+def _answer(
+    status: int,
+    message: str,
+    code: str | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    least: Mapping[str, float] | None = None,
+) -> Response:
+    title = HTTPStatus(status).phrase
+    problem = Problem(title, status, message, code or _CODES.get(status, "fault"), **(least or {}))
+    content = to_json(problem, without_defaults=True)
+    return Response(content, status, headers, media_type=PROBLEM)
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+
+
+class Metrics:
+    """Counts requests, on a registry separate from that of the process.
+
+    Args:
+        waiting: Returns how many long polls are open.
+        since_s: When the service began, seconds since the epoch.
+    """
+
+    def __init__(self, waiting: Callable[[], int], since_s: float) -> None:
+        self._since_s = since_s
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "planner_http_requests",
+            "Requests answered.",
+            ("method", "route", "status"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "planner_http_request_seconds",
+            "Time from the head of a request to the end of its answer; long polls wait on purpose.",
+            ("route",),
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._alerts = Counter(
+            "planner_alerts", "Alerts received.", ("outcome",), registry=self._registry
+        )
+        waits = Gauge("planner_http_waiting", "Open long polls.", registry=self._registry)
+        waits.set_function(waiting)
+
+    def text(self, jobs: Sequence[JobStatus]) -> bytes:
+        """Return all metrics, with those of `jobs` that are heard of, in the text format of
+        Prometheus.
+        """
+        of_jobs = CollectorRegistry()
+        heard_of = [each for each in jobs if each.silent_since_s is None]
+        of_jobs.register(_Jobs(heard_of, self._since_s))
+        return generate_latest(self._registry) + generate_latest(of_jobs)
+
+    def count_alerts(self, received: int, ignored: int) -> None:
+        """Count alerts, and those of them that were ignored."""
+        self._alerts.labels("ignored").inc(ignored)
+        self._alerts.labels("reported").inc(received - ignored)
+
+    def count(self, scope: Scope, status: int, took_s: float) -> None:
+        """Count a request that was answered with a status. Only a few names are used as labels, so
+        that requests for many paths do not fill the memory.
+        """
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        route = getattr(scope.get("route"), "path", "other")
+        self._requests.labels(method, route, str(status)).inc()
+        self._seconds.labels(route).observe(took_s)
+        _log.debug("%s %s: %d in %.1f ms", method, scope["path"], status, 1e3 * took_s)
+
+
+class _Jobs(Collector):
+    """Metrics of jobs, computed when they are read; counters only of jobs that sent telemetry after
+    `since_s`. The label is not `job`, which Prometheus sets to its own name for what it scrapes.
+
+    Telemetry that a killed service had not written returns with the job's next message. Showing a
+    lower counter until then would count everything once more, as Prometheus takes a counter that
+    falls as restarted.
+    """
+
+    def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
+        self._jobs, self._since_s = jobs, since_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
+        told = [(each, each.telemetry) for each in self._jobs if each.telemetry]
+        counted = [pair for pair in told if pair[1].observed_s >= self._since_s]
+        metered = [pair for pair in counted if pair[1].energy_is is not None]
+        of_status = [(each, each) for each in self._jobs]
+        yield from _families(GaugeMetricFamily, _GAUGES, of_status)
+        yield from _families(GaugeMetricFamily, _TELEMETRY, told)
+        yield from _families(CounterMetricFamily, _COUNTERS, counted)
+        yield from _families(CounterMetricFamily, _JOULES, metered, "energy")
+
+
+def _families(
+    kind: Callable[..., Metric],
+    table: Iterable[Row],
+    values: Sequence[tuple[JobStatus, Any]],
+    *labels: str,
+) -> Iterator[Metric]:
+    """Yield a metric for each row, of jobs whose number is known."""
+    for name, text, number_of in table:
+        family: Any = kind(name, text, labels=("training_job", *labels))
+        for status, value in values:
+            if (number := number_of(value)) is not None:
+                own = [value.energy_is] if labels else []
+                family.add_metric((status.job.name, *own), number)
+        yield family
+
+
+Row = tuple[str, str, Callable[[Any], "float | None"]]
+"""Name and text of a metric, and its number."""
+_GAUGES: Sequence[Row] = (
+    ("planner_job_version", "The newest version of a job's plans.", lambda status: status.version),
+    (
+        "planner_job_version_taken",
+        "The version that a job runs, as it last reported.",
+        lambda status: status.taken and status.taken.version,
+    ),
+    (
+        "planner_job_reports",
+        "Reports that count now or will count.",
+        lambda status: len(status.reports),
+    ),
+    (
+        "planner_job_stragglers",
+        "Pipelines that straggle.",
+        lambda status: len(status.decision.stragglers),
+    ),
+    (
+        "planner_job_straggler_time_seconds",
+        "The iteration time that all pipelines of a job wait for.",
+        attrgetter("decision.straggler_time_s"),
+    ),
+    (
+        "planner_job_expected_saving_watts",
+        "Power that all GPUs of a job are expected to save, by the bounds of its frontier.",
+        attrgetter("expected_saving_w"),
+    ),
+    (
+        "planner_job_expected_watts",
+        "Power of all GPUs of a job as its plans predict it.",
+        attrgetter("expected.power_w"),
+    ),
+    (
+        "planner_job_expected_baseline_watts",
+        "Their power with all clocks at maximum as the profile predicts it.",
+        attrgetter("expected.baseline_power_w"),
+    ),
+    (
+        "planner_job_over_budget",
+        "Whether a job has drawn over 2 % more than its power budgets allow for a minute.",
+        lambda status: float(status.over_budget_since_s is not None),
+    ),
+)
+_TELEMETRY: Sequence[Row] = (
+    ("planner_job_watts", "Recent power of all GPUs of a job.", attrgetter("power_w")),
+    (
+        "planner_job_iteration_seconds",
+        "Recent time of an iteration of a job.",
+        attrgetter("iteration_s"),
+    ),
+    (
+        "planner_job_clock_set_median_seconds",
+        "Recent time from requesting a clock until it is set: half of the changes took less.",
+        attrgetter("set_p50_s"),
+    ),
+    (
+        "planner_job_clock_set_slow_seconds",
+        "Recent time from requesting a clock until it is set: one change of 100 took longer.",
+        attrgetter("set_p99_s"),
+    ),
+    (
+        "planner_job_saved_joules",
+        "Energy saved since a job was registered: its baseline minus its energy. It may fall.",
+        lambda telemetry: telemetry.saved_j if telemetry.is_judged else None,
+    ),
+    (
+        "planner_job_saved_joules_error",
+        "Half of the 95 % interval of the energy saved.",
+        lambda telemetry: telemetry.saved_within_j if telemetry.is_judged else None,
+    ),
+)
+_COUNTERS: Sequence[Row] = (
+    (
+        "planner_job_iterations",
+        "Iterations of a job since it was registered.",
+        attrgetter("iterations"),
+    ),
+    (
+        "planner_job_late_clock_changes",
+        "Clock changes that came when most of their computation was over.",
+        attrgetter("changes_late"),
+    ),
+)
+_JOULES: Sequence[Row] = (
+    ("planner_job_energy_joules", "Energy of all GPUs of a job.", attrgetter("energy_j")),
+    (
+        "planner_job_baseline_joules",
+        "Their energy with all clocks at maximum in iterations as long, where that is known.",
+        lambda telemetry: telemetry.energy_j + telemetry.saved_j,
+    ),
+)

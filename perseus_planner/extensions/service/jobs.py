@@ -1,0 +1,893 @@
+"""All that the service knows of one running job, how one state of it follows another, and what is
+said of it.
+
+A job is registered, reconciled with reports and budgets, planned, or given up: what does so takes a
+`JobState` and returns another one or an answer; nothing is written.
+
+A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses
+nothing and one that arrives twice counts once. The service adds up the runs of a job:
+
+| received | effect |
+|---|---|
+| more iterations than before, from the same run | the difference counts |
+| as many iterations or fewer | none: the message was sent twice, or overtaken |
+| another run | all of it counts: the job was restarted and counts from 0 |
+| a run that another run has followed | none: the message was overtaken |
+
+The newest plans also predict energy. An iteration that lasts longer than its plan waits for the
+rest of the time: with `e` and `t` of the plan and `P` the power of the pipeline's GPUs while they
+wait, an iteration of T seconds takes e + P * max(0, T - t) joules. The same holds for the baseline,
+all clocks at maximum, so that a saving beside a straggler is not overstated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import compress
+from operator import ne
+from typing import Any, NamedTuple
+
+from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
+from perseus_planner.base.prefixes import counted, si
+from perseus_planner.extensions.service.models import (
+    REMEMBERED,
+    Answer,
+    Conflict,
+    Counters,
+    Curve,
+    Decision,
+    Effect,
+    Event,
+    Expected,
+    JobStatus,
+    JobTelemetry,
+    JobTotals,
+    NotSolved,
+    PipelineStatus,
+    PlanSet,
+    Point,
+    PowerBudget,
+    Registered,
+    RegisteredJob,
+    Report,
+    Slowing,
+    Taken,
+    shared,
+)
+from perseus_planner.extensions.service.planning import Planning, requests_of
+from perseus_planner.extensions.service.policy import (
+    Look,
+    check_places,
+    check_scope,
+    decide,
+    is_over,
+    saving_w,
+)
+from perseus_planner.runs.account import GROWING, Entry, fold
+
+_RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
+VERSIONS_APART = 16
+"""How many versions of a job's plans have accounts of their own; those of older ones are added
+up.
+"""
+POINTS = 120
+"""How many points of a job's figures are kept: when there are more, every second one goes, so that
+all of the job is covered and the spacing doubles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally(JobTelemetry):
+    """The telemetry of a job with what is needed to add to it."""
+
+    latest: Counters  #: The last message of the run that counts now
+    earlier: tuple[str, ...] = ()  #: Names of the runs before it, the latest last
+    plans: tuple[Entry, ...] = ()  #: The account by version of the plans
+    points: tuple[Point, ...] = ()  #: How its figures went, oldest first; see `with_point`
+
+
+def add_counters(
+    before: Tally | None, sent: Counters, now_s: float, version: int | None = None
+) -> Tally | None:
+    """Add the counters that a run has sent to the tally of its job.
+
+    Args:
+        before: The tally so far; None if there is none.
+        sent: The counters of one run.
+        now_s: Seconds since the epoch.
+        version: The version of its plans that the job runs, as it last reported; None if it has
+            reported none.
+
+    Returns:
+        The new tally; `before` if the message does not count.
+
+    Raises:
+        Conflict: If there are more iterations than before but another counter has fallen.
+    """
+    runs = () if before is None else (*before.earlier, before.latest.run)
+    is_same_run = before is not None and before.latest.run == sent.run
+    since = before.latest if before is not None and is_same_run else Counters(run=sent.run)
+    if sent.run in runs[:-1] or sent.iterations <= since.iterations:
+        return before
+    for name in GROWING:
+        if getattr(sent, name) < getattr(since, name):
+            raise Conflict(
+                f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more "
+                "iterations of the same run; count from the beginning of the run, and give a "
+                "restarted run another name"
+            )
+    new = sent.since(since)
+    total = new if before is None else new + before
+    plans = (*(before.plans if before else ()), Entry(**vars(new), version=version))
+    tally = Tally(
+        **{**shared(JobTelemetry, sent), **vars(total)},
+        iteration_s=new.mean_iteration_s,
+        power_w=new.mean_power_w,
+        observed_s=now_s,
+        latest=sent,
+        earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
+        plans=fold(plans, VERSIONS_APART + 1),
+    )
+    return replace(tally, points=with_point(before.points if before else (), tally))
+
+
+def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
+    """Add the figures of `tally`. The last point moves along until it is far enough from the one
+    before.
+    """
+    saved_j = tally.saved_j if tally.is_judged else None
+    now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
+    if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
+        return (*points[:-1], now)
+    more = (*points, now)
+    return more if len(more) <= POINTS else (*more[:-1:2], now)
+
+
+WRITTEN_AFTER_S = 5.0
+"""How long telemetry waits in memory before it is written."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A job's share of a budget."""
+
+    time_s: float  #: Iteration time within the budget
+    power_w: float  #: Average power of all its GPUs at that time
+    reason: Slowing | None = None  #: The budget that makes it take longer; None if none does
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A running job inside the service. It is replaced as a whole, so readers never see half a
+    change.
+    """
+
+    registered: RegisteredJob  #: The job as it was registered
+    job: RegisteredJob  #: The job with the deadline and the power budget that hold now
+    curve: Curve = field(repr=False)  #: The energy of its frontier
+    decision: Decision  #: What its pipelines are to do
+    #: Watts that the decision is expected to save, as `policy.saving_w` computes them.
+    saving_w: float
+    published: PlanSet  #: The newest version of its plans
+    planned: Decision  #: The decision that those plans were made for
+    #: The version named in answers; above `published.version` while that version is being planned.
+    promised: int
+    #: Key -> report, for reports that count or will count, the last that was sent or replaced last.
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    #: Key -> report, for reports that no longer count, the latest last; at most `REMEMBERED`.
+    past: Mapping[str, Report] = field(default_factory=dict)
+    taken: Taken | None = None  #: The version that the job runs; None if it has not reported one
+    share: Share | None = None  #: The job's share of the power budgets; None if there are none
+    tally: Tally | None = None  #: Its telemetry, which counts before it is written; None without
+    #: Since when its GPUs have drawn more than that; None if they do not.
+    over_s: float | None = field(default=None, compare=False)
+    events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
+    silent_since_s: float | None = None  #: As in `JobStatus`
+    over_budget_since_s: float | None = None  #: As in `JobStatus`
+    look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all promised plans have been published."""
+        return self.promised == self.published.version
+
+    @property
+    def budget(self) -> PowerBudget:
+        """The job's own power budget and its schedule."""
+        return PowerBudget(self.job.power_w, self.job.power_schedule, self.job.power_since_s)
+
+    def later(self, by_s: float) -> JobState:
+        """Return the state with all that ends or is compared in time later by so much."""
+
+        def moved(value: Any, *names: str) -> Any:
+            return replace(value, **{name: getattr(value, name) + by_s for name in names})
+
+        def reported(reports: Mapping[str, Report]) -> dict[str, Report]:
+            times = ("observed_s", "begins_s", "expires_s")
+            return {key: moved(each, *times) for key, each in reports.items()}
+
+        return replace(
+            self,
+            decision=moved(self.decision, "since_s", "look_again_s"),
+            reports=reported(self.reports),
+            past=reported(self.past),
+            look=None,
+            taken=None if self.taken is None else moved(self.taken, "at_s"),
+        )
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """The power that its budgets allow all its GPUs, watts; None if there are none."""
+        return None if self.share is None else self.share.power_w
+
+    def with_job(self, **settings: Any) -> JobState:
+        """Return the state with these fields of its job replaced."""
+        return replace(self, job=replace(self.job, **settings))
+
+    def with_telemetry(self, sent: Counters, now_s: float) -> JobState:
+        """Return the state after a run of the job has sent its counters, which also say whether it
+        draws more than its budgets allow.
+
+        Raises:
+            Conflict: If they contradict what the run sent before.
+        """
+        version = None if self.taken is None else self.taken.version
+        tally = add_counters(self.tally, sent, now_s, version)
+        drawn_w, limit_w = None if tally is None else tally.power_w, self.power_limit_w
+        over_s = None
+        if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
+            over_s = self.over_s or now_s
+        is_over = over_s is not None and now_s - over_s >= _OVER_FOR_S
+        since_s = (self.over_budget_since_s or over_s) if is_over else None
+        return replace(self, tally=tally, over_s=over_s, over_budget_since_s=since_s)
+
+    def with_report(self, report: Report, now_s: float) -> JobState:
+        """Return the state with a report added, or replaced."""
+        look = self.look
+        if look is not None:
+            is_new = now_s < look.until_s and report.key not in self.reports
+            look = look.with_reports(self.registered, [report], now_s) if is_new else None
+        reports = {**self.reports}
+        reports.pop(report.key, None)
+        reports[report.key] = report
+        return replace(self, reports=reports, look=look)
+
+    def looked(self, look: Look) -> JobState:
+        """Return the state after a look at its reports: those that are gone become past reports."""
+        if not look.gone:
+            return self if look is self.look else replace(self, look=look)
+        reports, past = {**self.reports}, {**self.past}
+        for report in look.gone:
+            past[report.key] = reports.pop(report.key)
+        for key in [*past][:-REMEMBERED]:
+            del past[key]
+        return replace(self, reports=reports, past=past, look=replace(look, gone=()))
+
+
+_LIMIT_CHANGE = 0.01
+_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
+
+
+def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
+    """Return a new job with the first version of its plans; takes seconds if they have to be
+    computed.
+
+    Raises:
+        FrontierError: If `frontier` is not a frontier file.
+        UsageError: If the job does not fit it.
+        InfeasibleError: If no plan meets the job's deadline or switch budget.
+    """
+    curve = planning.curve(job.frontier, frontier)
+    check_places(job, curve.stages)
+    check_deadline(job.deadline_s, curve)
+    without_budget = replace(job, power_w=None)  # power is shared once the job is known
+    numbers = planning.numbers(job, curve)
+    decision = decide(without_budget, Look.empty(job.since_s), numbers, None, job.since_s)
+    asked, indices = requests_of(job, curve, decision)
+    texts = [planning.plan(request, frontier) for request in asked]
+    return JobState(
+        registered=job,
+        job=job,
+        curve=curve,
+        decision=decision,
+        saving_w=0.0,  # the pipelines do what they would do anyway
+        published=plan_set(1, texts, indices, decision),
+        planned=decision,
+        promised=1,
+    )
+
+
+def is_same(state: JobState, job: RegisteredJob) -> bool:
+    """Return whether a registration is the one of the job in `state`."""
+    return replace(job, since_s=state.registered.since_s) == state.registered
+
+
+def recognize(state: JobState, job: RegisteredJob) -> Registered:
+    """Return the answer to a repeated registration of the job in `state`.
+
+    Raises:
+        Conflict: If `job` is another job of that name.
+    """
+    if not is_same(state, job):
+        raise Conflict(
+            f"another job {shown(job.name)} runs, with another frontier or other settings; end "
+            "that one, or choose another name"
+        )
+    return Registered(state.job, state.published.version)
+
+
+def take_over_job(state: JobState, first: JobState) -> JobState:
+    """Return the job in `state` with the frontier, settings and plans of `first`, to be
+    reconciled with its reports.
+    """
+    before, now = state.job, first.job
+    if before.deadline_s != state.registered.deadline_s:  # set since then
+        now = replace(now, deadline_s=before.deadline_s)
+    version = state.promised + 1
+    return replace(
+        first,
+        registered=replace(first.registered, since_s=before.since_s),
+        job=replace(
+            now,
+            **{name: getattr(before, name) for name in _KEPT_SETTINGS},
+        ),
+        published=replace(first.published, version=version),
+        promised=version,
+        reports=state.reports,
+        past=state.past,
+        taken=state.taken,
+        tally=state.tally,
+        events=state.events,
+    )
+
+
+_KEPT_SETTINGS = ("power_w", "next_power", "power_schedule", "power_since_s", "since_s")
+
+
+def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
+    """Return the job after the policy has decided again.
+
+    If all its plans are known, they are published. Otherwise their version is promised, and the
+    caller has them made with `prepare`.
+    """
+    look = state.look
+    if look is None or look.until_s <= now_s:
+        look = _look(state, now_s)
+    state = state.looked(look)
+    try:
+        decision = _decided(state, look, planning, now_s)
+    except NotSolved:
+        return replace(state, promised=state.published.version + 1)
+    if decision != state.decision:
+        saved_w = saving_w(
+            _within_budgets(state), decision, planning.numbers(state.job, state.curve)
+        )
+        state = replace(state, decision=decision, saving_w=saved_w)
+    before = state.planned
+    if state.is_planned and decision.asked == before.asked:
+        return state
+    asked = requests_of(state.job, state.curve, decision)
+    if state.is_planned and asked == requests_of(state.job, state.curve, before):
+        return state
+    version = state.published.version + 1
+    requests, indices = asked
+    texts = [planning.text(request) for request in requests]
+    known_texts = [text for text in texts if text is not None]
+    if len(known_texts) < len(texts):
+        return replace(state, promised=version)
+    published = plan_set(version, known_texts, indices, decision)
+    return replace(state, published=published, planned=decision, promised=version)
+
+
+def plan_set(
+    version: int, texts: Sequence[str], indices: Sequence[int], decision: Decision
+) -> PlanSet:
+    """Return a version of plans, given the texts of the decision's `requests_of`, and its
+    indices.
+    """
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    found = tuple([places[texts[index]] for index in indices])
+    own = None if decision.own is None else found[-1]
+    return PlanSet(version, tuple(places), found[: len(decision.of_pipeline)], own)
+
+
+LEASE_S = 60.0
+"""How long at most plans that wait for a straggler hold after the service was last heard of."""
+
+
+def lease_s(state: JobState, now_s: float) -> float | None:
+    """Return for how many seconds from now the plans hold if the service is not heard of any more:
+    until the first report that they rest on expires. None if they rest on none.
+    """
+    decision = state.decision
+    if decision.own is None and state.published.own is None:
+        return None
+    ends_s = (
+        state.reports[key].expires_s for key in decision.stragglers.values() if key in state.reports
+    )
+    return min(max(min(ends_s, default=math.inf) - now_s, 0.0), LEASE_S)
+
+
+def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
+    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to
+    minutes.
+
+    Returns:
+        Whether more is needed.
+    """
+    try:
+        decision = _decided(state, _look(state, now_s), planning, now_s)
+    except NotSolved as missing:
+        planning.solve(state.job, missing.slow)
+        return True
+    asked, _ = requests_of(state.job, state.curve, decision)
+    missing_plans = [request for request in asked if planning.text(request) is None]
+    for request in missing_plans[:1]:
+        planning.plan(request)
+    return len(missing_plans) > 1
+
+
+def give_up(state: JobState, reason: str) -> JobState:
+    """Return the job after planning failed: its unchanged plans, published as the version that was
+    promised.
+
+    The next time it is reconciled, the plans are requested again.
+    """
+    if state.is_planned:
+        return state
+    published = replace(state.published, version=state.promised)
+    decision = replace(
+        state.decision, reason=f"the plans stay unchanged because planning failed: {reason}"
+    )
+    return replace(state, published=published, decision=decision)
+
+
+def answer_to(
+    before: JobState, after: JobState, report: Report | None = None, reason: str = ""
+) -> Answer:
+    """Return the answer to a change; `reason` replaces that of the decision."""
+    unsolved = not after.is_planned and after.decision is before.decision
+    decided = (
+        "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
+    )
+    return Answer(
+        job=after.job.name,
+        report=report,
+        version=after.promised,
+        changed=after.promised > before.promised or after.decision.asked != before.decision.asked,
+        takes_effect=_effect(after),
+        expected_saving_w=None if unsolved else after.saving_w,
+        reason=reason or decided,
+    )
+
+
+def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
+    """Say when a report begins and what holds until then; empty if it has begun."""
+    if report.begins_iteration is None:
+        left_s = report.begins_s - now_s
+        waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
+    elif (iteration := _iteration(state, now_s)) is None:
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, and the job has not reported "
+            "its iteration yet"
+        )
+    else:
+        left_s = (report.begins_iteration - iteration) * state.decision.straggler_time_s
+        waits = (
+            f"it begins with iteration {report.begins_iteration}, in about {si(left_s, 's', 3)}"
+            if left_s > 0.0
+            else ""
+        )
+    return waits and f"{waits}; until then {state.decision.reason}"
+
+
+def is_other_limit(planned_w: float | None, told_w: float | None) -> bool:
+    """Return whether a power limit of the GPUs differs so much from the one planned for that it is
+    planned again.
+
+    A site may adjust its limit all the time; a difference within the error of a power sensor
+    changes no clock.
+    """
+    if planned_w is None or told_w is None:
+        return planned_w != told_w
+    return abs(told_w - planned_w) > _LIMIT_CHANGE * planned_w
+
+
+def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
+    """Return when time alone may change the decision; infinite for never."""
+    budget_s = state.budget.next_s(now_s, wall_s)
+    return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
+
+
+def _look(state: JobState, now_s: float) -> Look:
+    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    return Look.empty(now_s).with_reports(state.registered, reports, now_s, iteration)
+
+
+def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> Decision:
+    """Decide what the job's pipelines are to do.
+
+    Raises:
+        NotSolved: If slow stages have to be solved first.
+    """
+    return decide(
+        _within_budgets(state),
+        look,
+        planning.numbers(state.job, state.curve),
+        state.decision,
+        now_s,
+        reason=_own_reason(state),
+    )
+
+
+def _own_reason(state: JobState) -> Slowing | None:
+    """Return why the job's own target is not the time of all clocks at maximum; None if it is."""
+    if state.share is not None and state.share.reason is not None:
+        return state.share.reason
+    if state.job.deadline_s is not None:
+        return "deadline"
+    return None if state.job.gpu_power_limit_w is None else "GPU limit"
+
+
+def _within_budgets(state: JobState) -> RegisteredJob:
+    """Return the job with the iteration time and the power that budgets leave it, if there are
+    any.
+    """
+    share = state.share
+    if share is None:
+        return state.job
+    return replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
+
+
+def _iteration(state: JobState, now_s: float) -> int | None:
+    """Estimate the first iteration that can still be changed; None if the job has not reported one.
+
+    The job is assumed to continue at the pace that was decided.
+    """
+    if state.taken is None:
+        return None
+    return (
+        state.taken.iteration
+        + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s)
+        + 1
+    )
+
+
+def _next_beginning_s(state: JobState, now_s: float) -> float:
+    """Estimate when the next iteration with which a report begins will run; infinite if that is
+    unknown.
+    """
+    iteration, taken, look = _iteration(state, now_s), state.taken, state.look
+    if iteration is None or taken is None or (look is not None and look.until_s > -math.inf):
+        return math.inf
+    waiting = [
+        report.begins_iteration
+        for report in state.reports.values()
+        if report.begins_iteration is not None
+    ]
+    ahead = [number - taken.iteration - 1 for number in waiting if number > iteration]
+    return taken.at_s + min(ahead) * state.decision.straggler_time_s if ahead else math.inf
+
+
+def _effect(state: JobState) -> Effect:
+    if not state.is_planned:
+        return "planning"
+    is_taken = state.taken is not None and state.taken.version >= state.promised
+    return "already" if is_taken else "next iteration"
+
+
+_MOST_REPORTS, _MOST_OF_A_SOURCE = 8192, 1024  # of a job: what one source sends leaves room
+
+
+def check_deadline(deadline_s: float | None, curve: Curve) -> None:
+    """Check that a plan can meet a deadline.
+
+    Raises:
+        InfeasibleDeadline: If none can; names the least deadline.
+    """
+    if deadline_s is not None and deadline_s < curve.min_time_s:
+        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
+
+
+def check_report(state: JobState, report: Report, now_s: float) -> None:
+    """Check a new report of a job.
+
+    Raises:
+        UsageError: If the job does not have the scope, or a time is not finite.
+        Conflict: If the job has too many reports, or too many of that source.
+    """
+    check_scope(state.registered, report.scope, state.curve.stages)
+    look = state.look or _look(state, now_s)
+    of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
+    if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
+        raise Conflict(
+            f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
+            f"{shown(report.source)}; clear some"
+        )
+
+
+def check_same(known: Report, report: Report) -> None:
+    """Check that a report with a known key is the same report. Its times may differ, as they count
+    from its arrival.
+
+    Raises:
+        Conflict: If it is another report.
+    """
+    if any(
+        getattr(known, name) != getattr(report, name)
+        for name in ("source", "scope", "slowdown", "iteration_s", "cause")
+    ):
+        raise Conflict(
+            f"report {shown(report.key)} differs from what was received with that key; give "
+            "another report another key"
+        )
+
+
+def jobs_concerned(
+    jobs: Mapping[str, JobState], reports: Sequence[Report]
+) -> tuple[dict[str, list[Report]], dict[str, str]]:
+    """Return the reports that concern each job, and why the others concern none, by their keys."""
+    of_jobs: dict[str, list[Report]] = {}
+    for name, state in sorted(jobs.items()):
+        parts = state.registered.parts
+        if found := [report for report in reports if parts.places_of(report.scope)]:
+            of_jobs[name] = found
+    taken = {report.key for found in of_jobs.values() for report in found}
+    return of_jobs, {
+        report.key: f"no running job has {report.scope.kind} {shown(report.scope.value)}"
+        for report in reports
+        if report.key not in taken
+    }
+
+
+def with_alerts(
+    state: JobState, reports: Iterable[Report], now_s: float
+) -> tuple[JobState, dict[str, str]]:
+    """Add the reports of alerts to a job.
+
+    Returns:
+        The new state, and the reasons for the reports that the job refuses, by their keys.
+    """
+    refused = {}
+    for report in reports:
+        known = state.reports.get(report.key)
+        if report.key in state.past or (known is not None and known.expires_s <= now_s):
+            continue
+        if known is None:
+            try:
+                check_report(state, report, now_s)
+            except PlannerError as error:
+                refused[report.key] = str(error)
+                continue
+        elif report.expires_s > now_s:
+            report = replace(known, slowdown=report.slowdown, cause=report.cause)
+        if report != known:
+            state = state.with_report(report, now_s)
+    return state, refused
+
+
+EVENTS = 100
+"""How many events of a job are kept, the latest."""
+_NAMED = 3  #: pipelines that an event names; more are counted
+
+
+def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
+    """Return the state `after` with an event for what differs from `before`, if that is worth
+    telling.
+    """
+    text = "; ".join(_changes(before, after))
+    if not text:
+        return after
+    return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
+
+
+def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
+    job = after.job
+    if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
+        yield (
+            f"registered with {counted(job.pipelines, 'pipeline')} of "
+            f"{counted(after.curve.gpus, 'GPU')}"
+        )
+        return
+    if job.deadline_s != before.job.deadline_s:
+        yield (
+            "deadline removed"
+            if job.deadline_s is None
+            else f"deadline set to {_time(job.deadline_s)}"
+        )
+    if job.power_w != before.job.power_w:
+        yield (
+            "power budget removed"
+            if job.power_w is None
+            else f"power budget {si(job.power_w, 'W')}"
+        )
+    if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
+        limit_w = job.gpu_power_limit_w
+        yield (
+            f"GPUs are limited to {si(limit_w, 'W')}"
+            if limit_w
+            else "no power limit is set on the GPUs any more"
+        )
+    if (since_s := after.silent_since_s) != before.silent_since_s:
+        yield (
+            "heard of again"
+            if since_s is None
+            else "not heard of for its lease: it has no share of the power budget of all jobs"
+        )
+    if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
+        limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
+        over = after.over_budget_since_s is not None
+        yield (f"over {limit} for a minute" if over else "within its power budget again")
+    if after.decision is not before.decision:
+        yield from _stragglers(before, after)
+        if after.published.version > before.published.version and after.planned is before.planned:
+            yield (after.decision.reason)  # planning failed
+    if after.taken is not None and (
+        before.taken is None or after.taken.version > before.taken.version
+    ):
+        yield (
+            f"version {after.taken.version} of the plans runs from iteration "
+            f"{after.taken.iteration:,}"
+        )
+
+
+def _stragglers(before: JobState, after: JobState) -> list[str]:
+    """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
+    was, now = before.decision.stragglers, after.decision.stragglers
+    slow: dict[tuple[str, str], list[int]] = {}
+    for pipeline in [number for number, key in now.items() if was.get(number) != key]:
+        what, old = _slow(after, now[pipeline]), was.get(pipeline)
+        if old is None or _slow(before, old) != what:
+            slow.setdefault(what, []).append(pipeline)
+    changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
+    recovered = sorted(was.keys() - now.keys())
+    if recovered:
+        changes.append(f"{_pipelines(recovered)} not slow any more")
+    moved: dict[float, list[int]] = {}
+    if before.decision.asked != after.decision.asked:
+        old_s, new_s = ([*_times_s(state.decision)] for state in (before, after))
+        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
+            if pipeline not in now:
+                moved.setdefault(new_s[pipeline], []).append(pipeline)
+    for time_s, pipelines in moved.items():
+        whom = (
+            f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
+        )
+        changes.append(f"{whom} moved to {_time(time_s)}")
+    return [", ".join(changes)] if changes else []
+
+
+def _times_s(decision: Decision) -> Iterable[float]:
+    """Return the time that each pipeline aims for, in order."""
+    times_s = [target.time_s for target in decision.targets]
+    return map(times_s.__getitem__, decision.of_pipeline)
+
+
+def _slow(state: JobState, key: str) -> tuple[str, str]:
+    """Return what is said before and after pipelines that a report calls slow."""
+    report = state.reports.get(key)
+    if report is None:
+        return "", ""
+    measure = (
+        f"iterations of {_time(report.iteration_s)}"
+        if report.slowdown is None
+        else f"{report.slowdown:.4g}x"
+    )
+    part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
+    return part, f" {measure} ({report.source})"
+
+
+def _pipelines(numbers: list[int]) -> str:
+    if len(numbers) > _NAMED:
+        return f"{len(numbers)} pipelines"
+    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
+
+
+def _time(time_s: float | None) -> str:
+    return "-" if time_s is None else si(time_s, "s")
+
+
+_KEPT = 1024
+
+
+def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
+    """Return the totals of a job; `ended_s` is None if it runs."""
+    job, tally = state.job, state.tally
+    plans = () if tally is None else tally.plans
+    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
+
+
+def status_of(state: JobState, now_s: float) -> JobStatus:
+    """Return the status of a job."""
+    own = {
+        "version": state.published.version,
+        "reports": current_reports(state, now_s),
+        "expected_saving_w": state.saving_w,
+        "expected": expected(state),
+        "telemetry": state.tally,
+        "gpus": state.job.pipelines * state.curve.gpus,
+    }
+    latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
+    return JobStatus(**{**latest, **shared(JobStatus, state), **own})
+
+
+def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
+    """Return the reports of a job that count now or will count, in order of arrival."""
+    return tuple(report for report in state.reports.values() if not is_over(report, now_s))
+
+
+def _baseline_j(state: JobState, iteration_s: float) -> float:
+    """Return the energy of all pipelines in an iteration of that time with all clocks at
+    maximum, joules.
+    """
+    waiting_w = state.curve.waiting_w
+    return math.fsum(
+        count
+        * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))
+        for costs, count in _plans(state)
+    )
+
+
+def expected(state: JobState) -> Expected:
+    """Return the power that the newest plans predict while the slowest pipeline takes the
+    decided time.
+    """
+    plans, waiting_w = _plans(state), state.curve.waiting_w
+    iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
+    energy_j = math.fsum(
+        count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
+        for costs, count in plans
+    )
+    return Expected(
+        energy_j / iteration_s, _baseline_j(state, iteration_s) / iteration_s, state.curve.origin
+    )
+
+
+def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
+    """Return the status of each pipeline, in order."""
+    decision, plans = state.decision, [costs for costs, _ in _plans(state)]
+    of_pipeline = [plans[index] for index in state.published.of_pipeline]
+    return tuple(
+        PipelineStatus(
+            number,
+            costs.time_s,
+            costs.energy_j,
+            target.time_s,
+            target.slow_stages,
+            decision.stragglers.get(number),
+            target.reason,
+        )
+        for number, (costs, target) in enumerate(zip(of_pipeline, decision.each, strict=True))
+    )
+
+
+class _Costs(NamedTuple):
+    """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and
+    joules.
+    """
+
+    time_s: float
+    energy_j: float
+    baseline_time_s: float
+    baseline_energy_j: float
+
+
+def _plans(state: JobState) -> list[tuple[_Costs, int]]:
+    """Return the distinct plans of the newest version, each with the number of pipelines that
+    have it.
+    """
+    published = state.published
+    return [
+        (_costs_of(text), published.of_pipeline.count(index))
+        for index, text in enumerate(published.texts)
+    ]
+
+
+@lru_cache(_KEPT)
+def _costs_of(text: str) -> _Costs:
+    """Read the costs of a plan; much faster than `Plan.loads`, which reads all of it."""
+    values = json.loads(text)
+    return _Costs(*(float(values[name]) for name in _Costs._fields))

@@ -1,0 +1,178 @@
+"""`planner serve`: run the service, which takes reports of stragglers and gives jobs their
+plans.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import click
+
+from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.files import read_text
+from perseus_planner.base.prefixes import counted
+from perseus_planner.cli.options import Option, Time, command
+
+
+@command(
+    "planner serve",
+    "planner serve --unix /run/planner.sock --database /var/lib/planner/service.sqlite",
+    "planner serve --host 0.0.0.0 --tokens tokens.txt --tls-cert cert.pem --tls-key key.pem",
+    has_json=False,
+)
+def serve(
+    *,
+    host: Annotated[
+        str | None,
+        "Name or address to listen on; one that other machines can reach needs tokens.  [default: "
+        "127.0.0.1]",
+        Option(metavar="HOST"),
+    ],
+    port: Annotated[
+        int | None,
+        "Port to listen on; 0 for any free port.  [default: 8400]",
+        Option(metavar="PORT"),
+    ],
+    unix: Annotated[
+        Path | None,
+        "Unix socket to listen on instead, which only your processes can use.",
+        Option(metavar="PATH"),
+    ],
+    database: Annotated[
+        str | None,
+        "SQLite file with everything that must survive, created if needed, or the URL of a "
+        "PostgreSQL database, which several services may name: one serves, the others stand by. "
+        "PLANNER_SERVICE_DATABASE or a file, whose name follows an @, may hold a URL with a "
+        "password.  "
+        "[default: perseus-planner/service.sqlite in $XDG_STATE_HOME or ~/.local/state]",
+        Option(envvar="PLANNER_SERVICE_DATABASE", metavar="FILE|URL|@FILE"),
+    ],
+    workers: Annotated[
+        int,
+        "Number of processes that solve and plan.",
+        Option(type=click.IntRange(1, 64), metavar="N"),
+    ] = 1,
+    lease: Annotated[
+        Time,
+        "A job that is silent for this long has no share of the power budget of all jobs and "
+        "no metrics, until it is heard of again.",
+    ] = 180.0,
+    tokens: Annotated[
+        Path | None,
+        "File with a line `token role name` for each client; roles are read, report and operate. "
+        "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
+    ],
+    tls_cert: Annotated[Path | None, "Certificate or chain, PEM, to serve HTTPS."],
+    tls_key: Annotated[Path | None, "Private key of the certificate, PEM, without a password."],
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        "What to log to stderr: with info what happens to jobs, with debug also each request.",
+    ] = "info",
+) -> None:
+    """Serve plans to training jobs, and take reports of stragglers.
+
+    Everyone on this machine may do everything, unless there are tokens. What the service
+    acknowledges survives its death. It runs until it is interrupted or gets SIGTERM; training
+    continues with the plans that it has.
+    """
+    if unix is not None and (host is not None or port is not None):
+        raise UsageError("--unix: replaces --host and --port; give one or the other")
+    try:
+        from perseus_planner.extensions.service.access import read_tokens
+        from perseus_planner.extensions.service.models import StorageError
+        from perseus_planner.extensions.service.serve import Address, listening, stand_by
+        from perseus_planner.extensions.service.serve import serve as serve_at
+        from perseus_planner.extensions.service.service import Service
+        from perseus_planner.extensions.service.store import StandBy, Storage
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
+    _log_to_stderr(log_level)
+    if database is not None and database.startswith("@"):
+        database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
+    address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
+    with listening(address, read_tokens(tokens)) as listener:
+        opened: list[Storage] = []
+
+        def open_database() -> bool:
+            try:
+                opened.append(Storage(database or _default_database()))
+            except StandBy:
+                return False
+            return True
+
+        def try_again() -> bool:
+            with suppress(StorageError):  # the database may be away too, and come back
+                return open_database()
+            return False
+
+        if not open_database():
+            click.echo(f"Stand-by at {listener.url}, as another service has the database")
+            if not stand_by(listener, try_again):
+                return
+        with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
+            text = _listening(listener.url, len(listener.tokens), storage.location)
+
+            def ready() -> None:
+                with suppress(OSError):  # a service does not end for a full disk behind stdout
+                    click.echo(text)
+
+            serve_at(service, listener, ready=ready)
+
+
+class LogLine(logging.Formatter):
+    """A line of `key=value` for people and programs (logfmt): the time in UTC, the level, the
+    job if any, and what. What others sent can neither begin a line nor control a terminal.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and the traceback below it, indented, if there is one."""
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        fields = {"time": time_text, "level": record.levelname.lower()}
+        if (job := getattr(record, "job", None)) is not None:
+            fields["job"] = _quoted(job)
+        fields["msg"] = _quoted(record.getMessage())
+        line = " ".join(f"{key}={value}" for key, value in fields.items())
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        return "\n  ".join([line, *safe])
+
+
+def _quoted(text: str) -> str:
+    """Return a text in quotation marks, with what is not printable as JSON escapes it."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLine())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("perseus_planner").setLevel(level.upper())
+
+
+def _default_database() -> str:
+    """Return the database in the folder for state of this user, by the XDG base directory
+    specification.
+    """
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    folder = base / "perseus-planner"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot be created: {error.strerror}; name the file of the database with "
+            "--database"
+        ) from error
+    return str(folder / "service.sqlite")
+
+
+def _listening(url: str, tokens: int, database: str) -> str:
+    """Return the line that is printed when the service is ready."""
+    who = counted(tokens, "token") if tokens else "no tokens"
+    return f"Listening at {url}, {who}, database {database}"

@@ -1,0 +1,934 @@
+"""The service's database: everything that must survive it, in an SQLite file or in PostgreSQL,
+with one writer.
+
+| table | content |
+|---|---|
+| meta | the version of these tables, the writer, when it last wrote, the power budget of all jobs |
+| frontiers | every frontier once, with its curve |
+| jobs | one row for each running job: its registration, which may have some megabytes |
+| states | what changes of each job |
+| reports | the reports of each job; `counts` is 0 for those that no longer count |
+| totals | what each running job ran, used and saved |
+| plans | the newest version of each job's plans |
+| ended | what each job that has ended ran, used and saved; rows are never deleted |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import takewhile
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+from pydantic_core import from_json as read_json
+from pydantic_core import to_json as write_json
+
+from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
+from perseus_planner.extensions.service.models import (
+    SLICE,
+    Curve,
+    Fenced,
+    JobTotals,
+    PlanSet,
+    PowerBudget,
+    RegisteredJob,
+    Report,
+    StorageError,
+    UnknownJob,
+    from_json,
+    shared,
+    to_json,
+)
+
+Execute = Callable[..., list[Any]]
+"""Runs a statement with a value for each `?`, and returns its rows."""
+
+LAYOUT = 6
+TABLES = (
+    """CREATE TABLE frontiers (
+    digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
+    """CREATE TABLE jobs (
+    name TEXT PRIMARY KEY, frontier TEXT NOT NULL, registration TEXT NOT NULL)""",
+    "CREATE TABLE states (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    """CREATE TABLE reports (
+    job TEXT NOT NULL, key TEXT NOT NULL, number BIGINT NOT NULL, counts INTEGER NOT NULL,
+    content TEXT NOT NULL, PRIMARY KEY (job, key))""",
+    "CREATE TABLE totals (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    "CREATE TABLE plans (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    "CREATE TABLE ended (id BIGINT PRIMARY KEY, totals TEXT NOT NULL)",
+)
+
+
+def _from_2(execute: Execute) -> None:
+    """Reports, totals and plans become rows of their own, and what a running job counted an
+    account.
+    """
+    for table in ("frontiers", "jobs", "ended"):
+        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+    texts = dict(execute("SELECT digest, text FROM plans"))
+    versions = {
+        job: {**json.loads(content), "version": version}  # the newest of each job
+        for job, version, content in execute(
+            "SELECT job, version, content FROM versions ORDER BY version"
+        )
+    }
+    execute("DROP TABLE plans")
+    for statement in TABLES:
+        execute(statement)
+    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
+    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
+    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
+    number = 0
+    for name, frontier, registration, state, telemetry in rows:
+        content, job = json.loads(state), json.loads(registration)
+        for counts, kind in enumerate(("past", "reports")):
+            for report in content.pop(kind):
+                number += 1
+                insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
+                execute(insert, name, report["key"], number, counts, json.dumps(report))
+        newest = versions[name]
+        planned = newest.pop("decision")
+        for decision in (content["decision"], planned):
+            decision["of_pipeline"] = [*range(len(decision["targets"]))]
+        content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
+        job["ranks"] = len(job.get("places", ()))
+        execute("INSERT INTO jobs VALUES (?, ?, ?)", name, frontier, json.dumps(job))
+        execute("INSERT INTO states VALUES (?, ?)", name, json.dumps(content))
+        if telemetry is not None:
+            execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
+        newest["plans"] = [texts[digest] for digest in newest["plans"]]
+        content = json.dumps({"published": newest, "planned": planned})
+        execute("INSERT INTO plans VALUES (?, ?)", name, content)
+    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
+    if budget:
+        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
+        power_w = float(budget["power_w"]) if "power_w" in budget else None
+        content = json.dumps({"power_w": power_w, "schedule": steps})
+        execute("INSERT INTO meta VALUES ('budget', ?)", content)
+    execute("DELETE FROM meta WHERE name LIKE 'power%'")
+    for table in ("version_plans", "versions", "old_jobs", "old_ended", "old_frontiers"):
+        execute(f"DROP TABLE {table}")
+    execute("DROP TABLE IF EXISTS learnt")
+
+
+def _accounts(tally: dict[str, Any]) -> str:
+    latest = tally["latest"]
+    kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier", "points")
+    return json.dumps(
+        {
+            **_account(tally, latest["metered_s"]),
+            **{key: tally[key] for key in kept},
+            "latest": {"run": latest["run"], **_account(latest, latest["metered_s"])},
+            "plans": [
+                {key: value for key, value in plan.items() if key != "baseline_j"}
+                for plan in tally["plans"]
+            ],
+        }
+    )
+
+
+def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
+    named = {name: counted[name] for name in ("iterations", "time_s", "energy_j", "energy_is")}
+    return {
+        **named,
+        "metered_s": metered_s,
+        "changes_late": counted["late_changes"],
+    }
+
+
+_OF_03 = ("saved_j", "unlocked_j", "unlocked_saved_j")
+"""What accounts of 0.3 said of savings, against other baselines."""
+
+
+def _as_judged(text: str) -> str:
+    """Return accounts without the savings of 0.3, which are not known by what is compared now."""
+    content = json.loads(text)
+    _forget_savings(content)
+    return json.dumps(content)
+
+
+def _forget_savings(content: Any) -> None:
+    if isinstance(content, dict):
+        if "iterations" in content and "judged_j" not in content:
+            for name in _OF_03:
+                content.pop(name, None)
+            for point in content.get("points", ()):
+                point["saved_j"] = None
+        for value in content.values():
+            _forget_savings(value)
+    elif isinstance(content, list):
+        for value in content:
+            _forget_savings(value)
+
+
+ENDED_SHOWN = 1000
+"""How many of the jobs that have ended are listed; the totals of all are kept."""
+
+_WAIT_S = 10  # for another process that has locked the file
+_LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
+_STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
+_CHANGING = ("job", "decision", "events", *_STATE)
+_SETTINGS = (
+    "deadline_s",
+    "power_w",
+    "next_power",
+    "power_schedule",
+    "power_since_s",
+    "gpu_power_limit_w",
+)
+
+
+class StandBy(StorageError):
+    """Another service has the database; this one may take over when that has ended."""
+
+
+_WRITTEN = (*_CHANGING, "registered", "published", "reports", "past")
+_NO_BUDGET = PowerBudget(None, ())
+
+
+def _differ(before: JobState | None, after: JobState | None, fields: Sequence[str]) -> bool:
+    return any(getattr(before, name, None) != getattr(after, name, None) for name in fields)
+
+
+@dataclass
+class Draft:
+    """What the service knows after some commands, before it is written: what one transaction
+    changes.
+    """
+
+    stored: Mapping[str, JobState] = field(default_factory=dict)  #: The jobs that are stored
+    #: Name -> state; None if the job has ended.
+    changed: dict[str, JobState | None] = field(default_factory=dict)
+    #: Digest -> file and curve, for frontiers that these jobs may be the first to have.
+    frontiers: dict[str, tuple[bytes, Curve]] = field(default_factory=dict)
+    stored_budget: PowerBudget = _NO_BUDGET
+    budget: PowerBudget = _NO_BUDGET  #: The power budget of all jobs
+    telemetry: set[str] = field(default_factory=set)  #: Names of jobs whose telemetry is written
+    ended: list[JobTotals] = field(default_factory=list)  #: What jobs that ended ran and saved
+    #: Returns a job after the policy has decided again.
+    reconciled: Callable[[JobState], JobState] = lambda state: state
+
+    def state(self, name: str) -> JobState:
+        """Return the state of a job.
+
+        Raises:
+            UnknownJob: If no such job runs.
+        """
+        state = self.find(name)
+        if state is None:
+            raise unknown_job(name)
+        return state
+
+    def find(self, name: str) -> JobState | None:
+        """Return the state of a job; None if no such job runs."""
+        return self.changed[name] if name in self.changed else self.stored.get(name)
+
+    def jobs(self) -> dict[str, JobState]:
+        """Return the states of all jobs by name."""
+        jobs = {**self.stored, **self.changed}
+        return {name: state for name, state in jobs.items() if state is not None}
+
+    def put(self, state: JobState) -> None:
+        """Add a job, or replace its state."""
+        self.changed[state.job.name] = state
+
+    def reconcile(self, state: JobState) -> JobState:
+        """Put and return a job after the policy has decided again."""
+        after = self.reconciled(state)
+        self.put(after)
+        return after
+
+    def changes(self) -> list[tuple[str, JobState | None, JobState | None]]:
+        """Return the name of each job that differs, its state that is stored, and the new one."""
+        changed = ((name, self.stored.get(name), after) for name, after in self.changed.items())
+        return [change for change in changed if change[1] is not change[2]]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is something to write; telemetry alone is not written at once."""
+        return (
+            bool(self.telemetry or self.ended)
+            or self.budget is not self.stored_budget
+            or any(_differ(before, after, _WRITTEN) for _, before, after in self.changes())
+        )
+
+    def note(self, earlier: Draft, now_s: float) -> None:
+        """Add events for what differs from an earlier draft."""
+        for name, after in self.changed.items():
+            before = earlier.find(name)
+            if after is not None and after is not before:
+                self.changed[name] = with_events(before, after, now_s)
+
+    def copy(self) -> Draft:
+        """Return an independent copy."""
+        return replace(
+            self,
+            changed=dict(self.changed),
+            frontiers=dict(self.frontiers),
+            telemetry=set(self.telemetry),
+            ended=list(self.ended),
+        )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The content of the database."""
+
+    jobs: Mapping[str, JobState]  #: Name -> state
+    budget: PowerBudget  #: The power budget of all jobs
+    written_s: float = 0.0  #: When something was last written, by the clock of who wrote it
+
+
+class Storage:
+    """A database of the service. Use it as a context manager, which closes it.
+
+    The last process to open an SQLite file is its writer: a service that opened it earlier can no
+    longer write. In PostgreSQL the first one is, as long as its connection lives. So two services
+    never write to one database.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+    ) -> None:
+        """Open the database, or create it.
+
+        Args:
+            location: The path of an SQLite file, or a URL of PostgreSQL.
+
+        Raises:
+            StandBy: If another service has it, in PostgreSQL.
+            StorageError: If it cannot be opened, or is of another version.
+        """
+        location = os.fspath(location)
+        self.location = without_password(location)
+        self._path: str | None = None
+        self._lock = threading.RLock()
+        self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
+        self._writer, self._report_number = uuid4().hex, 0
+        self._size = 0  #: characters and bytes written in the transaction
+        self.is_shared = location.startswith(("postgresql://", "postgres://"))
+        self._connection: Any = _postgres(location) if self.is_shared else self._sqlite(location)
+        try:
+            self._become_writer()
+        except BaseException as error:
+            self._connection.close()
+            if isinstance(error, _errors()):
+                raise self._error(error) from error
+            raise
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    # Statements
+
+    def execute(self, statement: str, *values: Any) -> list[Any]:
+        """Run a statement with a value for each `?`, and return its rows; while a transaction
+        runs.
+        """
+        self._size += sum(len(value) for value in values if isinstance(value, (str, bytes)))
+        if self.is_shared:
+            statement = statement.replace("?", "%s")
+        cursor = self._connection.execute(statement, values)
+        rows: list[Any] = cursor.fetchall() if cursor.description else []
+        self._count = cursor.rowcount
+        return rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """What is written in the block is on disk after it, or not at all if it raises.
+
+        Raises:
+            StorageError: If the database cannot be read or written.
+            Fenced: If it is not this one's any more.
+        """
+        with self._lock:
+            self._size = 0
+            try:
+                self._connection.execute("BEGIN" if self.is_shared else "BEGIN IMMEDIATE")
+                try:
+                    yield
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    with suppress(*_errors()):
+                        self._connection.execute("ROLLBACK")
+                    raise
+            except _errors() as error:
+                if self.is_shared and self._connection.broken:
+                    raise Fenced(
+                        f"{self.location}: the connection is lost, and with it the right to write; "
+                        "start the service again"
+                    ) from error
+                raise self._error(error) from error
+            self._check_file()
+
+    def _value(self, statement: str, *values: Any) -> Any:
+        rows = self.execute(statement, *values)
+        return rows[0][0] if rows else None
+
+    def _set(self, name: str, value: str | None) -> None:
+        self.execute("DELETE FROM meta WHERE name = ?", name)
+        if value is not None:
+            self.execute("INSERT INTO meta (name, value) VALUES (?, ?)", name, value)
+
+    def _get(self, name: str) -> str | None:
+        value: str | None = self._value("SELECT value FROM meta WHERE name = ?", name)
+        return value
+
+    # Opening
+
+    def _sqlite(self, location: str) -> sqlite3.Connection:
+        if "://" in location and not location.startswith("sqlite://"):
+            raise StorageError(
+                f"{self.location}: is not a database of the service; give the path of an SQLite "
+                "file, or postgresql://user@host/name"
+            )
+        path = re.sub("^sqlite:///?", "", location) or ":memory:"
+        self.location = path
+        if path != ":memory:":
+            _make_private(path)
+            self._path = path
+        try:
+            connection = sqlite3.connect(
+                path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+        with suppress(OSError):
+            self._identity = _identity(path)
+        return connection
+
+    def _become_writer(self) -> None:
+        if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+            raise StandBy(f"{self.location}: another service has it; this one stands by")
+        if not self.is_shared:
+            self.execute("PRAGMA journal_mode=WAL")
+            self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
+        with self.transaction():
+            self._migrate()
+            self._set("writer", self._writer)
+            if self._get("written_s") is None:
+                self._set("written_s", "0.0")
+
+    def _migrate(self) -> None:
+        """Bring the tables to the layout of this version; an SQLite file as it was is kept
+        beside it.
+        """
+        self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        layout = self._get("layout")
+        if layout is None:
+            for statement in TABLES:
+                self.execute(statement)
+            self._set("layout", str(LAYOUT))
+            return
+        if layout == str(LAYOUT):
+            return
+        if layout != "2":
+            raise StorageError(
+                f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
+                "use the planner that wrote it, or start with another database"
+            )
+        if self._path is not None:
+            _copy(self._path, f"{self._path}.layout-{layout}")
+        try:
+            _from_2(self.execute)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+        self._set("layout", str(LAYOUT))
+
+    def _error(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"{self.location}: {_one_line(error)}; check that it is a database of the service, can "
+            "be written and has room"
+        )
+
+    def _check_file(self) -> None:
+        """Check that the file at the path is the one that is open, as only that one is read again.
+
+        Raises:
+            Fenced: If it is not.
+        """
+        if self._path is None:
+            return
+        with suppress(OSError):
+            if _identity(self._path) == self._identity:
+                return
+        raise Fenced(
+            f"{self._path}: was removed or replaced while the service wrote it, so this one writes "
+            "no more; start it again"
+        )
+
+    # What is kept
+
+    def load(self) -> Stored:
+        """Read everything except the frontier files.
+
+        Raises:
+            StorageError: If the database cannot be read, or holds what the service did not write.
+        """
+        with self.transaction():
+            try:
+                curves = {
+                    digest: from_json(Curve, curve)
+                    for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
+                }
+                reports = self._reports()
+                tallies = {
+                    name: from_json(Tally, _as_judged(content))
+                    for name, content in self.execute("SELECT job, content FROM totals")
+                }
+                states = {
+                    name: _state_of(
+                        texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
+                    )
+                    for name, frontier, *texts in self.execute(
+                        "SELECT name, frontier, registration, states.content, plans.content "
+                        "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
+                    )
+                }
+                budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
+                kept = PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget)
+                return Stored(states, kept, written_s)
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
+            "copy of it, or start with another database"
+        )
+
+    def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
+        """Return the reports of each job by key: those that do not count any more, and the others;
+        each in their order.
+        """
+        found: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
+        rows = self.execute("SELECT job, counts, content, number FROM reports ORDER BY number")
+        for job, counts, content, number in rows:
+            report = from_json(Report, content)
+            found.setdefault(job, ({}, {}))[counts][report.key] = report
+            self._report_number = number
+        return found
+
+    def ended_jobs(self) -> tuple[JobTotals, ...]:
+        """Return the totals of the `ENDED_SHOWN` jobs that have ended last, the last one first.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        with self.transaction():
+            rows = self.execute(f"SELECT totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}")
+        return tuple(from_json(JobTotals, _as_judged(text)) for (text,) in rows)
+
+    def frontier(self, digest: str) -> bytes:
+        """Return the file of a frontier that a job has.
+
+        Raises:
+            StorageError: If there is no such frontier, or it cannot be read.
+        """
+        with self.transaction():
+            content = self._value("SELECT content FROM frontiers WHERE digest = ?", digest)
+        if content is None:
+            raise StorageError(f"{self.location}: has no frontier {digest}; its job has ended")
+        return bytes(content)
+
+    def commit(self, change: Draft) -> None:
+        """Write `change`, all of it or nothing. It is on disk when this returns.
+
+        Raises:
+            StorageError: If it cannot be written.
+            Fenced: If another service has opened the database since, or it was replaced.
+        """
+        with self.transaction():
+            self._claim()
+            for digest, (content, curve) in change.frontiers.items():
+                self.execute(
+                    "INSERT INTO frontiers (digest, content, curve) VALUES (?, ?, ?) "
+                    "ON CONFLICT (digest) DO NOTHING",
+                    digest,
+                    content,
+                    to_json(curve).decode(),
+                )
+            for name, before, after in change.changes():
+                if after is None:
+                    for table in ("states", "reports", "totals", "plans"):
+                        self.execute(f"DELETE FROM {table} WHERE job = ?", name)
+                    self.execute("DELETE FROM jobs WHERE name = ?", name)
+                    self._sweep_frontiers()
+                else:
+                    self._write_job(name, before, after)
+            for name in change.telemetry:
+                if (state := change.find(name)) is not None and state.tally is not None:
+                    self._put("totals", name, to_json(state.tally).decode())
+            for totals in change.ended:
+                self.execute(
+                    "INSERT INTO ended (id, totals) "
+                    "SELECT COALESCE(MAX(id), 0) + 1, CAST(? AS TEXT) FROM ended",
+                    to_json(totals).decode(),
+                )
+            if change.budget is not change.stored_budget:
+                self._set("budget", write_json(change.budget).decode())
+
+    def probe(self, size: int) -> None:
+        """Write and remove `size` characters, to see that as much can be written.
+
+        Raises:
+            StorageError: If it cannot, as for `commit`.
+        """
+        for text in ("x" * size, ""):
+            with self.transaction():
+                self._claim()
+                self._set("probe", text)
+
+    @property
+    def size(self) -> int:
+        """How many characters and bytes the last transaction wrote, or was to write."""
+        return self._size
+
+    def _claim(self) -> None:
+        """Check that this is the writer, by an update, which makes any other one wait for the end
+        of this transaction.
+        """
+        self.execute(
+            "UPDATE meta SET value = ? WHERE name = 'written_s' "
+            "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
+            repr(self.now_s()),
+            self._writer,
+        )
+        if self._count != 1:
+            raise Fenced(
+                f"{self.location}: another service has opened it, so this one writes no more; run "
+                "one of them"
+            )
+
+    def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
+        """Write the rows that differ."""
+        if before is None or before.registered is not after.registered:
+            if before is not None:
+                self.execute("DELETE FROM jobs WHERE name = ?", name)
+            row = (name, after.job.frontier, _registration_text(after.registered))
+            self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
+            self._sweep_frontiers()
+        if _differ(before, after, _CHANGING):
+            self._put("states", name, _state_text(after))
+        self._write_reports(name, before, after)
+        if before is None or before.published.version != after.published.version:
+            published = shared(PlanSet, after.published)
+            published["plans"] = published.pop("texts")
+            plans = {"published": published, "planned": after.planned}
+            self._put("plans", name, _text(plans))
+
+    def _put(self, table: str, job: str, content: str) -> None:
+        """Write the content of a job in a table that has one row for it."""
+        self.execute(
+            f"INSERT INTO {table} (job, content) VALUES (?, ?) "
+            "ON CONFLICT (job) DO UPDATE SET content = excluded.content",
+            job,
+            content,
+        )
+
+    def _write_reports(self, name: str, before: JobState | None, after: JobState) -> None:
+        for counts, kind in enumerate(("past", "reports")):
+            old: Mapping[str, Report] = {} if before is None else getattr(before, kind)
+            new: Mapping[str, Report] = getattr(after, kind)
+            for report in _changed(old, new):
+                self._report_number += 1
+                row = (name, report.key, self._report_number, counts)
+                self.execute(_WRITE_REPORT, *row, to_json(report).decode())
+        if before is not None and before.past is not after.past:
+            for key in before.past:
+                if key not in after.past and key not in after.reports:
+                    self.execute("DELETE FROM reports WHERE job = ? AND key = ?", name, key)
+
+    def _sweep_frontiers(self) -> None:
+        self.execute(
+            "DELETE FROM frontiers WHERE NOT EXISTS "
+            "(SELECT 1 FROM jobs WHERE jobs.frontier = frontiers.digest)"
+        )
+
+
+_WRITE_REPORT = """
+INSERT INTO reports (job, key, number, counts, content) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (job, key) DO UPDATE SET
+number = excluded.number, counts = excluded.counts, content = excluded.content
+"""
+
+
+def _changed(old: Mapping[str, Report], new: Mapping[str, Report]) -> list[Report]:
+    """Return the reports that are new or other, which stand behind those that are written."""
+    others = takewhile(lambda key: old.get(key) is not new[key], reversed([*new]))
+    return [new[key] for key in others][::-1]
+
+
+def _text(value: Any) -> str:
+    return write_json(value, inf_nan_mode="null").decode()
+
+
+def _registration_text(job: RegisteredJob) -> str:
+    """Return a registration as JSON, its places in slices."""
+    begins, rest = range(0, len(job.places), SLICE), {**shared(RegisteredJob, job), "places": ()}
+    slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
+    return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
+
+
+def _state_text(state: JobState) -> str:
+    """Return what changes of a job as JSON; what has not changed was written before."""
+    kept: dict[str, Any] = {field: getattr(state, field) for field in _STATE}
+    kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
+    decision, events = to_json(state.decision).decode(), (each.as_json for each in state.events)
+    return f'{_text(kept)[:-1]},"decision":{decision},"events":[{",".join(events)}]}}'
+
+
+def _state_of(
+    texts: Sequence[str],
+    curve: Curve,
+    tally: Tally | None,
+    past: Mapping[str, Report],
+    reports: Mapping[str, Report],
+) -> JobState:
+    """Return the state of a job from its registration, state and plans in the database."""
+    registered = from_json(RegisteredJob, texts[0])
+    content, newest = map(read_json, texts[1:])
+    content |= {
+        "registered": registered,
+        "job": {**vars(registered), **content["job"]},
+        "curve": curve,
+        "tally": tally,
+        "published": newest["published"],
+        "planned": newest["planned"],
+        "reports": reports,
+        "past": past,
+    }
+    return _states().validate_python(content)
+
+
+@cache
+def _states() -> TypeAdapter[JobState]:
+    return TypeAdapter(JobState)
+
+
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """Return what the drivers raise."""
+    try:
+        import psycopg
+    except ImportError:
+        return (sqlite3.Error,)
+    return (sqlite3.Error, psycopg.Error)
+
+
+def _postgres(location: str) -> Any:
+    try:
+        import psycopg
+    except ImportError as error:
+        raise StorageError(
+            f"{without_password(location)}: needs psycopg; {how_to_install('postgresql')}"
+        ) from error
+    try:
+        connection = psycopg.connect(location, autocommit=True, connect_timeout=_WAIT_S)
+        connection.execute("SET synchronous_commit TO on")
+        for name, number in (("idle", 5), ("interval", 1), ("count", 3)):
+            connection.execute(f"SET tcp_keepalives_{name} TO {number}")
+    except psycopg.Error as error:
+        raise StorageError(
+            f"{without_password(location)}: {_one_line(error)}; check that the server runs and "
+            "lets this user in"
+        ) from error
+    return connection
+
+
+def _copy(path: str, to: str) -> None:
+    """Copy an SQLite file that others may read, with what its log has, unless it is there."""
+    with suppress(FileExistsError):
+        os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        source, target = sqlite3.connect(path), sqlite3.connect(to)
+        source.backup(target)
+        source.close()
+        target.close()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _one_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _make_private(path: str) -> None:
+    """Have only the owner read and write an SQLite file, and the log files that SQLite puts
+    beside it.
+    """
+    with suppress(OSError):  # SQLite says what is wrong with the path
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with suppress(OSError):  # another user's
+        if os.path.isfile(path):
+            os.chmod(path, 0o600)
+
+
+def without_password(location: str) -> str:
+    """Return the location of a database as it is shown."""
+    return re.sub(r"(://[^/@]*):.*@", r"\1:***@", location)
+
+
+Result = TypeVar("Result")
+
+CHECKED_AFTER_S, SHARED_CHECKED_AFTER_S = 30.0, 2.0
+"""How long nothing may be written before it is checked that something can be: a file, and a
+database of which another service stands by."""
+_ROOM = 65536  # characters beyond what failed, with which it is tried again
+_MOST_AT_ONCE = 256  # commands in one transaction
+
+_log = logging.getLogger(__name__)
+
+
+_Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
+
+
+class Writer:
+    """The writing thread, as a context manager; leaving it finishes the commands that were given.
+
+    Attributes:
+        jobs: Name -> state of every running job. All of it is on disk. It is replaced, never
+            changed.
+        budget: The power budget of all jobs.
+        problem: Why the last transaction could not be written; None if it was.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        stored: Stored,
+        reconciled: Callable[[JobState], JobState],
+        committed: Callable[[Draft], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        """Start from what is stored; `reconciled` is that of drafts, and `committed` is called with
+        every change once it is on disk.
+        """
+        self.jobs: Mapping[str, JobState] = stored.jobs
+        self.budget = stored.budget
+        self.problem: str | None = None
+        self._written_s, self._failed_size = time.monotonic(), 0
+        self._storage = storage
+        self._reconciled, self._committed = reconciled, committed
+        self._now_s = now_s
+        self._commands: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
+        self._lock = threading.Lock()
+        self._open = False
+
+    def __enter__(self) -> Writer:
+        self._thread.start()
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open = False
+            self._commands.put(None)
+        self._thread.join()
+
+    def check(self) -> None:
+        """Check that the database can be written, unless that was seen to work a moment ago. After
+        a fault, as much must be written as what failed.
+
+        Raises:
+            StorageError: If it cannot.
+        """
+        failed = self._failed_size
+        after_s = SHARED_CHECKED_AFTER_S if self._storage.is_shared else CHECKED_AFTER_S
+        if self.problem is None and time.monotonic() - self._written_s < after_s:
+            return
+        try:
+            self._storage.probe(2 * failed + _ROOM if failed else 1)
+        except Exception as error:
+            self.problem = str(error)
+            raise
+        self._written_s = time.monotonic()
+        if self._failed_size == failed:
+            self.problem, self._failed_size = None, 0
+
+    def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
+        """Run `command` without waiting: its result is in the future once its changes are on disk.
+        If it raises, nothing changes, and its error is in the future; as is `StorageError` if the
+        changes cannot be written, and `UsageError` if the service is not running.
+        """
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._open:
+                self._commands.put((command, future))
+            else:
+                closed = "the service does not run; use it inside `with Service(...) as service:`"
+                future.set_exception(UsageError(closed))
+        return future
+
+    def _write(self) -> None:
+        """Write the commands that wait, together, until None comes, after which nothing does."""
+        batch: list[_Given | None] = []
+        while None not in batch:
+            batch = [self._commands.get()]
+            waiting = min(self._commands.qsize(), _MOST_AT_ONCE - 1)
+            batch += [self._commands.get() for _ in range(waiting)]
+            self._write_batch(
+                [each for each in batch if each and each[1].set_running_or_notify_cancel()]
+            )
+
+    def _write_batch(self, batch: list[_Given]) -> None:
+        answers = list[Callable[[], None]]()
+        draft = Draft(
+            self.jobs,
+            stored_budget=self.budget,
+            budget=self.budget,
+            reconciled=self._reconciled,
+        )
+        for command, future in batch:
+            trial = draft.copy()
+            try:
+                result = command(trial)
+                trial.note(draft, self._now_s())
+            except Exception as error:
+                answers.append(lambda future=future, error=error: future.set_exception(error))  # type: ignore[misc]
+            else:
+                draft = trial
+                answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
+        try:
+            if draft.is_written:
+                self._storage.commit(draft)
+                self._written_s = time.monotonic()
+        except Exception as error:
+            self.problem = str(error)
+            self._failed_size = max(self._failed_size, self._storage.size, 1)
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        self.jobs, self.budget = draft.jobs(), draft.budget
+        try:
+            self._committed(draft)
+        except Exception:
+            _log.exception("An action after a committed change has failed")
+        for answer in answers:
+            answer()
+
+
+def unknown_job(name: str) -> UnknownJob:
+    """Return the error for a job that does not run."""
+    return UnknownJob(f"no job {name!r} runs here; register it, or list the running ones")

@@ -1,0 +1,273 @@
+"""Answers of the service as plain text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from math import isinf
+from typing import TYPE_CHECKING, Any
+
+from perseus_planner.base.prefixes import counted, si
+from perseus_planner.base.tables import Column, lay_out, table
+from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
+from perseus_planner.views.context import saved_text, share
+
+if TYPE_CHECKING:
+    from perseus_planner.extensions.service.models import (
+        Answer,
+        Event,
+        JobStatus,
+        JobTelemetry,
+        JobTotals,
+        RegisteredJob,
+        Report,
+    )
+
+
+_SUMS = ("iterations", "time_s", "energy_j", "judged_j", "saved_j")
+
+
+def answer_text(answer: Answer) -> str:
+    """Describe the effect of a request."""
+    version = f"version {answer.version} of its plans"
+    effect = {
+        "planning": f"{version} is being planned",
+        "next iteration": f"{version} is taken at the next iteration",
+        "already": f"it runs {version}",
+    }[answer.takes_effect]
+    changed = effect if answer.changed else f"nothing changes; {effect}"
+    key = f"\nReport {answer.report.key}" if answer.report is not None else ""
+    saved_w = answer.expected_saving_w
+    saving = (
+        "the saving is not known yet"
+        if saved_w is None
+        else f"reports are expected to save {si(saved_w, 'W')}"
+    )
+    return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
+
+
+def jobs_text(jobs: Sequence[JobStatus]) -> str:
+    """List jobs, one on each line."""
+    if not jobs:
+        return "No job runs."
+    columns = (
+        Column("job", "job.name", "<"),
+        Column("pipelines", "job.pipelines"),
+        Column("plans", _version),
+        Column("slow", lambda each: len(each.decision.stragglers)),
+        Column("iteration s", "decision.straggler_time_s", ".6g"),
+        Column("saving W", "expected_saving_w", ".4g"),
+        Column("", lambda each: _alarm(each) + _doing(each), "<"),
+    )
+    return table(lay_out(jobs, *columns))
+
+
+def totals_text(jobs: Sequence[JobTotals]) -> str:
+    """List what jobs ran, used and saved, one on each line, with their sum at the end."""
+    if not jobs:
+        return "No job runs or has run."
+    rows: list[dict[str, Any]] = [
+        {
+            "job": job.name,
+            "since": _moment(job.since_s),
+            "until": "it runs" if job.ended_s is None else _moment(job.ended_s),
+            "energy is": (job.telemetry and job.telemetry.energy_is) or "-",
+            **{name: getattr(job.telemetry, name, 0) for name in _SUMS},
+        }
+        for job in jobs
+    ]
+    sums = {name: sum(row[name] for row in rows) for name in _SUMS}
+    rows.append({"job": "all", "since": "", "until": "", "energy is": "", **sums})
+    columns = lay_out(
+        rows,
+        *(Column(name, name, "<") for name in ("job", "since", "until")),
+        Column("iterations", "iterations"),
+        Column("seconds", "time_s", ".6g"),
+        Column("joules", "energy_j", ".6g"),
+        Column("saved", "saved_j", ".6g"),
+        Column("saved %", lambda row: share(row["saved_j"], row["judged_j"] + row["saved_j"]), "%"),
+        Column("  energy is", "energy is", "<"),
+    )
+    return (
+        f"{table(columns)}\n\nSaved: joules against {ALL_MAXIMUM} in iterations as long, where "
+        "that is known."
+    )
+
+
+def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
+    """Describe one job in full, with the events that are given, oldest first."""
+    job, decision = status.job, status.decision
+    pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
+    for number, pipeline_target in enumerate(decision.each):
+        pipelines.setdefault(
+            (pipeline_target.time_s, tuple(pipeline_target.slow_stages.items())), []
+        ).append(number)
+    targets = lay_out(
+        list(pipelines.items()),
+        Column("pipelines", lambda target: _ranges(target[1]), "<"),
+        Column("plan s", lambda target: target[0][0], ".6g"),
+        Column(
+            "slow stages",
+            lambda target: ", ".join(f"{stage}: {factor:.4g}x" for stage, factor in target[0][1]),
+            "<",
+        ),
+    )
+    lines = [
+        f"Job {job.name}: {counted(job.pipelines, 'pipeline')}, {counted(job.ranks, 'rank')} "
+        f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
+        f"Plans: {_version(status)}; reports are expected to save "
+        f"{si(status.expected_saving_w, 'W')}",
+        f"Power: {_power(status)}",
+        *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
+        *([] if status.verdict is None else [status.verdict]),
+        *(
+            []
+            if status.telemetry is None
+            else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
+        ),
+        *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
+        _alarm(status) + decision.reason,
+        "",
+        table(targets),
+    ]
+    if status.reports:
+        lines += ["", _reports(status)]
+    if events:
+        lines += ["", *(f"{_moment(event.at_s)}  {event.text}" for event in events)]
+    return "\n".join(lines)
+
+
+def _doing(status: JobStatus) -> str:
+    autopilot = status.autopilot
+    return status.decision.reason if autopilot is None else f"autopilot: {autopilot}"
+
+
+def _alarm(status: JobStatus) -> str:
+    """Say what an operator has to know first."""
+    if status.silent_since_s is not None:
+        return f"not heard of since {_moment(status.silent_since_s)}: "
+    if status.over_budget_since_s is not None:
+        return f"over its power budget since {_moment(status.over_budget_since_s)}: "
+    return ""
+
+
+def _reports(job: JobStatus) -> str:
+    counting, reports = set(job.decision.stragglers.values()), job.reports
+    return table(
+        lay_out(
+            reports,
+            Column("slow", _scope, "<"),
+            Column("how", _how),
+            Column("cause", "cause", "<"),
+            Column("from", _begin, "<"),
+            Column("until", _end, "<"),
+            Column("counts", lambda each: "yes" if each.key in counting else "", "<"),
+            Column("source", "source", "<"),
+            Column("key", "key", "<"),
+        )
+    )
+
+
+def _version(job: JobStatus) -> str:
+    text = f"version {job.version}"
+    if job.promised > job.version:
+        text += f", {job.promised} is being planned"
+    if job.taken is None:
+        return f"{text}, none taken yet"
+    taken = "taken" if job.taken.version == job.version else f"{job.taken.version} taken"
+    return f"{text}, {taken} since iteration {job.taken.iteration}"
+
+
+def _power(job: JobStatus) -> str:
+    expected = job.expected
+    how = f"replayed from a {profile_of_origin(expected.origin)}"
+    how = "simulated" if expected.origin == "simulated" else how
+    of_plans = (
+        f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with "
+        "all clocks at maximum"
+    )
+    recent = (
+        ""
+        if job.telemetry is None or job.telemetry.power_w is None
+        else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
+    )
+    limits_w = [target.power_w for target in job.decision.each if target.power_w is not None]
+    budget = f"; a power budget leaves it {si(sum(limits_w), 'W')}" if limits_w else ""
+    return f"{of_plans} and iterations as long, {how}{recent}{budget}"
+
+
+def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
+    recent = f"recently {si(sent.iteration_s, 's', 6)} each, until {_moment(sent.observed_s)}"
+    text = f"Ran: {sent.iterations} iterations, {recent}"
+    if sent.energy_is is not None:
+        text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
+        text += f", {saved_text(sent)}" if saves else ""
+    if sent.set_p50_s is not None and sent.set_p99_s is not None:
+        text += (
+            f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
+        )
+    text += f", {sent.changes_late} late"
+    if sent.off_plan_since_s is not None:
+        since = _moment(sent.off_plan_since_s)
+        text += f"; {sent.following} of {sent.ranks} ranks follow their plan, not all since {since}"
+    return text
+
+
+def _settings(job: RegisteredJob) -> str:
+    text = (
+        "as fast as all clocks at maximum"
+        if job.deadline_s is None
+        else f"{si(job.deadline_s, 's', 6)} an iteration"
+    )
+    text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
+    if (step := job.next_power) is not None:
+        budget = (
+            "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
+        )
+        text += f", {budget} from {_moment(step.start_s)}"
+    limit_w = job.gpu_power_limit_w
+    return text if limit_w is None else f"{text}, each GPU limited to {si(limit_w, 'W', 6)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write rising numbers, with runs of them as first to last."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(
+        str(start) if start == end else f"{start} to {end}"
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _scope(report: Report) -> str:
+    scope = report.scope
+    within = "" if scope.pipeline is None else f" of pipeline {scope.pipeline}"
+    return f"{scope.kind} {scope.value}{within}"
+
+
+def _how(report: Report) -> str:
+    return (
+        f"{report.slowdown:.4g}x"
+        if report.slowdown is not None
+        else si(report.iteration_s or 0.0, "s", 6)
+    )
+
+
+def _begin(report: Report) -> str:
+    if report.begins_iteration is not None:
+        return f"iteration {report.begins_iteration}"
+    return _moment(report.begins_s)
+
+
+def _end(report: Report) -> str:
+    return "it is cleared" if isinf(report.expires_s) else _moment(report.expires_s)
+
+
+def _moment(since_epoch_s: float) -> str:
+    """Write a moment in local time to the second; only the time of day if it is today."""
+    then = datetime.fromtimestamp(since_epoch_s).astimezone()
+    return (
+        f"{then:%H:%M:%S}"
+        if then.date() == datetime.now().astimezone().date()
+        else f"{then:%Y-%m-%d %H:%M:%S}"
+    )

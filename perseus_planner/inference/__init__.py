@@ -1,3 +1,0 @@
-"""Pools of servers under latency objectives: instances, tensor degrees and clocks for each class
-of requests.
-"""

@@ -1,0 +1,138 @@
+"""What others add: an extension in a folder of its own, found by its entry point, is used like one
+of this distribution.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perseus_planner.base import extensions
+from perseus_planner.base.errors import UsageError
+from perseus_planner.base.extensions import Extension
+
+SITE = '''
+"""An extension of a site: a schedule, a GPU, a decider and a command."""
+
+import click
+
+from perseus_planner.base.extensions import Extension
+from perseus_planner.schedules import one_f_one_b
+from perseus_planner.schedules.generators import Generator
+
+EXTENSION = Extension(
+    commands={"Site": {"greet": "site_planner:greet"}},
+    schedules={"site-1f1b": "site_planner:SCHEDULE"},
+    gpus={"site": "site_planner:open_site"},
+)
+SCHEDULE = Generator(lambda ranks, microbatches: one_f_one_b(ranks, microbatches), 1)
+
+
+@click.command()
+def greet():
+    """Greet the site."""
+    click.echo("Greetings.")
+
+
+def open_site(which):
+    """Open a simulated GPU."""
+    from perseus_planner.gpu import open_gpu
+
+    return open_gpu(f"simulated:{which}")
+'''
+
+
+def install(folder: Path, source: str = SITE) -> dict[str, str]:
+    """Install a package of one module into a folder; return the environment that finds it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "site_planner.py").write_text(source)
+    about = folder / "site_planner-1.0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: site-planner\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[perseus_planner.extensions]\nsite = site_planner:EXTENSION\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def planner(
+    *words: str, environment: dict[str, str], cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "perseus_planner", *words],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_an_extension_of_others_brings_a_command_a_schedule_and_a_gpu(tmp_path: Path):
+    environment = install(tmp_path / "site")
+    assert "greet" in planner("--help", environment=environment, cwd=tmp_path).stdout
+    assert planner("greet", environment=environment, cwd=tmp_path).stdout == "Greetings.\n"
+    words = ("profile", "--gpu", "site:a100-sxm", "--stages", "2", "-o", "profile.yaml")
+    done = planner(
+        "profile", "--gpu", "simulated:a100-sxm", *words[3:], cwd=tmp_path, environment=environment
+    )
+    assert done.returncode == 0, done.stderr
+    words = ("solve", "profile.yaml", "--schedule", "site-1f1b", "--microbatches", "4")
+    done = planner(*words, "-o", "frontier.npz", "--json", cwd=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    read = "from perseus_planner.gpu import open_gpu\nprint(open_gpu('site:a100-sxm').name)"
+    done = subprocess.run(
+        [sys.executable, "-c", read], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "A100" in done.stdout
+
+
+def test_an_extension_that_cannot_be_loaded_is_named(tmp_path: Path):
+    environment = install(tmp_path / "site", "import nothing_of_that_name\n")
+    done = planner("--help", environment=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "the extension 'site' of site-planner cannot be loaded: ModuleNotFoundError" in done.stderr
+    )
+    assert done.stderr.rstrip().endswith("mend it, or uninstall it")
+
+
+def test_an_extension_does_not_replace_what_is_there():
+    found = extensions.extensions()
+    twice = Extension(commands={"Site": {"explore": "site_planner:explore"}})
+    with pytest.raises(UsageError) as refused:
+        extensions._check_new("site", twice, found)
+    assert str(refused.value) == (
+        "the extensions 'site' and 'explore' both have commands 'explore'; uninstall one"
+    )
+
+
+def test_what_is_offered_by_a_missing_extension_says_which(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(extensions, "extensions", lambda: {})
+    with pytest.raises(UsageError) as refused:
+        extensions.offer("acceptance")
+    assert str(refused.value) == (
+        "the extension 'lab' runs `planner doctor --acceptance`, and it is not installed here; "
+        "install the whole of perseus-planner"
+    )
+
+
+def test_help_is_as_fast_with_extensions(tmp_path: Path):
+    assert shutil.which("python3")  # the time is a benchmark's; here, nothing heavy is loaded
+    code = (
+        "import sys\nfrom perseus_planner.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print(sorted({'numpy', 'torch', 'numba', 'pydantic', 'fastapi'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
