@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules
-from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob, AutopilotSettings
+from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob
 from perseus_planner.profiles.measurement import ClockChange, Measurement
+from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 NUMBER = 31  #: of this section

@@ -20,14 +20,18 @@ from engine_cost import ENGINES, FixedProgram, time_in_turn
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.extensions.autopilot import AutopilotSettings, Ledger
+from perseus_planner.extensions.autopilot import Ledger
 from perseus_planner.extensions.autopilot.batches.batches import Batches
+from perseus_planner.extensions.autopilot.batches.decider import BatchesDecider
 from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat
+from perseus_planner.extensions.autopilot.decider import AutopilotDecider
+from perseus_planner.extensions.autopilot.ranks.messages import Noted
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import IterationTimes, Marks, clock_request
+from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.runtime.switching import NodeShare
 
 _COLUMNS = {
@@ -163,17 +167,16 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
             decision=number + 1,
             order=1,
             top=program.clocks[0],
-            ledger=Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)),
-            status=status,
+            note=Noted(Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)), status),
         )
 
+    decider = AutopilotDecider(ended_s=lambda: time_s)
+    decider.program_of = make  # type: ignore[method-assign]
     source = Follower(
         TrainingJob(object(), 0, 1),  # type: ignore[arg-type] # nothing is agreed on
         NodeShare(),
-        make,
+        decider,
         lambda *_: None,
-        RankLedger(),
-        ended_s=lambda: time_s,
     )
     for number in range(iterations):
         source._prepare(number, b"")
@@ -199,9 +202,8 @@ def _by_batch(program: Program, profile: Profile, plain: Hook, iterations: int) 
     source = Follower(
         TrainingJob(object(), 0, 1),  # type: ignore[arg-type] # nothing is agreed on
         NodeShare(),
-        lambda *_: program,
+        BatchesDecider(batches),
         lambda *_: None,
-        batches=batches,
     )
     hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None, batches.show)
     random, more_ns, planned = Random(1), list[float](), 0

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from perseus_planner import Profile
 from perseus_planner.extensions.autopilot.job import (
     AutopilotJob,
-    AutopilotSettings,
     ComputationObservation,
     Decision,
     RankObservation,
 )
 from perseus_planner.extensions.autopilot.one_clock import OneClock
+from perseus_planner.extensions.autopilot.ranks.rank_ledger import RankLedger
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runtime.follower import RankLedger
+from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules import WHOLE
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

@@ -32,9 +32,9 @@ __all__ = ["ModeFunction", "Recompute", "Runtime", "planner_runtime", "sequence_
 def __getattr__(name: str) -> Any:
     # Loaded on first use, because the clock controller is in this package too and must start fast.
     if name == "sequence_work":
-        from perseus_planner.extensions.autopilot.batches import work
+        from perseus_planner.base import extensions
 
-        return work.sequence_work
+        return extensions.offer("sequence work")
     if name == "ModeFunction":
         from perseus_planner.profiles import modes
 

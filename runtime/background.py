@@ -30,13 +30,11 @@ from perseus_planner.runtime.controller.protocol import (
     Overload,
     ToRank,
 )
+from perseus_planner.runtime.decider import Decider
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.autopilot.batches.batches import Batches
-    from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.runs import IterationRecord
-    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.attachment import Reattachment
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.hook import Hook
@@ -94,8 +92,7 @@ class BackgroundWork:
         on_straggling: Called when this rank's GPU turns out slow, and when it has recovered.
         on_counts: Called with the checkpoints of this rank, every few seconds and at the end; must
             not raise.
-        autopilot: This rank's part in the autopilot; None without.
-        batches: This rank's part in clocks that follow the batch; None without.
+        decider: Decides this rank's clocks.
         on_records: Called with the iterations that are complete; must not raise, nor take long.
     """
 
@@ -110,13 +107,11 @@ class BackgroundWork:
         reattachment: Reattachment | None,
         on_straggling: Callable[[StragglerDetection], None] | None,
         on_counts: Callable[[Sequence[Checkpoint]], None] | None = None,
-        autopilot: AutopilotRank | None = None,
-        batches: Batches | None = None,
+        decider: Decider | None = None,
         on_records: Callable[[Sequence[IterationRecord]], None] | None = None,
     ) -> None:
         self._on_records = on_records
-        self._batches = batches
-        self._status: AutopilotStatus | None = None  #: that was recorded last
+        self._decider = Decider() if decider is None else decider
         self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
         self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
         #: what keeps clocks from being set -> why: "final", "controller", "gpu", "fault" of this
@@ -126,7 +121,8 @@ class BackgroundWork:
         self._is_lost = False  #: the controller has ended, and there is no new one yet
         self._lost_s = 0.0  #: since when
         self._recovery: Future[str] | None = None  #: of what it left set
-        self._on_straggling, self._on_counts, self._autopilot = on_straggling, on_counts, autopilot
+        self._on_straggling = on_straggling
+        self._on_counts = on_counts
         self._counts: Sequence[Checkpoint] = ()  #: reported last
         self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
         self._progress, self._progressed_s = hook.progress, time.monotonic()
@@ -135,7 +131,7 @@ class BackgroundWork:
         """Return the descriptors that wake the thread."""
         connections = [] if self._connection is None or self._is_lost else [self._connection]
         own = [connection.fileno() for connection in connections]
-        return own if self._autopilot is None else [*own, *self._autopilot.descriptors()]
+        return [*own, *self._decider.descriptors()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
@@ -143,10 +139,7 @@ class BackgroundWork:
             messages = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
             times = self._times()
-            if self._autopilot is not None:
-                self._autopilot.look(times, messages)
-            if self._batches is not None:
-                self._follow_batches(self._batches, times, messages)
+            self._decider.look(times, messages)
             self._follower.look()
             records = self._telemetry.update(times, messages)
             self._give(records)
@@ -167,20 +160,10 @@ class BackgroundWork:
             self._give(self._telemetry.update(self._marks.finished(), messages))
         if self._recovery is not None and self._recovery.done():
             self._tell_recovery(self._recovery)
-        if self._autopilot is not None:
-            self._autopilot.close()
+        self._decider.end()
         self._give(self._telemetry.close())
         self._report_counts()
         self._warn()
-
-    def _follow_batches(
-        self, batches: Batches, times: Sequence[IterationTimes], messages: Sequence[ToRank]
-    ) -> None:
-        batches.observe(times, messages)
-        status = batches.status
-        if status is not None and status != self._status:
-            self._status = status
-            self._telemetry.on_status(status)
 
     def _times(self) -> list[IterationTimes]:
         """Return the times of the iterations that the device has ended; after an error of the

@@ -30,9 +30,7 @@ from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import IterationHook, Microbatches
-    from perseus_planner.extensions.autopilot.job import Ledger
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.savings import RankCosts
     from perseus_planner.runtime.modes import ModeSwitch
 
@@ -52,7 +50,7 @@ class Sent(Protocol):
 @dataclass(frozen=True)
 class Program:
     """What one rank runs in an iteration, and the clock of each computation: its part of a plan, or
-    what the autopilot has decided.
+    what its decider has decided.
     """
 
     version: int  #: Number of the program in this job: 1 for the first, 2 for the next, and so on
@@ -60,14 +58,12 @@ class Program:
     #: The value for each computation: MHz, or watts of a power limit.
     clocks: tuple[int, ...] = field(repr=False)
     time_s: float  #: Expected time of an iteration, seconds
-    #: The plan that it is a part of; None for a program of the autopilot, which has all below.
+    #: The plan that it is a part of; None for a program that a decider has made.
     plan: Plan | None = None
-    decision: int = 0  #: `Decision.version`: 0 for full clocks
-    order: int = 0  #: Number of the order of computations
+    decision: int = 0  #: By which its decider knows it; 0 for full clocks
+    order: int = 0  #: By which its decider knows the order of computations
     top: int = 0  #: The value that counts as full clocks
-    #: Reference and limits for the rank's ledger; None before the reference is known.
-    ledger: Ledger | None = None
-    status: AutopilotStatus | None = None  #: What the autopilot knew
+    note: object = None  #: What else its decider remembers with it
     #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
     busy_s: float | None = None
     #: What rows say of an iteration by it; None if that is not known, or its plan says it.
@@ -126,8 +122,8 @@ class Program:
 
     @cached_property
     def at_full_clocks(self) -> Program:
-        """A program of the autopilot with the highest clock for each computation, in the training's
-        own way.
+        """The program with the highest clock for each computation, in the training's own way; that
+        of a plan as it is.
 
         It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that
         is known, and its times are those of a row of the profile.

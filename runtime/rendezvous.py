@@ -8,34 +8,32 @@ without becomes a warning and no clocks.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
+from perseus_planner.base import extensions
 from perseus_planner.base.errors import (
     EngineChanged,
     GpuInUse,
-    PlanError,
     PlannerError,
     RankError,
     UsageError,
+    did_you_mean,
 )
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import WholeTraining, as_tested
 from perseus_planner.engines.releases import name_untested
-from perseus_planner.extensions.autopilot.batches.work import check_options
-from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.context import RankContext
+from perseus_planner.runtime.decider import Decider, Seat
+from perseus_planner.runtime.fixed_plan import FixedPlan, check_gpu, program_of
 from perseus_planner.runtime.job import (
     Node,
     NodePart,
@@ -46,10 +44,8 @@ from perseus_planner.runtime.job import (
     node_name,
     wait_for_others,
 )
-from perseus_planner.runtime.modes import check_modes
 from perseus_planner.runtime.switching import (
     AgreedState,
-    GivenPlan,
     NodeShare,
     Plans,
     packed_plan,
@@ -58,19 +54,10 @@ from perseus_planner.runtime.switching import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from perseus_planner.engines.engine import Engine
-    from perseus_planner.extensions.autopilot.batches.batches import Batches
-    from perseus_planner.extensions.autopilot.batches.work import WorkFunction
-    from perseus_planner.extensions.autopilot.job import AutopilotSettings
-    from perseus_planner.extensions.service.agent.outbox import ServiceSettings
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.profiles.modes import ModeFunctions
-    from perseus_planner.runs.verdict import StragglerDetection
-    from perseus_planner.runtime.controller.protocol import AttachReply, Control
+    from perseus_planner.runtime.controller.protocol import Control
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.trackers import LogFunction
+    from perseus_planner.runtime.link import Link
+    from perseus_planner.runtime.options import RuntimeOptions
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training, and never longer than a third of the
@@ -86,65 +73,11 @@ _LOCAL_PAUSE_S = 0.05  #: the same at memory
 _LOOKS_PER_S = 40_000.0  #: at the store, at most, if each rank has a node of its own
 _NAMED = 16  #: absent ranks
 
-STATE_FILE = "autopilot.yaml"
-"""Of the autopilot, in the run folder or else in the folder in which rank 0 was started."""
-
-
-@dataclass(frozen=True)
-class RuntimeOptions:
-    """The options of `planner_runtime`, which describes them."""
-
-    plan: GivenPlan | None
-    gpu: str
-    dry_run: bool
-    record: Path | None
-    max_changes_per_s: float
-    on_straggling: Callable[[StragglerDetection], None] | None
-    service: str | None
-    job: str | None
-    frontier: str | os.PathLike[str] | None
-    max_changes: int | None
-    autopilot: AutopilotSettings  #: slowdown, max_slowdown and learn, with a limit of changes
-    state: str | os.PathLike[str] | None
-    work: WorkFunction | None = None
-    modes: ModeFunctions = field(default_factory=dict)
-    log: Sequence[LogFunction] = ()
-    strict: bool = True
-
-    @property
-    def state_file(self) -> Path | None:
-        """The file of what is learnt; None to keep nothing."""
-        return None if self.state is None else Path.cwd() / (self.record or "") / self.state
-
-    def gpu_of(self, device: torch.device) -> str:
-        """Return the text that opens the GPU of a torch device.
-
-        Raises:
-            UsageError: As in `gpu_text`.
-        """
-        text = gpu_text(self.gpu, device)
-        return f"dry-run:{text}" if self.dry_run and not text.startswith("dry-run:") else text
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """What a rank knows when it begins to train."""
-
-    engine: Engine  #: The adapter of its engine
-    own: RankPart  #: What rank 0 has told it
-    part: NodePart  #: What rank 0 has told its node
-    program: Program | None  #: What it runs by; None if there is no plan
-    control: Control  #: What is set on its GPU, whichever plan comes later
-    attachment: attachment.Attachment  #: Its part in the clock controller of its node
-    share: NodeShare  #: Its part in the looks of its node for new plans
-    batches: Batches | None  #: Its part in clocks that follow the batch; None without
-    #: On rank 0, for each rank of the job its pipeline and its rank there; None for absent ranks.
-    positions: Sequence[tuple[int, int] | None]
-
-    @property
-    def has_autopilot(self) -> bool:
-        """Whether the autopilot makes the programs."""
-        return self.part.attempt is not None and not self.part.has_plan and self.batches is None
+_OWN_DECIDERS = {
+    "autopilot": "learns clocks while training runs without a plan",
+    "batches": "has clocks follow each batch (work=)",
+}
+"""Deciders of this distribution, and what each does."""
 
 
 class RankInfo(Record, frozen=True, array_like=True):
@@ -445,7 +378,7 @@ def join_job(
     engine: Any,
     job: TrainingJob,
     options: RuntimeOptions,
-    served: ServiceSettings | None,
+    link: Link | None,
     warnings: JobWarnings,
     stack: ExitStack,
 ) -> RankContext:
@@ -456,7 +389,7 @@ def join_job(
         engine: The training engine, as for `engine_of`; None for training without a pipeline.
         job: The job.
         options: Options of this rank.
-        served: The job as a service should know it; None without a service. That of rank 0 counts.
+        link: This rank's part in a service; None without a service. That of rank 0 counts.
         warnings: Gives warnings.
         stack: Closes what is opened here.
 
@@ -471,12 +404,8 @@ def join_job(
     meeting = Rendezvous(job, warnings, stack)
     attempt = packed = program = None
     with meeting.refusing("ranks"):
-        if options.work is not None:
-            check_options(
-                plan=options.plan,
-                learn=options.autopilot.learn,
-                state=options.state_file,
-            )
+        decider = decider_of(options, has_plan=options.plan is not None)
+        decider.check(options, job)
         with as_tested():
             adapter = WholeTraining() if engine is None else engine_of(engine)
             adapter.check()
@@ -489,18 +418,18 @@ def join_job(
         place = position.pipeline, position.peers[0], position.rank
         info = RankInfo(node_name(), *place, names)
         if job.rank == 0:
-            if served is not None:
-                served.check()
+            if link is not None:
+                link.check()
             if options.plan is not None:
                 packed = packed_plan(Plans.load(options.plan).dumps())
-            if options.work is not None and options.state_file is not None:
-                from perseus_planner.extensions.autopilot.batches.exchange import send_profile
-
-                send_profile(job.store, options.state_file)
             attempt = Attempt.next_in(options.record)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
     part, own, node = meeting.part, meeting.own, meeting.node
     with meeting.refusing("plans"):
+        if part.has_plan != (options.plan is not None):  # that of rank 0 counts
+            decider = decider_of(options, has_plan=part.has_plan)
+        if decider.needs_rank_0 and part.attempt is None:
+            decider = FixedPlan()
         if meeting.plan is not None:
             plans = Plans.loads(zlib.decompress(meeting.plan))
             program = program_of(adapter, plans, 1, own.pipeline, options.modes)
@@ -531,119 +460,49 @@ def join_job(
             ) from error
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
-        batches = None
-        if options.work is not None:
-            batches = _batches(adapter, job, part, own, options, warnings)
-            if options.service is not None and job.rank == 0 and not batches.leads_job:
-                raise UsageError(
-                    "service: with work=, rank 0 of the job must be the first rank of pipeline 0; "
-                    "leave service out, or place the ranks of a pipeline one after the other"
-                )
-            if attached.gpu is not None:
-                batches.check_gpu(attached.gpu.name, control)
+        seat = Seat(adapter, job, own, part, control, attached.gpu, options, warnings)
+        decider.join(seat)
     meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     return RankContext(
-        engine=adapter,
-        own=own,
-        part=part,
+        seat=seat,
+        decider=decider,
         program=program,
-        control=control,
         attachment=attached,
         share=NodeShare(part.nodes, looks=node.leads or node.plans is None, plans=node.plans),
-        batches=batches,
         positions=meeting.positions,
     )
 
 
-def _batches(
-    engine: Engine,
-    job: TrainingJob,
-    part: NodePart,
-    own: RankPart,
-    options: RuntimeOptions,
-    warnings: JobWarnings,
-) -> Batches:
-    """Return this rank's part in clocks that follow the batch.
-
-    Raises:
-        UsageError: If ranks cannot tell each other.
-        ProfileError: If the profile does not fit what it runs.
-        RankError: If rank 0 has no function for the work.
-    """
-    from perseus_planner.extensions.autopilot.batches.batches import Batches  # they load numba
-    from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat, sent_profile
-
-    assert options.work is not None
-    position = engine.pipeline_rank
-    clone = getattr(job.store, "clone", None)
-    if clone is None and job.ranks > 1:
-        raise UsageError("work=: the store of this torch takes no second connection; use torch 2.6")
-    seat = Seat(
-        own.pipeline,
-        position.rank,
-        position.ranks,
-        part.pipelines,
-        is_first=own.is_first,
-        has_followers=part.present > part.pipelines,
-    )
-    store = job.store if clone is None else clone()
-    return Batches(
-        Exchange(store, seat),
-        seat,
-        engine.order(),
-        sent_profile(store),
-        options.autopilot,
-        options.work,
-        warnings.warn,
-    )
-
-
-def program_of(
-    engine: Engine, plans: Plans, version: int, pipeline: int, modes: Collection[str]
-) -> Program:
-    """Return this rank's part of the plans.
+def decider_of(options: RuntimeOptions, *, has_plan: bool) -> Decider:
+    """Return what decides the clocks of this rank.
 
     Args:
-        engine: Its engine.
-        plans: The plans of all pipelines.
-        version: Their number.
-        pipeline: That of this rank.
-        modes: The modes of the training.
+        options: What the user asks for.
+        has_plan: Whether the job has a plan.
 
     Raises:
-        PlanError: If there is no plan for this pipeline, or the plan is not what the engine runs.
+        UsageError: If the extension that has the decider is not installed.
     """
-    position = engine.pipeline_rank
-    plan = plans.of_pipeline(pipeline)
-    if len(plan.schedule.ranks) != position.ranks:
-        raise PlanError(
-            f"the plan is for pipelines of {len(plan.schedule.ranks)} ranks, and {engine.name} "
-            f"runs pipelines of {position.ranks}; solve for the schedule that you train with"
-        )
-    program = Program.of_plan(version, plan, position.rank, plans)
-    order = engine.order()
-    if order is not None:
-        program.check_order(order, engine.name)
-    check_modes(program.computations, program.modes, modes)
-    return program
-
-
-def check_gpu(plan: Plan, gpu: AttachReply, control: Control) -> None:
-    """Refuse a plan that was made for another kind of GPU or for another control.
-
-    Raises:
-        PlanError: If the plan does not fit; names the difference.
-    """
-    planned = plan.gpu
-    if plan.control != control:
-        raise PlanError(
-            f"the plan's control is {plan.control!r}, and this training began with "
-            f"{control!r}; start the training again to change it"
-        )
-    if planned is not None and gpu.name != planned:
-        raise PlanError(
-            f"the plan is for the GPU {planned!r}, and this rank has {gpu.name!r} ({gpu.gpu}); "
-            "profile that kind of GPU and plan on it"
-        )
+    if isinstance(options.decider, Decider):
+        return options.decider
+    if options.decider is not None:
+        name = str(options.decider)
+    elif options.work is not None:
+        name = "batches"
+    elif has_plan:
+        return FixedPlan()
+    else:
+        name = "autopilot"
+    place = extensions.places("deciders").get(name)
+    if place is not None:
+        decider = extensions.load(place)()
+        assert isinstance(decider, Decider)
+        return decider
+    if name in _OWN_DECIDERS:
+        missing = extensions.missing_text("autopilot", _OWN_DECIDERS[name])
+        raise UsageError(f"{missing}, or give planner_runtime a plan")
+    known = extensions.places("deciders")
+    advice = did_you_mean(name, known) or f"give one of {', '.join(known)}"
+    raise UsageError(f"decider: there is no decider {name!r}; {advice}")

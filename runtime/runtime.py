@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import WholeTraining
 from perseus_planner.engines.guard import RetryingGuard
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.resiliency import corrected_report
 from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Rejection
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
+    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.follower import Follower
-    from perseus_planner.runtime.rendezvous import RankContext
     from perseus_planner.runtime.telemetry import Telemetry
 
 
@@ -35,10 +34,13 @@ class Runtime:
         check: Callable[[Plans], None],
         wake: Callable[[], None],
         on_fault: Callable[[Exception], object],
-        autopilot: AutopilotRank | None = None,
     ) -> None:
-        self._context, self._follower, self._telemetry = context, follower, telemetry
-        self._check, self._wake, self._autopilot = check, wake, autopilot
+        self._context = context
+        self._decider = context.decider
+        self._follower = follower
+        self._telemetry = telemetry
+        self._check = check
+        self._wake = wake
         self._highest_mhz: dict[int, float] = {}
         self._guard = RetryingGuard(on_fault)  #: of calls by the training that take no clock
 
@@ -55,12 +57,7 @@ class Runtime:
         """What the autopilot knows; on other ranks than 0, what it knew at their newest program.
         None with a plan.
         """
-        if self._autopilot is None:
-            return None
-        if self._autopilot.coordinator is not None:
-            return self._autopilot.coordinator.status
-        program = self._follower.program
-        return (program.status if program is not None else None) or AutopilotStatus()
+        return self._decider.status
 
     @property
     def pipeline(self) -> int:
@@ -152,13 +149,12 @@ class Runtime:
         Raises:
             UsageError: If the runtime has no function `work`, so that clocks do not follow batches.
         """
-        batches = self._context.batches
-        if batches is None:
+        if not self._decider.wants_batches:
             raise UsageError(
                 "clocks do not follow the batch in this training; give planner_runtime work="
             )
         as_they_are = tuple(range(len(work)))
-        return self._guard.call(partial(batches.give, work, order=order)) or as_they_are
+        return self._guard.call(partial(self._decider.take_work, work, order=order)) or as_they_are
 
     def _whole_training(self) -> WholeTraining:
         if isinstance(self._context.engine, WholeTraining):
@@ -180,19 +176,10 @@ class Runtime:
         Raises:
             PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
                 pipeline.
-            UsageError: If the autopilot makes the programs of this training, or they follow the
-                batch.
+            UsageError: If its decider makes the programs of this training.
         """
-        if self._context.batches is not None:
-            raise UsageError(
-                "the clocks of this training follow each batch; begin it without work= to switch "
-                "plans"
-            )
-        if self._autopilot is not None:
-            raise UsageError(
-                "the autopilot decides the clocks of this training; begin it with a plan to switch "
-                "plans"
-            )
+        if self._decider.no_switch:
+            raise UsageError(self._decider.no_switch)
         plans = Plans.load(plan)
         self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())

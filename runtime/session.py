@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perseus_planner.base import extensions
 from perseus_planner.base.errors import (
     EngineChanged,
-    PlannerError,
     UsageError,
     fault_text,
     how_to_install,
@@ -22,41 +22,38 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.loops import Loop
 from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import as_tested, sharded_torch
-from perseus_planner.extensions.autopilot.batches.work import load_work
-from perseus_planner.extensions.autopilot.job import AutopilotSettings
-from perseus_planner.extensions.autopilot.ranks.messages import Programs, ServiceExchange
-from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
-from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.decider import Context, Decider, ServiceExchange
+from perseus_planner.runtime.fixed_plan import FixedPlan, program_of
+from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
-from perseus_planner.runtime.rendezvous import (
+from perseus_planner.runtime.options import (
     STATE_FILE,
+    AutopilotSettings,
     RuntimeOptions,
-    check_gpu,
-    join_job,
-    program_of,
+    WorkFunction,
 )
+from perseus_planner.runtime.rendezvous import join_job
 from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
-from perseus_planner.runtime.switching import GivenPlan, Plans
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
-    from perseus_planner.extensions.autopilot.batches.work import WorkFunction
-    from perseus_planner.extensions.service.agent.agent import ServiceLink
     from perseus_planner.runs.verdict import StragglerDetection
+    from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
-    from perseus_planner.runtime.rendezvous import RankContext
+    from perseus_planner.runtime.link import Link, MakeLink
+    from perseus_planner.runtime.switching import GivenPlan, Plans
 
 MAX_CHANGES_PER_S = 100.0
 """Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms
@@ -90,6 +87,7 @@ def planner_runtime(
     may_reorder: bool = False,
     log: Any = None,
     strict: bool = True,
+    decider: Decider | str | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -165,6 +163,8 @@ def planner_runtime(
         strict: Whether an engine that lacks a name which the planner uses, as another release may,
             is refused. Otherwise, as by `planner run`, one warning is given and training goes on at
             full clocks.
+        decider: What decides the clocks instead, on all ranks: the name of one that an extension
+            brings, or a `runtime.decider.Decider` of each rank's own.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -202,20 +202,20 @@ def planner_runtime(
             learn,
         ),
         state=state,
-        work=load_work(work, "work") if isinstance(work, str) else work,
+        work=work,
         modes=modes or {},
         log=log_functions(log),
         strict=strict,
+        decider=decider,
     )
     training, process = this_job(), os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
     with ExitStack() as stack:
         stack.enter_context(blocks.opened("runtime"))
-        served = None if link is None else link.settings
         context = problem = None
         try:
-            context = join_job(engine, training, options, served, warnings, stack)
+            context = join_job(engine, training, options, link, warnings, stack)
         except EngineChanged as error:
             if strict:
                 raise
@@ -257,61 +257,60 @@ class _Session:
         context: RankContext,
         job: TrainingJob,
         options: RuntimeOptions,
-        link: ServiceLink | None,
+        link: Link | None,
         warnings: JobWarnings,
         stack: ExitStack,
     ) -> None:
-        self._context, self._job, self._link, self._warnings = context, job, link, warnings
+        self._context = context
+        self._job = job
+        self._link = link
+        self._warnings = warnings
+        self._decider = context.decider
         attachment = context.attachment
         self._is_stopped = False  #: the background thread
-        self._connection, self._gpu = attachment.connection, attachment.gpu
+        self._connection = attachment.connection
         self._telemetry = Telemetry(
             job.rank,
             replace(context.engine.pipeline_rank, pipeline=context.own.pipeline),
             self._files(options.record),
             own_plans=context.part.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
-            planned_busy_s=None if context.batches is None else context.batches.planned_busy_s,
+            planned_busy_s=self._decider.busy_s,
             sharded_torch=sharded_torch(context.engine),
             control=context.control,
         )
-        self._telemetry.update([], [] if self._gpu is None else [self._gpu])
-        marks = _make_marks(context.engine, self._connection, stack)
-        is_first = context.engine.pipeline_rank.rank == 0
-        self._follower = Follower(
-            job,
-            context.share,
-            self._program,
-            self._telemetry.on_end,
-            RankLedger(is_first=is_first) if context.has_autopilot else None,
-            ended_s=marks.ended_s,
-            batches=context.batches,
-        )
+        gpus = [] if attachment.gpu is None else [attachment.gpu]
+        self._telemetry.update([], gpus)
+
+        # What runs on the training thread: marks, what follows the decider, and the hook.
+        self._marks = _make_marks(context.engine, self._connection, stack)
+        self._follower = Follower(job, context.share, self._decider, self._telemetry.on_end)
         self._follower.start(context.program)
         if context.program is not None:
             self._warn_of_torch(context.program)
         self._follower.problem = attachment.problem
-        batches = context.batches
-        self._autopilot: AutopilotRank | None = None
-        makes_plans = context.has_autopilot or batches is not None
-        self._exchange = ServiceExchange() if link is not None and makes_plans else None
-        if context.has_autopilot:
-            self._autopilot = self._begin_autopilot(options)
-        show = None if batches is None else batches.show
-        self._modes = options.modes
         self._switch: ModeSwitch | None = None
         if options.modes:
             self._switch = ModeSwitch(options.modes, self._lose_modes)
-        keeps = not context.has_autopilot
+            self._decider.take_switch(self._switch)
         self.hook = Hook(
-            marks, self._follower, context.program, show, self._switch, keeps_modes=keeps
+            self._marks,
+            self._follower,
+            context.program,
+            self._decider.show if self._decider.wants_batches else None,
+            self._switch,
+            keeps_modes=self._decider.keeps_modes,
         )
+
+        # What runs beside it.
+        makes_plans = link is not None and self._decider.makes_plans
+        self._exchange = ServiceExchange() if makes_plans else None
         on_slow = options.on_straggling
         self._trackers = Trackers(options.log, warnings.warn)
         self._work = BackgroundWork(
             self._follower,
             self.hook,
-            marks,
+            self._marks,
             self._telemetry,
             warnings,
             connection=self._connection,
@@ -322,8 +321,7 @@ class _Session:
             ),
             on_straggling=on_slow if link is None else link.on_straggling(on_slow),
             on_counts=None if link is None else link.counted,
-            autopilot=self._autopilot,
-            batches=batches,
+            decider=self._decider,
             on_records=self._trackers.add,
         )
         self._background = Loop(
@@ -342,16 +340,24 @@ class _Session:
             self._warnings.warn("torch", f"the plan may not fit: {text}; profile again")
 
     def _lose_modes(self, text: str) -> None:
-        self._follower.is_at_full_clocks = True  # where the autopilot counts on modes
+        self._decider.lose_modes()
         self._warnings.warn("modes", text)
 
     def begin(self) -> Runtime:
         """Begin what runs beside the training."""
+        connection = self._connection
+        self._decider.begin(
+            Context(
+                seat=self._context.seat,
+                positions=self._context.positions,
+                agreement=self._follower.agreement,
+                ended_s=self._marks.ended_s,
+                latest=None if connection is None else connection.latest,
+                service=self._exchange,
+                on_status=self._telemetry.on_status,
+            )
+        )
         self._background.start()
-        if self._context.batches is not None:
-            connection = self._connection
-            latest = None if connection is None else connection.latest
-            self._context.batches.start(latest, self._exchange)
         runtime = Runtime(
             self._context,
             self._follower,
@@ -359,7 +365,6 @@ class _Session:
             self._check,
             self._background.wake,
             self._take_fault,
-            self._autopilot,
         )
         if self._link is not None:
             self._link.begin(self._context, runtime.plan, runtime.switch_to, self._exchange)
@@ -376,8 +381,7 @@ class _Session:
         if self._link is not None:
             steps.append(self._link.stop)
         steps.append(self._reset)
-        if self._context.batches is not None:
-            steps.append(partial(self._context.batches.stop, STOP_S))
+        steps.append(partial(self._decider.stop, STOP_S))
         steps += [self._stop_background, self._detach, self._close]
         steps.append(partial(wait_for_others, self._job, "training", self._job.ranks, end_s))
         if self._link is not None:
@@ -416,44 +420,14 @@ class _Session:
             self._follower.agreement.end()
             self._trackers.close()
 
-    def _begin_autopilot(self, options: RuntimeOptions) -> AutopilotRank:
-        with suppress(PlannerError):  # what it runs will show
-            order = self._context.engine.order()
-            if order is not None:
-                self._follower.expect(order)
-        autopilot = AutopilotRank.begin(
-            self._context,
-            self._job,
-            self._follower,
-            self._warnings,
-            options,
-            self._exchange,
-        )
-        if autopilot.coordinator is not None:
-            autopilot.coordinator.on_status = self._telemetry.on_status
-        return autopilot
-
-    def _program(self, version: int, data: bytes) -> Program:
-        """Return this rank's part of what rank 0 has sent: plans, or programs of the autopilot."""
-        if self._follower.ledger is None:
-            return self._plan_program(version, Plans.loads(data))
-        rank, orders = self._context.engine.pipeline_rank.rank, self._follower.orders
-        return Programs.program_of(data, version, self._context.own.pipeline, rank, orders)
-
-    def _plan_program(self, version: int, plans: Plans) -> Program:
-        pipeline = self._context.own.pipeline
-        program = program_of(self._context.engine, plans, version, pipeline, self._modes)
-        if self._switch is not None:
-            self._switch.check(program.computations, program.modes)
-        if self._gpu is not None and program.plan is not None:
-            check_gpu(program.plan, self._gpu, self._context.control)
-        return program
-
     def _check(self, plans: Plans) -> None:
         """Refuse plans that do not fit this rank, or not all pipelines."""
-        self._warn_of_torch(self._plan_program(0, plans))
+        decider = self._decider
+        assert isinstance(decider, FixedPlan)  # no other takes plans
+        self._warn_of_torch(decider.program_of_plans(0, plans))
+        modes = self._context.seat.options.modes
         for pipeline in range(self._context.part.pipelines):
-            program_of(self._context.engine, plans, 0, pipeline, self._modes)
+            program_of(self._context.engine, plans, 0, pipeline, modes)
 
     def _files(self, folder: Path | None) -> RankFiles | None:
         if folder is None:
@@ -466,27 +440,15 @@ class _Session:
         return RankFiles(folder, self._job.rank, self._job.ranks, attempt)
 
 
-def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
+def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> Link:
     try:  # loaded here with pydantic, because most jobs have no service
-        from perseus_planner.extensions.service.agent.agent import ServiceLink
-        from perseus_planner.extensions.service.agent.outbox import ServiceSettings
+        make_link: MakeLink = extensions.offer("service link")
     except ModuleNotFoundError as error:
         raise UsageError(
             f"service={options.service!r} needs {error.name}, which is not installed; "
             f"{how_to_install('service')} on every rank"
         ) from error
-
-    assert options.service is not None
-    is_learning = options.plan is None
-    settings = ServiceSettings(
-        address=options.service,
-        name=options.job,
-        frontier=options.frontier,
-        max_changes=options.autopilot.max_changes if is_learning else options.max_changes,
-        is_learning=is_learning,
-        slowdown=options.autopilot.slowdown,
-    )
-    return ServiceLink(settings, job, warnings)
+    return make_link(options, job, warnings)
 
 
 def _make_marks(engine: Engine, connection: Connection | None, stack: ExitStack) -> Marks:

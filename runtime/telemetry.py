@@ -353,8 +353,7 @@ class Telemetry:
         offset_ns: Returns what to add to a time of the monotonic clock to get nanoseconds since the
             epoch.
         now_s: Returns seconds by the monotonic clock, by which rows are written.
-        planned_busy_s: Where clocks follow the batch, returns the seconds of an iteration's
-            computations by their work, or None.
+        planned_busy_s: `Decider.busy_s`; None for what programs say.
         sharded_torch: Version of torch, if it shards this rank's stages.
         control: What clocks are, as `Profile.control`.
     """
@@ -370,7 +369,7 @@ class Telemetry:
         warn: Callable[[str], None] | None = None,
         offset_ns: Callable[[], int] = wall_offset_ns,
         now_s: Callable[[], float] = time.monotonic,
-        planned_busy_s: Callable[[int], float | None] | None = None,
+        planned_busy_s: Callable[[int, Program], float | None] | None = None,
         sharded_torch: str | None = None,
         control: str = "clock",
     ) -> None:
@@ -622,7 +621,7 @@ class Telemetry:
                 program.plan.measurement(record.computation).time_s for record in computations
             )
         if self._planned_busy_s is not None:
-            return self._planned_busy_s(times.number)
+            return self._planned_busy_s(times.number, program)
         return program.busy_s
 
     def _lowered(self, program: Program) -> int:

@@ -11,6 +11,7 @@ import os
 import click
 
 from perseus_planner.base import __version__, extensions
+from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.machine import doctor, reset, warm_up
 from perseus_planner.cli.measure import measure
@@ -64,7 +65,10 @@ def _add_commands() -> None:
         main.add_section(heading, *_CORE.get(heading, ()), *added.get(heading, {}).values())
 
 
-_add_commands()
+try:
+    _add_commands()
+except UsageError as error:  # of an extension of others
+    main.problem = error
 main.for_a_file = run_job
 
 

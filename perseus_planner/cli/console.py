@@ -76,6 +76,7 @@ class Commands(click.Group):
 
     sections: dict[str, list[str]]  #: Heading -> the names of the commands under it, in order
     for_a_file: click.Command  #: The command that runs if a job file is named instead of a command
+    problem: PlannerError | None = None  #: Why the commands are not complete
 
     def add_section(self, heading: str, *commands: click.Command) -> None:
         """Add commands under a heading of the help."""
@@ -119,6 +120,9 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command line; say so if what it prints cannot be written, as on a full disk."""
+        if self.problem is not None:
+            click.echo(f"Error: {printable(str(self.problem))}", err=True)
+            sys.exit(2)
         try:
             return super().main(*args, **extra)
         except OSError as error:

@@ -453,13 +453,8 @@ def warm_up() -> None:
 
 def _use_all_kernels() -> None:
     """Solve, plan within a switch budget, and search as training does, on a small pipeline."""
-    import numpy as np
-
     from perseus_planner import solve
-    from perseus_planner.extensions.autopilot.job import AutopilotJob
-    from perseus_planner.extensions.autopilot.planning import Costs, Searcher
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
-    from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.schedules import one_f_one_b
 
     profile = profile_simulated("simulated:a100-sxm", 2)
@@ -469,14 +464,5 @@ def _use_all_kernels() -> None:
     ):  # all choices of the first one are tried, the second one is searched
         frontier = solve(profile, one_f_one_b(2, microbatches))
         frontier.plan_until(1.05 * frontier.baseline_time_s, max_changes=2, on_time=None)
-    iteration = frontier.dag.iteration
-    search = Searcher(
-        AutopilotJob(iteration, (1410, 1200, 1000), 1, ClockChange(0.0045, 0.0009)), 8
-    )
-    classes = (len(search.keys), 3)
-    search.polish(
-        search.full(),
-        Costs(np.full(classes, 0.1), np.full(classes, 300.0), np.full(2, 80.0)),
-        10.0,
-        1,
-    )
+    if "warm up" in extensions.places("offers"):
+        extensions.offer("warm up")(frontier.dag.iteration)

@@ -74,9 +74,9 @@ class SettingOptions:
 
     schedule: Annotated[
         str | None,
-        f"Order of the computations: {', '.join(schedule_names())}; or a text grid (.csv or .txt) with a "
-        "line for each rank and cells such as 3F17.  [default: the schedule that the profile was "
-        "measured in]",
+        f"Order of the computations: {', '.join(schedule_names())}; or a text grid (.csv or .txt) "
+        "with a line for each rank and cells such as 3F17.  [default: the schedule that the "
+        "profile was measured in]",
         Option(metavar="NAME|GRID"),
         _COMPLETED,
     ]

@@ -126,8 +126,7 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
-    from perseus_planner.extensions.autopilot.batches.work import check_options
-    from perseus_planner.extensions.autopilot.job import AutopilotSettings
+    from perseus_planner.runtime.options import AutopilotSettings, check_work
     from perseus_planner.runtime.unmodified.options import write_options
 
     for name in ("record", "state"):
@@ -138,7 +137,7 @@ def run(
     if options.slowdown is not None:
         AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
     if options.work is not None:
-        check_options(
+        check_work(
             plan=options.plan,
             learn=options.learn is not False,
             state=options.state,

@@ -78,10 +78,8 @@ def test_an_extension_of_others_brings_a_command_a_schedule_and_a_gpu(tmp_path: 
     environment = install(tmp_path / "site")
     assert "greet" in planner("--help", environment=environment, cwd=tmp_path).stdout
     assert planner("greet", environment=environment, cwd=tmp_path).stdout == "Greetings.\n"
-    words = ("profile", "--gpu", "site:a100-sxm", "--stages", "2", "-o", "profile.yaml")
-    done = planner(
-        "profile", "--gpu", "simulated:a100-sxm", *words[3:], cwd=tmp_path, environment=environment
-    )
+    words = ("profile", "--gpu", "simulated:a100-sxm", "--stages", "2", "-o", "profile.yaml")
+    done = planner(*words, cwd=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     words = ("solve", "profile.yaml", "--schedule", "site-1f1b", "--microbatches", "4")
     done = planner(*words, "-o", "frontier.npz", "--json", cwd=tmp_path, environment=environment)
@@ -92,7 +90,7 @@ def test_an_extension_of_others_brings_a_command_a_schedule_and_a_gpu(tmp_path: 
         [sys.executable, "-c", read], env=environment, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "A100" in done.stdout
+    assert done.stdout == "simulated a100-sxm\n"
 
 
 def test_an_extension_that_cannot_be_loaded_is_named(tmp_path: Path):

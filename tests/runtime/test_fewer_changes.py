@@ -27,6 +27,7 @@ from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes, Overload
 from perseus_planner.runtime.controller.server import Controller
+from perseus_planner.runtime.decider import Decider
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
@@ -64,8 +65,10 @@ class Node:
         (self.rank,) = self.controller._attached
         job = TrainingJob(HashStore(), 0, 1)
         telemetry = Telemetry(0, PipelineRank(0, 2, 0, (0, 1)))
+        decider = Decider()
+        decider.program_of = self._program  # type: ignore[method-assign]
         self.follower = Follower(
-            job, NodeShare(), self._program, telemetry.on_end, now_s=lambda: self.now_ns / 1e9
+            job, NodeShare(), decider, telemetry.on_end, now_s=lambda: self.now_ns / 1e9
         )
         self.follower.start(FULL)
         marks = Marks(self.connection.request)

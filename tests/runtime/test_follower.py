@@ -11,7 +11,8 @@ from strategies import smooth_profile
 from torch.distributed import HashStore
 
 from perseus_planner import solve
-from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.decider import Decider
+from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
@@ -19,19 +20,18 @@ from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 
 
-def follower_of(store: HashStore, *, is_prompt: bool = False) -> Follower:
-    """Return the follower of a job's only rank, which has begun with a plan."""
+class ByPlan(Decider):
+    """Runs the plans that are proposed."""
 
-    def make_program(version: int, data: bytes) -> Program:
+    def program_of(self, version: int, data: bytes) -> Program:
         return Program.of_plan(version, Plans.loads(data).of_pipeline(0), 0)
 
-    follower = Follower(
-        TrainingJob(store, 0, 1),
-        NodeShare(),
-        make_program,
-        lambda *_: None,
-        RankLedger() if is_prompt else None,
-    )
+
+def follower_of(store: HashStore, *, is_prompt: bool = False) -> Follower:
+    """Return the follower of a job's only rank, which has begun with a plan."""
+    decider = ByPlan()
+    decider.is_continual = is_prompt
+    follower = Follower(TrainingJob(store, 0, 1), NodeShare(), decider, lambda *_: None)
     follower.start(Program.of_plan(1, PLAN, 0))
     return follower
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot.autopilot import Autopilot
     from perseus_planner.extensions.autopilot.job import (
         AutopilotJob,
-        AutopilotSettings,
         ComputationObservation,
         Decision,
         Ledger,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Autopilot",
     "AutopilotJob",
-    "AutopilotSettings",
     "ComputationObservation",
     "Decision",
     "Ledger",
@@ -37,6 +35,10 @@ __all__ = [
 ]
 
 EXTENSION = Extension(
+    deciders={
+        "autopilot": "perseus_planner.extensions.autopilot.decider:AutopilotDecider",
+        "batches": "perseus_planner.extensions.autopilot.batches.decider:BatchesDecider",
+    },
     offers={
         "sequence work": "perseus_planner.extensions.autopilot.batches.work:sequence_work",
         "warm up": "perseus_planner.extensions.autopilot.planning:use_kernels",

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.autopilot.job import (
-    AutopilotJob,
-    AutopilotSettings,
-    Decision,
-    Ledger,
-    Phase,
-    RankRow,
-)
+from perseus_planner.extensions.autopilot.job import AutopilotJob, Decision, Ledger, Phase, RankRow
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import LATE, Costs, Searcher
+from perseus_planner.runtime.options import AutopilotSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

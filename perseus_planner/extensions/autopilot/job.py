@@ -6,25 +6,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import CLOCK, Changes, Count, Index, Rule, Seconds, Wait
+from perseus_planner.base.units import CLOCK, Count, Seconds, Wait
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.modes import OWN
+from perseus_planner.runtime.options import Slowdown
 from perseus_planner.schedules.iteration import Iteration
-
-Slowdown = Annotated[
-    float,
-    Rule(
-        float,
-        False,
-        "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1 or "
-        "more",
-        least=1.0,
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -64,26 +54,6 @@ class AutopilotJob(Checked, prefix="job, "):
     def ranks(self) -> int:
         """Number of ranks of a pipeline."""
         return len(self.iteration.schedule.ranks)
-
-
-@dataclass(frozen=True)
-class AutopilotSettings(Checked):
-    """What an autopilot may do.
-
-    Raises:
-        UsageError: If a value is out of range.
-    """
-
-    #: the agreed iteration time, as a multiple of one at full clocks; at least 1.
-    slowdown: Slowdown = 1.0
-    #: how much longer iterations may be on average, as a share of one at full clocks: the ledger.
-    max_slowdown: Wait = 0.005
-    #: how often a GPU may change its clock in an iteration, trials included; None for any number.
-    max_changes: Changes | None = 8
-    #: whether to run trials of clocks that were not measured. Without, it plans on the profile that
-    #: it is given and on what it sees by itself.
-    learn: bool = True
-    seed: Index = 0  #: of all random choices: equal observations, equal decisions
 
 
 class RankRow(NamedTuple):

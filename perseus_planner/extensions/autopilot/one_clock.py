@@ -32,13 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.autopilot.job import (
-    AutopilotSettings,
-    Decision,
-    Ledger,
-    Phase,
-    RankRow,
-)
+from perseus_planner.extensions.autopilot.job import Decision, Ledger, Phase, RankRow
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import WHOLE
@@ -46,6 +40,7 @@ from perseus_planner.schedules import WHOLE
 if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot.job import AutopilotJob, RankObservation
     from perseus_planner.profiles.measurement import ClockChange
+    from perseus_planner.runtime.options import AutopilotSettings
 
 SETTLING = 1
 """Iterations after a change that are not measured, unless there are no others."""

@@ -19,15 +19,11 @@ from virtual_training import CHANGE, Training, job_of, train
 
 from perseus_planner import Profile, solve
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.autopilot import (
-    Autopilot,
-    AutopilotSettings,
-    ComputationObservation,
-    RankObservation,
-)
+from perseus_planner.extensions.autopilot import Autopilot, ComputationObservation, RankObservation
 from perseus_planner.extensions.autopilot.planning import Searcher
 from perseus_planner.profiles.measurement import Measurement, changes_per_rank
 from perseus_planner.profiles.modes import Mode, Modes, in_mode
+from perseus_planner.runtime.options import AutopilotSettings
 
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches

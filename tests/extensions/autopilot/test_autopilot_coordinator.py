@@ -18,7 +18,6 @@ from torch.distributed import HashStore
 
 from perseus_planner.base.loops import FIRST_PAUSE_S
 from perseus_planner.base.wires import decode, encode
-from perseus_planner.extensions.autopilot import AutopilotSettings
 from perseus_planner.extensions.autopilot.ranks import coordinator as module
 from perseus_planner.extensions.autopilot.ranks.__main__ import _taken
 from perseus_planner.extensions.autopilot.ranks.coordinator import (
@@ -32,18 +31,18 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     Frame,
     FromProcess,
     JobDescription,
-    Learnt,
     Observations,
     Places,
     Programs,
     RankTraining,
-    ServiceExchange,
     Status,
     ToProcess,
     Waits,
     order_number,
 )
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.decider import Learnt, ServiceExchange
+from perseus_planner.runtime.options import AutopilotSettings
 
 ORDER = [(0, "F", 0), (0, "B", 0)]
 OTHER = [(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]

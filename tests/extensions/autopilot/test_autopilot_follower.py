@@ -21,19 +21,15 @@ from torch.distributed import HashStore
 from perseus_planner import Profile
 from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.base.wires import decode, encode
-from perseus_planner.extensions.autopilot import (
-    AutopilotSettings,
-    ComputationObservation,
-    Decision,
-    Ledger,
-)
+from perseus_planner.extensions.autopilot import ComputationObservation, Decision, Ledger
+from perseus_planner.extensions.autopilot.decider import AutopilotDecider
 from perseus_planner.extensions.autopilot.ranks.coordinator import observed_key, rank_key
 from perseus_planner.extensions.autopilot.ranks.messages import (
     Frame,
     FromProcess,
     JobDescription,
-    Learnt,
     LogLine,
+    Noted,
     Observations,
     ObservedGpu,
     Places,
@@ -47,13 +43,16 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
 )
 from perseus_planner.extensions.autopilot.ranks.observer import Observer
 from perseus_planner.extensions.autopilot.ranks.planner import Planner
+from perseus_planner.extensions.autopilot.ranks.rank_ledger import RankLedger
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
-from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.decider import Learnt
+from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
+from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.runtime.switching import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 
@@ -101,7 +100,7 @@ def test_each_rank_decodes_its_own_program(clocks):
             program = program_of(sent, 9, pipeline, rank)
             assert (program.computations, program.clocks) == (order, tuple(expected[rank]))
             assert (program.version, program.decision, program.microbatches) == (9, 1, 3)
-            assert (program.ledger, program.status) == (sent.ledger, sent.status)
+            assert program.note == Noted(sent.ledger, sent.status)
             assert set(program.at_full_clocks.clocks) == {TOP_MHZ}
             assert program.at_full_clocks.decision == 0
 
@@ -136,15 +135,14 @@ class Given(Follower):
 
     def __init__(self, given: Sequence[Program | None], times_s: Sequence[float]) -> None:
         job, lasting = TrainingJob(HashStore(), 0, 1), iter(times_s)
-        super().__init__(
-            *(job, NodeShare(), nothing, nothing, RankLedger()), ended_s=lambda: next(lasting)
-        )
+        self.decider = AutopilotDecider(ended_s=lambda: next(lasting))
+        super().__init__(job, NodeShare(), self.decider, nothing)
         self.agreement.version_at = lambda iteration: iteration  # type: ignore[method-assign]
         self._programs = {number: program for number, program in enumerate(given) if program}
 
 
 def nothing(*_: object) -> Any:
-    """Neither makes a program, nor takes the end of an iteration."""
+    """Take the end of an iteration."""
 
 
 def trained(
@@ -177,7 +175,7 @@ def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks
     full = [clocks[1] == TOP_MHZ for clocks in asked]
     assert full == [False, False, True, True, False, False]
     assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
-    assert [each.program.decision for each in source.ended if each.program] == [
+    assert [each.program.decision for each in source.decider.ended if each.program] == [
         0 if each else 1 for each in full
     ]
 
@@ -205,10 +203,9 @@ def test_a_newer_program_brings_terms_that_count_the_iterations_before():
         for version, ledger in enumerate((old, new), 2)
     )
     source, _ = trained([first, second], [RANKS[0]] * 2, [1.02, 2.0])
-    assert source.ledger is not None
-    assert source.ledger.ledger is not None
-    assert source.ledger.ledger.reference_s == 2.0
-    assert source.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
+    assert source.decider.ledger.ledger is not None
+    assert source.decider.ledger.ledger.reference_s == 2.0
+    assert source.decider.ledger.ledger.owed_s == pytest.approx(0.01 - 0.02)
 
 
 def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation():
@@ -217,9 +214,15 @@ def test_what_an_iteration_ran_is_noted_without_a_program_and_after_a_deviation(
     shorter = RANKS[0][:-2]
     ran = [RANKS[0], RANKS[0], other, RANKS[0], shorter]
     source, asked = trained([None, program, program, program, program], ran, [1.0] * 5)
-    assert [each.order for each in source.ended] == list(map(order_number, ran))
-    assert [each.program is not None for each in source.ended] == [False, True, False, True, False]
-    assert set(source.orders.values()) == {RANKS[0], other, shorter}
+    assert [each.order for each in source.decider.ended] == list(map(order_number, ran))
+    assert [each.program is not None for each in source.decider.ended] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert set(source.decider.orders.values()) == {RANKS[0], other, shorter}
     assert set(asked[2][5:]) == {NO_REQUEST}  # the first difference
 
 
@@ -268,7 +271,7 @@ def test_each_computation_has_the_clock_in_force_and_the_change_that_came_into_i
 def test_an_observer_writes_times_changes_and_the_energy_between_two_samples():
     program = program_of(programs([[[1200] * 6] * 2], modes=[[["own", "keep"] * 3] * 2]))
     store, source = HashStore(), Given([None, program, program, program], [0.065] * 4)
-    observer = Observer(store, 3, source, ObservedGpu("a GPU", "simulated", (1410, 1200)))
+    observer = Observer(store, 3, source.decider, ObservedGpu("a GPU", "simulated", (1410, 1200)))
     hook, times = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None), []
     for number in range(4):
         hook.begin_iteration()

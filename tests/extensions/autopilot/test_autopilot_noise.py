@@ -13,11 +13,12 @@ from autopilot_world import REAL, Physics, World
 from strategies import smooth_profile
 from virtual_training import job_of, train
 
-from perseus_planner.extensions.autopilot import Autopilot, AutopilotSettings, Ledger
+from perseus_planner.extensions.autopilot import Autopilot, Ledger
 from perseus_planner.extensions.autopilot.autopilot import Audits
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import Searcher
 from perseus_planner.extensions.autopilot.rows import TimeRows
+from perseus_planner.runtime.options import AutopilotSettings
 
 TRUTH = smooth_profile(2, step_mhz=90)
 

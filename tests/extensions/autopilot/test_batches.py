@@ -44,8 +44,6 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
 )
 from perseus_planner.extensions.autopilot.batches.leader import Leader, Ran
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
-from perseus_planner.extensions.autopilot.job import AutopilotSettings
-from perseus_planner.extensions.autopilot.ranks.messages import ServiceExchange
 from perseus_planner.extensions.service.agent.agent import LearningAgent
 from perseus_planner.extensions.service.agent.outbox import (
     RankLocation,
@@ -58,9 +56,11 @@ from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.protocol import LATEST_BYTES, LatestStarts
+from perseus_planner.runtime.decider import ServiceExchange
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.runtime.options import AutopilotSettings
 
 torch = pytest.importorskip("torch")
 

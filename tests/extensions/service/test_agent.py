@@ -35,7 +35,6 @@ from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import FrontierError, PlanError, UsageError
 from perseus_planner.base.loops import Backoff
 from perseus_planner.base.units import ON_TIME
-from perseus_planner.extensions.autopilot.ranks.messages import Learnt, ServiceExchange
 from perseus_planner.extensions.service.agent import agent as agent_module
 from perseus_planner.extensions.service.agent.agent import (
     LONGEST_PAUSE_S,
@@ -54,6 +53,7 @@ from perseus_planner.extensions.service.agent.outbox import (
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs import Account
 from perseus_planner.runs.verdict import StragglerDetection
+from perseus_planner.runtime.decider import Learnt, ServiceExchange
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.switching import Acceptance, Proposal, Rejection
 from perseus_planner.runtime.telemetry import Checkpoint

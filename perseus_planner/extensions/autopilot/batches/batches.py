@@ -34,7 +34,7 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
 )
 from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
-from perseus_planner.extensions.autopilot.batches.work import WorkFunction, work_of
+from perseus_planner.extensions.autopilot.batches.work import work_of
 from perseus_planner.extensions.autopilot.ranks.messages import order_number, order_of
 from perseus_planner.profiles.measurement import Measurement, nearest_clock
 from perseus_planner.profiles.profiles import Profile
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
     from perseus_planner.engines.guard import Microbatches
     from perseus_planner.extensions.autopilot.batches.exchange import Key
-    from perseus_planner.extensions.autopilot.job import AutopilotSettings
-    from perseus_planner.extensions.autopilot.ranks.messages import ServiceExchange
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
+    from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.hook import Order
     from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.options import AutopilotSettings, WorkFunction
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]

@@ -35,8 +35,6 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
     from torch.distributed import Store
 

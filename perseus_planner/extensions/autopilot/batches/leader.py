@@ -24,8 +24,8 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
 )
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
 from perseus_planner.extensions.autopilot.job import Ledger
-from perseus_planner.extensions.autopilot.ranks.messages import Learnt
 from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
+from perseus_planner.runtime.decider import Learnt
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.schedule import grid_text
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from perseus_planner.extensions.autopilot.batches.exchange import Key
     from perseus_planner.extensions.autopilot.batches.solver import BatchPlan, Law
-    from perseus_planner.extensions.autopilot.job import AutopilotSettings
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.options import AutopilotSettings
 
     Floats = NDArray[np.float64]
 

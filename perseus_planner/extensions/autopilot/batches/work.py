@@ -4,9 +4,9 @@ squared lengths, which tell how long its computations take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,12 +15,9 @@ from perseus_planner.base.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.runtime.options import WorkFunction
+
     Floats = NDArray[np.float64]
-
-Work: TypeAlias = "float | Sequence[float]"
-"""The work of a microbatch."""
-
-WorkFunction: TypeAlias = "Callable[[Any], Work]"
 
 _MOST = 8  #: numbers of a microbatch
 _CUMULATED = ("cu_seqlens", "cu_seqlens_q")
@@ -90,28 +87,6 @@ def load_work(text: str, where: str) -> WorkFunction:
         raise UsageError(f"{where} {text!r}: {name} has no function {attribute!r}; name another")
     found: WorkFunction = function
     return found
-
-
-def check_options(*, plan: object, learn: bool, state: object) -> None:
-    """Refuse options that exclude clocks that follow the batch.
-
-    Args:
-        plan: A plan; None for none.
-        learn: Whether clocks are to be tried.
-        state: The profile; None for none.
-
-    Raises:
-        UsageError: If there are some; names the first.
-    """
-    if plan is not None:
-        raise UsageError(
-            f"work: clocks follow each batch, and not plan {str(plan)!r}; leave out one of them"
-        )
-    if learn or state is None:
-        raise UsageError(
-            "work: what clocks cost is not learnt while they follow the batch; turn learn off, "
-            "and give a profile as state"
-        )
 
 
 def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Floats:

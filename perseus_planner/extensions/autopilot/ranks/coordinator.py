@@ -27,7 +27,6 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     FrameHead,
     FromProcess,
     JobDescription,
-    Learnt,
     Observations,
     Programs,
     RankTraining,
@@ -37,11 +36,12 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     order_number,
 )
 from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runtime.decider import Learnt
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from perseus_planner.extensions.autopilot.ranks.messages import ServiceExchange
+    from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.switching import Agreement
 

@@ -8,14 +8,13 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.base.wires import Message, decode
 from perseus_planner.extensions.autopilot.job import (
-    AutopilotSettings,
     ComputationObservation,
     Decision,
     Ledger,
@@ -25,11 +24,10 @@ from perseus_planner.extensions.autopilot.job import (
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.savings import Cost, RankCosts
+from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules import Computation
-
-if TYPE_CHECKING:
-    from perseus_planner.schedules.dag import PipelineDag
 
 T = TypeVar("T")
 Runs = tuple[tuple[T, int], ...]
@@ -41,6 +39,14 @@ def order_number(order: Iterable[tuple[int, str, int]]) -> int:
     return zlib.crc32(
         " ".join(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in order).encode()
     )
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a rank remembers with a program of the autopilot."""
+
+    ledger: Ledger | None  #: Reference and limits for its own; None before the reference is known
+    status: AutopilotStatus  #: What the autopilot knew
 
 
 class Programs(Message, frozen=True):
@@ -123,8 +129,7 @@ class Programs(Message, frozen=True):
             decision=sent.decision,
             order=number,
             top=sent.top,
-            ledger=sent.ledger,
-            status=sent.status,
+            note=Noted(sent.ledger, sent.status),
             busy_s=busy_s if sent.tells_busy else None,
             costs=costs,
             sent=sent,
@@ -342,42 +347,5 @@ class Status(Message, frozen=True):
     status: AutopilotStatus
 
 
-class Learnt(Message, frozen=True):
-    """What the autopilot has learnt."""
-
-    profile_csv: str  #: Text of the table of the profile
-    profile_yaml: str  #: Text of the file that names it
-    schedule: str  #: What a pipeline runs, as a text grid
-    rows: int  #: Number of measured rows
-    time_s: float  #: Seconds of an iteration at full clocks, replayed from the profile
-
-    @classmethod
-    def of(cls, dag: PipelineDag, schedule: str) -> Learnt:
-        """Return what is told of the profile of a pipeline that runs a text grid."""
-        from perseus_planner.plans.replay import time_and_energy
-
-        rows = sum(map(len, dag.profile.measurements.values()))
-        time_s, _ = time_and_energy(dag, dag.baseline_measurements())
-        return cls(*dag.profile.texts(), schedule, rows, time_s)
-
-
 ToProcess: TypeAlias = JobDescription | Observations | Waits | End
 FromProcess: TypeAlias = Programs | LogLine | Status | Learnt
-
-
-class ServiceExchange:
-    """Each attribute is set by one side as a whole, and read by the other.
-
-    Attributes:
-        learnt: By the training: what it has learnt, or was given; None for nothing yet.
-        status: By the training: what it knew last.
-        waits_s: By the agent: for each pipeline, how long it may take beside a slower one, as for
-            `Autopilot.wait_for`; empty if all have to be as fast as agreed.
-        calm_s: By the agent: likewise if no pipeline were slow, for budgets and deadlines alone.
-    """
-
-    def __init__(self) -> None:
-        self.learnt: Learnt | None = None
-        self.status = AutopilotStatus()
-        self.waits_s: tuple[float, ...] = ()
-        self.calm_s: tuple[float, ...] = ()

@@ -5,10 +5,10 @@ iteration, made from its marks and from the messages of its controller.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.wires import encode
@@ -36,16 +36,32 @@ from perseus_planner.runtime.telemetry import GpuSamples
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from perseus_planner.extensions.autopilot.ranks.messages import ServiceExchange
+    from perseus_planner.extensions.autopilot.ranks.rank_ledger import Ended, RankLedger
     from perseus_planner.runtime.controller.protocol import AttachReply, Control, ToRank
-    from perseus_planner.runtime.follower import Ended, Follower
-    from perseus_planner.runtime.job import JobWarnings, TrainingJob
+    from perseus_planner.runtime.decider import Context
+    from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.rendezvous import RankContext, RuntimeOptions
+    from perseus_planner.schedules import Computation
 
 _CALLS = 16  #: calls that set a clock from which it is known how long they take
 _PAUSE_NS = 10**9  #: a longer time between two iterations is a pause
 _PATIENCE = 1  #: iterations that may wait for a sample of the GPU
+
+
+class Source(Protocol):
+    """What a rank has run; the training thread writes it."""
+
+    @property
+    def ledger(self) -> RankLedger:
+        """Its ledger."""
+
+    @property
+    def orders(self) -> Mapping[int, tuple[Computation, ...]]:
+        """By number, the last orders of computations that it has run, or will run first."""
+
+    @property
+    def ended(self) -> deque[Ended]:
+        """Iterations that have ended, the oldest first; those that were read are taken out."""
 
 
 class Observer:
@@ -55,7 +71,7 @@ class Observer:
     Args:
         store: The job's store; through a connection of the background thread.
         rank: Rank in the whole job.
-        source: The rank.
+        source: What the rank has run.
         gpu: The rank's GPU; None if no clock can be set.
         every: Only every so many iterations are written, and
         turn: those whose number modulo `every` is this.
@@ -66,7 +82,7 @@ class Observer:
         self,
         store: Store,
         rank: int,
-        source: Follower,
+        source: Source,
         gpu: ObservedGpu | None,
         *,
         every: int = 1,
@@ -136,7 +152,7 @@ class Observer:
         energy_j = self._energy_j(times, last_ns) if program is not None else None
         if energy_j is not None:
             self._metered = self._metered[0] + 1, self._metered[1] + energy_j
-        if program is not None and self._source.ledger is not None:
+        if program is not None:
             self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
         if self._is_written and times.number % self._every == self._turn:
             if ended.order != self._told and ended.order:
@@ -217,25 +233,20 @@ class AutopilotRank:
         self._observer, self._coordinator = observer, coordinator
 
     @classmethod
-    def begin(
-        cls,
-        context: RankContext,
-        job: TrainingJob,
-        source: Follower,
-        warnings: JobWarnings,
-        options: RuntimeOptions,
-        exchange: ServiceExchange | None,
-    ) -> AutopilotRank:
-        """Begin the part of this rank, before training."""
-        every = turns(context.part.pipelines, context.part.positions)
+    def begin(cls, context: Context, source: Source) -> AutopilotRank:
+        """Begin the part of this rank."""
+        seat = context.seat
+        job = seat.job
+        options = seat.options
+        every = turns(seat.part.pipelines, seat.part.positions)
         observer = Observer(
             job.own_store,
             job.rank,
             source,
-            _observed(context.attachment.gpu, context.control, warnings),
+            _observed(seat.gpu, seat.control, seat.warnings),
             every=every,
-            turn=context.own.pipeline % every,
-            is_written=context.own.is_first,
+            turn=seat.own.pipeline % every,
+            is_written=seat.own.is_first,
         )
         if job.rank != 0:
             return cls(observer, None)
@@ -246,15 +257,16 @@ class AutopilotRank:
                 places=Places.among(context.positions),
                 sets_clocks=not options.dry_run,
                 state=None if options.state_file is None else str(options.state_file),
-                gpus_per_node=len(context.part.ranks),
-                is_shared=exchange is not None,
+                gpus_per_node=len(seat.part.ranks),
+                is_shared=context.service is not None,
                 modes=tuple(dict.fromkeys((OWN, *options.modes))),
                 shares_microbatch=shared_by(options.modes) == "microbatch",
             ),
-            source.agreement,
-            warnings,
-            exchange,
+            context.agreement,
+            seat.warnings,
+            context.service,
         )
+        coordinator.on_status = context.on_status
         return cls(observer, coordinator)
 
     @property

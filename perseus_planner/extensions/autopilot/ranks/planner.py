@@ -24,7 +24,6 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     Frame,
     FromProcess,
     JobDescription,
-    Learnt,
     LogLine,
     Observations,
     ObservedGpu,
@@ -40,15 +39,17 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.controller.protocol import SETTLE_NS
+from perseus_planner.runtime.decider import Learnt
 from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.schedules.schedule import grid_text
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.autopilot import Autopilot, AutopilotSettings, Decision
+    from perseus_planner.extensions.autopilot import Autopilot, Decision
     from perseus_planner.extensions.autopilot.one_clock import OneClock
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.options import AutopilotSettings
 
 LOG_S = 60.0
 """Time between two lines of the log while the autopilot learns, in seconds."""

@@ -25,6 +25,7 @@ from perseus_planner.extensions.service.agent.outbox import (
     Detections,
     JobCounts,
     RankLocation,
+    ServiceSettings,
     StoreMessages,
 )
 from perseus_planner.extensions.service.client import TIMEOUT_S, Client
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from concurrent.futures import Future
 
-    from perseus_planner.extensions.autopilot.ranks.messages import Learnt, ServiceExchange
-    from perseus_planner.extensions.service.agent.outbox import ServiceSettings
     from perseus_planner.extensions.service.models import PipelineStatus, PlanSet, Registration
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.verdict import StragglerDetection
+    from perseus_planner.runtime.context import RankContext
+    from perseus_planner.runtime.decider import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
-    from perseus_planner.runtime.rendezvous import RankContext
+    from perseus_planner.runtime.options import RuntimeOptions
     from perseus_planner.runtime.switching import GivenPlan
     from perseus_planner.runtime.telemetry import Checkpoint
 
@@ -507,6 +508,10 @@ class ServiceLink:
         self._messages = StoreMessages(job.own_store)
         self._agent: Agent | None = None
 
+    def check(self) -> None:
+        """Refuse a job that the service cannot be told of; see `ServiceSettings.check`."""
+        self.settings.check()
+
     def begin(
         self,
         context: RankContext,
@@ -579,3 +584,22 @@ class ServiceLink:
         """Tell the service that training has ended."""
         if self._agent is not None:
             self._agent.close()
+
+
+def begin_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
+    """Return a rank's part in the service of its options; the offer "service link".
+
+    Raises:
+        UsageError: If the options do not name the job.
+    """
+    assert options.service is not None
+    is_learning = options.plan is None
+    settings = ServiceSettings(
+        address=options.service,
+        name=options.job,
+        frontier=options.frontier,
+        max_changes=options.autopilot.max_changes if is_learning else options.max_changes,
+        is_learning=is_learning,
+        slowdown=options.autopilot.slowdown,
+    )
+    return ServiceLink(settings, job, warnings)

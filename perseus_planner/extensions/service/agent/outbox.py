@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from perseus_planner.extensions.autopilot.ranks.messages import Learnt
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.runtime.decider import Learnt
     from perseus_planner.schedules import Schedule
 
 
