@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-newest test-oldest lint size compiled clean
+.PHONY: help demo docs test core-alone test-newest test-oldest lint size compiled clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -42,6 +42,17 @@ test-oldest: ## run the demo with the oldest releases of all that it needs
 	@$(PYTHON) tests/worlds/environment.py $(if $(REQUIRED),--required) oldest \
 		sh -c 'mkdir -p build/oldest && $(MAKE) -C build/oldest -f ../../Makefile \
 		--assume-old=.venv/installed-plot demo BIN=$(CURDIR)/.venv-oldest/bin'
+
+# A copy without extensions and their tests: what the core's tests need of extensions is left out, and said.
+core-alone: .venv/installed-test ## run the tests of the core without any extension
+	rm -rf build/core-alone
+	mkdir -p build/core-alone
+	cp -a Makefile pyproject.toml README.md perseus_planner profiler runtime tests benchmarks docs examples deploy build/core-alone
+	rm -rf build/core-alone/perseus_planner/extensions build/core-alone/tests/extensions
+	cd build/core-alone && env PYTHONPATH=$(CURDIR)/build/core-alone OMP_NUM_THREADS=1 \
+		$(CURDIR)/$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder \
+		tests/base tests/profiles tests/schedules tests/plans tests/solver tests/gpu tests/engines tests/runs tests/views tests/cli \
+		tests/profiler tests/runtime
 
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check

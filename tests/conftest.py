@@ -26,12 +26,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "planner")
 #: The slowest files, which run first so that all workers end together; files that compute are
 #: beside files that wait.
 FIRST = (
-    "cli/test_acceptance",
+    "lab/test_acceptance",
     "project/test_documents",
-    "runtime/test_autopilot_ranks",
+    "autopilot/test_autopilot_ranks",
     "profiler/test_sweep",
     "plans/test_plan",
-    "runtime/test_autopilot",
+    "autopilot/test_autopilot",
     "solver/test_budget",
     "service/test_dashboard",
     "project/test_examples",

@@ -37,7 +37,7 @@ from perseus_planner.cli.options import (
     refuse_same,
 )
 from perseus_planner.cli.profiling import profile
-from perseus_planner.schedules import schedule_names
+from perseus_planner.schedules import NAMES, schedule_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -74,7 +74,7 @@ class SettingOptions:
 
     schedule: Annotated[
         str | None,
-        f"Order of the computations: {', '.join(schedule_names())}; or a text grid (.csv or .txt) "
+        f"Order of the computations: {', '.join(NAMES)}; or a text grid (.csv or .txt) "
         "with a line for each rank and cells such as 3F17.  [default: the schedule that the "
         "profile was measured in]",
         Option(metavar="NAME|GRID"),

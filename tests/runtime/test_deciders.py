@@ -1,0 +1,159 @@
+"""Deciders of others: an extension's, found by name, and one that training gives, on real ranks."""
+
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import free_port
+
+pytest.importorskip("torch")
+
+SITE = '''
+"""A decider that always says the top clock, and counts what it is told."""
+
+from perseus_planner.base.extensions import Extension
+from perseus_planner.gpu import open_gpu
+from perseus_planner.runtime.decider import Decider
+from perseus_planner.runtime.hook import Program
+
+EXTENSION = Extension(deciders={"top": "site_planner:Top"})
+
+
+class Top(Decider):
+    """Says the top clock."""
+
+    makes_plans = False
+    no_switch = "the site decides; ask it"
+
+    def __init__(self):
+        self.ended = []
+        self.rounds = 0
+        self.calls = []
+
+    def check(self, options, job):
+        self.calls.append("check")
+
+    def join(self, seat):
+        self.calls.append("join")
+        self.order = seat.engine.order()
+        with open_gpu(seat.gpu.gpu) as gpu:
+            self.top = max(gpu.supported_clocks_mhz)
+
+    def begin(self, context):
+        self.calls.append("begin")
+        clocks = (self.top,) * len(self.order)
+        self.program = Program(1, self.order, clocks, 0.0, top=self.top)
+
+    def program_for(self, iteration, agreed):
+        return self.program
+
+    def on_end(self, iteration, program, deviation, order):
+        self.ended.append((iteration, program is self.program, deviation))
+
+    def look(self, times, messages):
+        self.rounds += 1
+
+    def stop(self, limit_s):
+        self.calls.append("stop")
+
+    def end(self):
+        self.calls.append("end")
+'''
+
+TRAINING = """
+import json
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from perseus_planner.base.errors import UsageError
+from perseus_planner.runtime import planner_runtime
+import site_planner
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+stage = pipelining.PipelineStage(nn.Linear(8, 8), rank, 2, torch.device("cpu"))
+schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+decider = site_planner.Top() if sys.argv[1] == "object" else sys.argv[1]
+with planner_runtime(schedule, decider=decider, gpu="emulated:a100-sxm", record="run") as runtime:
+    for _ in range(6):
+        x = torch.ones(8, 8)
+        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
+    try:
+        runtime.switch_to("plan.yaml")
+    except UsageError as error:
+        refusal = str(error)
+    decider = runtime._decider
+told = {
+    "calls": decider.calls, "ended": decider.ended, "rounds": decider.rounds, "refusal": refusal,
+    "top": decider.top,
+}
+json.dump(told, open(f"told-{rank}.json", "w"))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("decider", ["top", "object"])
+def test_a_decider_of_others_decides_the_clocks_of_real_ranks(decider: str, tmp_path: Path):
+    import json
+
+    (tmp_path / "site_planner.py").write_text(SITE)
+    about = tmp_path / "site_planner-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: site-planner\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[perseus_planner.extensions]\nsite = site_planner:EXTENSION\n"
+    )
+    (tmp_path / "training.py").write_text(TRAINING)
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "training.py", decider],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+                "XDG_STATE_HOME": str(tmp_path / "state"),
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    for rank in range(2):
+        told = json.loads((tmp_path / f"told-{rank}.json").read_text())
+        assert told["calls"] == ["check", "join", "begin", "stop", "end"]
+        assert told["ended"] == [[iteration, True, None] for iteration in range(6)]
+        assert told["rounds"] > 0
+        assert told["refusal"] == "the site decides; ask it"
+        assert told["top"] == 1410
+
+
+def test_a_decider_that_nobody_has_is_refused_by_name():
+    from types import SimpleNamespace
+
+    from perseus_planner.base.errors import UsageError
+    from perseus_planner.runtime.rendezvous import decider_of
+
+    options = SimpleNamespace(decider="autopilott", work=None)
+    with pytest.raises(UsageError) as refused:
+        decider_of(options, has_plan=False)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "decider: there is no decider 'autopilott'; did you mean autopilot?"
+    )
