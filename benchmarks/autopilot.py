@@ -21,8 +21,9 @@ from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.profiles.measurement import ClockChange, Measurement
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings, Ledger
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotJob, AutopilotSettings
 from perseus_planner.runtime.autopilot.planning import Costs, Searcher
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.solver.budget import clocks_by_budget

@@ -21,10 +21,11 @@ from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.runs.autopilot import AutopilotStatus
-from perseus_planner.runtime.autopilot import AutopilotSettings, Ledger
+from perseus_planner.runtime.autopilot import AutopilotSettings
 from perseus_planner.runtime.batches.batches import Batches
 from perseus_planner.runtime.batches.exchange import Exchange, Seat
 from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import IterationTimes, Marks, clock_request

@@ -26,8 +26,8 @@ from perseus_planner.runtime.hook import RAISED
 from perseus_planner.runtime.switching import Agreement
 
 if TYPE_CHECKING:
-    from perseus_planner.runtime.autopilot.job import Ledger
     from perseus_planner.runtime.batches.batches import Batches
+    from perseus_planner.runtime.guarantee import Ledger
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.switching import NodeShare

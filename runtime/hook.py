@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.savings import RankCosts
-    from perseus_planner.runtime.autopilot.job import Ledger
+    from perseus_planner.runtime.guarantee import Ledger
     from perseus_planner.runtime.modes import ModeSwitch
 
 _NO_REQUEST_INDEX = -1

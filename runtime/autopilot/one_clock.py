@@ -37,10 +37,10 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.autopilot.job import (
     AutopilotSettings,
     Decision,
-    Ledger,
     Phase,
     RankRow,
 )
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:

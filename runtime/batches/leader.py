@@ -15,7 +15,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
-from perseus_planner.runtime.autopilot.job import Ledger
 from perseus_planner.runtime.autopilot.ranks.messages import Learnt
 from perseus_planner.runtime.batches.exchange import (
     Batch,
@@ -25,6 +24,7 @@ from perseus_planner.runtime.batches.exchange import (
     Slowest,
     runs_of,
 )
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.schedule import grid_text

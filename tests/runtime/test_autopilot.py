@@ -28,6 +28,7 @@ from perseus_planner.runtime.autopilot import (
     RankObservation,
 )
 from perseus_planner.runtime.autopilot.planning import Searcher
+from perseus_planner.runtime.guarantee import Audits
 
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
@@ -297,7 +298,7 @@ def test_without_learning_nothing_unmeasured_is_run():
 
 
 def test_an_audit_is_two_iterations_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("perseus_planner.runtime.autopilot.autopilot._SHARE", 0.2)
+    monkeypatch.setattr(Audits, "share", 0.2)
     done = train(TRUTH, 16, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
     assert audits

@@ -27,7 +27,6 @@ from perseus_planner.runtime.autopilot import (
     AutopilotSettings,
     ComputationObservation,
     Decision,
-    Ledger,
 )
 from perseus_planner.runtime.autopilot.ranks.coordinator import observed_key, rank_key
 from perseus_planner.runtime.autopilot.ranks.messages import (
@@ -51,6 +50,7 @@ from perseus_planner.runtime.autopilot.ranks.observer import Observer
 from perseus_planner.runtime.autopilot.ranks.planner import Planner
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.follower import Follower, RankLedger
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request

@@ -13,11 +13,11 @@ from autopilot_world import REAL, Physics, World
 from strategies import smooth_profile
 from virtual_training import job_of, train
 
-from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings, Ledger
-from perseus_planner.runtime.autopilot.autopilot import Audits
+from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
 from perseus_planner.runtime.autopilot.rows import TimeRows
+from perseus_planner.runtime.guarantee import Audits, Ledger
 
 TRUTH = smooth_profile(2, step_mhz=90)
 

@@ -15,8 +15,8 @@ from perseus_planner.runtime.autopilot import (
     AutopilotJob,
     AutopilotSettings,
     Decision,
-    Ledger,
 )
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CHANGE = ClockChange(0.0045, 0.0009)

@@ -21,10 +21,10 @@ from perseus_planner.runtime.autopilot.job import (
     AutopilotSettings,
     ComputationObservation,
     Decision,
-    Ledger,
     RankObservation,
     RankRow,
 )
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.schedules import Computation
 
