@@ -121,7 +121,7 @@ class Autopilot:
             0.0,
         ) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
-        #: of a profile that is given, whose reference is compared soon
+        #: whether a profile is given, so that nothing has to be measured before a plan
         self._is_given = self._learner.is_ready
         if self._is_given:
             self._guarantee.begin(
@@ -266,8 +266,7 @@ class Autopilot:
             return self._decision(iteration, "reference", full)
         if guarantee.is_overdrawn:
             return self._decision(iteration, "paying", full)
-        is_certain = self._is_given and iteration == guarantee.tuning.first_audit
-        if guarantee.is_audit(is_certain=is_certain):
+        if guarantee.is_audit():
             return self._decision(iteration, "audit", full)
         return self._planned(iteration)
 
@@ -526,9 +525,20 @@ class Autopilot:
         unknown = int((~self._learner.times.known).sum())
         several = len(self.job.modes) > 1
         modes = tuple(map(self._search.modes, programs)) if several else ()
-        ledger = self._guarantee.ledger
+        guarantee = self._guarantee
         return Decision(
-            iteration, version, phase, clocks, ledger, trials, unknown, time_s, *saving, modes
+            iteration,
+            version,
+            phase,
+            clocks,
+            guarantee.ledger,
+            trials,
+            unknown,
+            time_s,
+            *saving,
+            modes,
+            untold=guarantee.audits.untold,
+            longest=guarantee.longest,
         )
 
     def learned(self) -> Profile:

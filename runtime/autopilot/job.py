@@ -195,3 +195,8 @@ class Decision:
     saving_stderr: float = 0.0  #: its standard error
     #: likewise the mode of each; empty if the job has one.
     modes: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
+    #: how large an effect on whole iterations has to be to be told from noise by now, and by how
+    #: much all iterations by now were longer than at full clocks, at most: shares; None before
+    #: that is known.
+    untold: float | None = None
+    longest: float | None = None

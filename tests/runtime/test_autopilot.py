@@ -28,7 +28,6 @@ from perseus_planner.runtime.autopilot import (
     RankObservation,
 )
 from perseus_planner.runtime.autopilot.planning import Searcher
-from perseus_planner.runtime.guarantee import Audits
 
 TRUTH = smooth_profile(3, step_mhz=45)
 LARGER = smooth_profile(4, step_mhz=45)  #: with 8 microbatches
@@ -297,15 +296,25 @@ def test_without_learning_nothing_unmeasured_is_run():
     assert len(clocks) > 1
 
 
-def test_an_audit_is_two_iterations_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Audits, "share", 0.2)
-    done = train(TRUTH, 16, prior=TRUTH)
+def test_the_first_audit_is_certain_and_of_four_iterations_at_full_clocks():
+    done = train(TRUTH, 32, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
-    assert audits
-    assert {number + 1 for number in audits[::2]} == set(audits[1::2])
+    assert audits[:4] == [21, 22, 23, 24]
+    assert all(len(run) % 4 == 0 for run in runs_of(audits) if run[-1] < 31)
     assert all(
         clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank
     )
+
+
+def runs_of(numbers: list[int]) -> list[list[int]]:
+    """Return numbers in runs of those that follow each other."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def test_a_throttled_iteration_teaches_nothing():
