@@ -65,11 +65,11 @@ class Tuning:
     remembered: int = 20
 
     # The ledger.
-    #: What may be owed before clocks are full, a share. With .5 % a first trial of an unknown clock
-    #: overdrew it in real noise (benchmark 31).
+    #: What may be owed before clocks are full, a share: a few trials of clocks that turn out slow.
+    #: By hand.
     burst: float = 0.04
-    #: What a rank charges an iteration at most before it is known what clocks did to it, a share.
-    #: With none, a late loader forces full clocks (benchmark 31, "loader").
+    #: What a rank charges an iteration at most before it is known what clocks did to it, a share:
+    #: a quarter of the burst, as that takes two or three iterations. By hand.
     unjudged: float = 0.01
 
     # Audits. Shares are of all iterations.
@@ -83,16 +83,15 @@ class Tuning:
     #: The share that is audited at least. Twice as much finds an effect of 1 % no sooner in noise
     #: of .5 %. Chosen as `audit`.
     audited: float = 0.007
-    #: The share that is audited where `doubted` standard errors of what audits show are as much as
-    #: `max_slowdown`; more where they are more, up to `most_audited`. Noise of 2 % needs the most.
+    #: The share that is audited where the standard error of what audits show is as much as
+    #: `max_slowdown`, more where it is more, up to `most_audited`. Noise of 2 % needs the most.
     #: Chosen as `audit`.
-    audited_in_doubt: float = 0.014
-    doubted: float = 2.0
+    audited_in_doubt: float = 0.028
     most_audited: float = 0.05
     #: The share that is audited while planned iterations seem longer. Chosen as `audit`.
     suspected_audited: float = 0.24
-    #: Planned iterations on each side of an audit that it is compared with: few enough that drift
-    #: does not show (benchmark 31, "growth"). By hand.
+    #: Planned iterations on each side of an audit that it is compared with: few, so that drift
+    #: does not show. By hand.
     around: int = 4
     #: Planned iterations from which their noise is known: too few of them, and noise that is told
     #: too small forces full clocks. By hand.
@@ -291,6 +290,25 @@ class Measured:
         """Return the sum and so many standard errors."""
         return self.total + errors * math.sqrt(self.variance)
 
+    def raise_to(self, least: float, errors: float) -> None:
+        """Raise the sum where it and so many standard errors are less than `least`."""
+        self.total += max(0.0, least - self.upper(errors))
+
+
+def audited_share(doubt: float, allowed: float, least: float, most: float) -> float:
+    """Return the share of time that is to be audited: as much as what is in doubt is of what is
+    allowed.
+
+    Args:
+        doubt: What iterations may be longer by, as far as is unknown, a share.
+        allowed: What they may be longer by as agreed, a share; 0 for nothing.
+        least: The least share that is audited.
+        most: The most.
+    """
+    if allowed <= 0.0:
+        return most
+    return min(max(doubt / allowed, least), most)
+
 
 class AuditTimes:
     """When audits are: the first one is certain, others are drawn.
@@ -422,11 +440,10 @@ class Audits:
         tuning = self._tuning
         if self._is_suspected:
             return tuning.suspected_audited / tuning.audit
-        audited = tuning.most_audited
-        if self.error is not None and self._max_slowdown > 0.0:
-            doubt = tuning.doubted * self.error / self._max_slowdown
-            audited = min(max(tuning.audited_in_doubt * doubt, tuning.audited), audited)
-        return audited / tuning.audit
+        error = math.inf if self.error is None else self.error
+        doubt = tuning.audited_in_doubt * error
+        least, most = tuning.audited, tuning.most_audited
+        return audited_share(doubt, self._max_slowdown, least, most) / tuning.audit
 
     @property
     def untold(self) -> float | None:
@@ -481,7 +498,9 @@ class Audits:
         self._pairs.append((self._compared, more))
         # Noise is told by iterations next to each other, which drift does not part.
         steps = [abs(b - a) for a, b in pairwise(self._planned)]
-        variance = _of_median(len(around)) + _of_median(len(self._audited))
+        # Many iterations while the ledger was paid tell no more: what is near has more in common.
+        audited = min(len(self._audited), 2 * tuning.around)
+        variance = _of_median(len(around)) + _of_median(audited)
         noise = 1.48 / math.sqrt(2) * median(steps) * math.sqrt(variance) + 1e-4
         # Of all numbers of last audits, those count that tell the most.
         begins = [begin for begin, _ in reversed(self._pairs)]
