@@ -300,6 +300,9 @@ def test_the_first_audit_is_certain_and_of_four_iterations_at_full_clocks():
     done = train(TRUTH, 32, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
     assert audits[:4] == [21, 22, 23, 24]
+    assert done.decisions[21].untold is None
+    assert 0.0 < (done.decisions[-1].untold or 0.0) < 0.05
+    assert (done.decisions[-1].longest or 0.0) > 0.0
     assert all(len(run) % 4 == 0 for run in runs_of(audits) if run[-1] < 31)
     assert all(
         clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank
