@@ -89,7 +89,7 @@ class Tuning:
     audited_in_doubt: float = 0.028
     most_audited: float = 0.05
     #: The share that is audited while planned iterations seem longer. Chosen as `audit`.
-    suspected_audited: float = 0.24
+    suspected_audited: float = 0.12
     #: Planned iterations on each side of an audit that it is compared with: few, so that drift
     #: does not show. By hand.
     around: int = 4

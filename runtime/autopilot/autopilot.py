@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.autopilot.job import RankObservation
+    from perseus_planner.runtime.guarantee import Tuning
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
@@ -76,6 +77,7 @@ class Autopilot:
         settings: what it may do.
         prior: a profile of its stages, whose rows are taken as measured until iterations tell
             otherwise.
+        tuning: constants of its guarantee on time.
     """
 
     tells_busy = True  #: whether `rank_costs` tells computing from waiting
@@ -85,6 +87,7 @@ class Autopilot:
         job: AutopilotJob,
         settings: AutopilotSettings | None = None,
         prior: Profile | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self.job, self.settings = job, settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
@@ -96,7 +99,7 @@ class Autopilot:
         )  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._guarantee = Guarantee(
-            self.settings.slowdown, self.settings.max_slowdown, self._random
+            self.settings.slowdown, self.settings.max_slowdown, self._random, tuning
         )
         self._plan: dict[
             tuple[float, ...], Integers

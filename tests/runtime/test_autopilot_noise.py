@@ -4,15 +4,12 @@ the same noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from autopilot_world import REAL, Physics, World
-from numpy.typing import NDArray
-from scipy.signal import lfilter
+from guarantee_world import EFFECTS, NOISES, Guarded, guarded
 from strategies import smooth_profile
 from virtual_training import job_of, train
 
@@ -20,11 +17,9 @@ from perseus_planner.runtime.autopilot import Autopilot, AutopilotSettings
 from perseus_planner.runtime.autopilot.learning import Learner
 from perseus_planner.runtime.autopilot.planning import Searcher
 from perseus_planner.runtime.autopilot.rows import TimeRows
-from perseus_planner.runtime.guarantee import Audits, Guarantee, Judged
+from perseus_planner.runtime.guarantee import Audits
 
-Floats = NDArray[np.float64]
 TRUTH = smooth_profile(2, step_mhz=90)
-ITERATIONS = 2000
 
 
 def twin(physics: Physics, iterations: int) -> list[float]:
@@ -77,67 +72,6 @@ def test_audits_are_sure_only_of_what_is_more_than_noise():
             owed += audits.add(unexplained, full_clocks=full)
         assert (audits.longer > 0.0) == found
         assert owed == pytest.approx(longer * 128, rel=0.15)
-
-
-NOISES: dict[str, Callable[[np.random.Generator, float], Floats]] = {
-    "independent": lambda random, spread: random.normal(0.0, spread, ITERATIONS),
-    "late loader": lambda random, spread: (
-        random.normal(0.0, spread, ITERATIONS)
-        + 0.05 * (np.arange(ITERATIONS) % 10 == random.integers(10))
-    ),
-    "drifting": lambda random, spread: (
-        random.normal(0.0, spread, ITERATIONS)
-        + lfilter([1.0], [1.0, -0.95], random.normal(0.0, 0.31 * spread, ITERATIONS))
-    ),
-    "heavy tails": lambda random, spread: spread / 1.3 * random.standard_t(2.5, ITERATIONS),
-}
-"""By how much iterations differ on their own; each is as wide as `spread` but for its tails."""
-
-
-class Guarded(NamedTuple):
-    """A run whose clocks made its iterations longer."""
-
-    longer: float  #: By how much all iterations were, a share
-    audited: float  #: The share of iterations that were audits
-    longest: float  #: The bound that is stated at its end, a share
-    untold: float  #: How large an effect has to be to be told by then
-
-
-def guarded(effect: Callable[[int], float], kind: str, spread: float, seed: int) -> Guarded:
-    """Run iterations of 1 s whose computations are .25 % longer by their clocks, and that are
-    longer by `effect`, which shows in audits alone.
-    """
-    random = np.random.default_rng(seed)
-    noise_s = NOISES[kind](random, spread)
-    guarantee = Guarantee(1.0, 0.005, random)
-    guarantee.begin(1.0)
-    longer_s, audited = 0.0, 0
-    for number in range(ITERATIONS):
-        is_paid = guarantee.is_overdrawn
-        is_audit = not is_paid and guarantee.is_audit()
-        full = is_paid or is_audit
-        audited += is_audit
-        clocks_s, effect_s = (0.0, 0.0) if full else (0.0025, effect(number))
-        unexplained = noise_s[number] + effect_s
-        longer_s += clocks_s + effect_s
-        judged = Judged(1.0 + clocks_s, 1.0, unexplained)
-        time_s = 1.0 + clocks_s + unexplained
-        terms = {"full_clocks": full, "replayed_s": 1.0, "slowdown": 1.0}
-        guarantee.add(number, time_s, judged, **terms)
-    assert guarantee.longest is not None
-    assert guarantee.audits.untold is not None
-    return Guarded(
-        longer_s / ITERATIONS, audited / ITERATIONS, guarantee.longest, guarantee.audits.untold
-    )
-
-
-EFFECTS = {
-    "half a percent": lambda _: 0.005,
-    "1 percent": lambda _: 0.01,
-    "3 percent": lambda _: 0.03,
-    "more and more": lambda number: 1e-5 * number,
-    "2 percent from the middle on": lambda number: 0.02 * (number > 1000),
-}
 
 
 @pytest.mark.parametrize(
