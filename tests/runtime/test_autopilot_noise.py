@@ -91,7 +91,7 @@ def test_an_effect_of_1_percent_that_only_audits_show_is_paid_in_expectation(
 def test_what_only_audits_show_is_bounded_or_said_in_expectation(
     kind: str, spread: float, effect: str
 ):
-    runs = [guarded(EFFECTS[effect], kind, spread, seed) for seed in range(60)]
+    runs = [guarded(EFFECTS[effect], kind, spread, seed) for seed in range(40)]
     check_expectation(runs)
 
 
