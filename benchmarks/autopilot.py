@@ -20,9 +20,10 @@ from noisy_rows import unlike_stages
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob, Ledger
+from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob
 from perseus_planner.extensions.autopilot.planning import Costs, Searcher
 from perseus_planner.profiles.measurement import ClockChange, Measurement
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration

@@ -23,6 +23,7 @@ from results import Check, Section, Table
 from perseus_planner import Profile, schedules
 from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob
 from perseus_planner.profiles.measurement import ClockChange, Measurement
+from perseus_planner.runtime.guarantee import Tuning
 from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
@@ -191,6 +192,11 @@ def _runs(size: Size) -> Iterator[Run]:
     yield from (Run(0, 1, "real", _LONG.get(name, 2000), name) for name in _ADVERSARIES)
 
 
+def short(tuning: Tuning | None = None) -> dict[str, Any]:
+    """Return the row of a short run in real noise, by other constants of the guarantee."""
+    return _row(Run(0, 1, "real", 60), tuning)
+
+
 def _whole(run: Run) -> Run:
     """Return the run under real noise of its profile and seed."""
     return Run(run.case, run.seed, "real")
@@ -208,10 +214,10 @@ def _job(truth: Profile) -> AutopilotJob:
     return AutopilotJob(iteration, clocks, 1, _CHANGE)
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _row(run: Run, tuning: Tuning | None = None) -> dict[str, Any]:
     truth = _truth(run)
     job, physics = _job(truth), _NOISES[run.noise]
-    pilot = Autopilot(job, AutopilotSettings(max_changes=_CHANGES, seed=run.seed))
+    pilot = Autopilot(job, AutopilotSettings(max_changes=_CHANGES, seed=run.seed), tuning=tuning)
     world, twin = (World(truth, job.iteration, physics, 1, run.seed) for _ in range(2))
     adversary = _ADVERSARIES[run.adversary]() if run.adversary else None
     waiting, ledger, decide_s, seen = [], None, 0.0, []

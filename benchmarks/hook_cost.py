@@ -20,7 +20,6 @@ from engine_cost import ENGINES, FixedProgram, time_in_turn
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
-from perseus_planner.extensions.autopilot import Ledger
 from perseus_planner.extensions.autopilot.batches.batches import Batches
 from perseus_planner.extensions.autopilot.batches.decider import BatchesDecider
 from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat
@@ -28,6 +27,7 @@ from perseus_planner.extensions.autopilot.decider import AutopilotDecider
 from perseus_planner.extensions.autopilot.ranks.messages import Noted
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.follower import Follower
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import IterationTimes, Marks, clock_request

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import Changes, Index, Rule, Wait
+from perseus_planner.base.units import Changes, Index, Wait
 from perseus_planner.gpu.torch_device import gpu_text
+from perseus_planner.runtime.guarantee import Slowdown
 
 if TYPE_CHECKING:
     import torch
@@ -29,18 +30,6 @@ Work: TypeAlias = "float | Sequence[float]"
 
 WorkFunction: TypeAlias = "Callable[[Any], Work]"
 """Returns the work of a microbatch."""
-
-
-Slowdown = Annotated[
-    float,
-    Rule(
-        float,
-        False,
-        "a slowdown: give the longest iteration as a multiple of one at full clocks, such as 1 or "
-        "more",
-        least=1.0,
-    ),
-]
 
 
 @dataclass(frozen=True)

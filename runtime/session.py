@@ -95,8 +95,10 @@ def planner_runtime(
     With a plan, its clocks are set. Without one, the autopilot learns from the iterations of the
     training itself what clocks cost, and plans on it: the first iterations run at full clocks,
     which is the reference, and those after them may together be longer by `max_slowdown` than
-    `slowdown` allows, and no more: each rank keeps a ledger of its own iterations, and runs at full
-    clocks while more is owed.
+    `slowdown` allows: each rank keeps a ledger of its own iterations, and runs at full clocks while
+    more is owed. That holds at once for what clocks do to computations. What they do to whole
+    iterations beyond that counts once it is told from noise; `planner status` and `planner show`
+    say how large an effect cannot be told by now, and the bound that follows.
 
     Enter and leave the block on every rank. Training never waits for a clock. If clocks can no
     longer be set, training goes on without them, and one warning is given through the logger

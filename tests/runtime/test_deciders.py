@@ -1,6 +1,5 @@
 """Deciders of others: an extension's, found by name, and one that training gives, on real ranks."""
 
-
 from __future__ import annotations
 
 import os

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from autopilot_world import Physics, Programs, Ran, World
 
 from perseus_planner import Profile, schedules
-from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob, Decision, Ledger
+from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob, Decision
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.modes import OWN
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

@@ -2,8 +2,8 @@
 bound on slowdown.
 
 `Autopilot` is told what each rank observed and decides the clocks of iterations ahead; it knows
-nothing of processes, threads, sockets, torch or the time of day. Each rank carries a `Ledger`,
-which bounds what learning may cost.
+nothing of processes, threads, sockets, torch or the time of day. Each rank carries a
+ledger, which bounds what learning may cost (`runtime.guarantee`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         AutopilotJob,
         ComputationObservation,
         Decision,
-        Ledger,
         Phase,
         RankObservation,
     )
@@ -29,7 +28,6 @@ __all__ = [
     "AutopilotJob",
     "ComputationObservation",
     "Decision",
-    "Ledger",
     "Phase",
     "RankObservation",
 ]
@@ -47,7 +45,7 @@ EXTENSION = Extension(
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: ranks need the ledger, and not the solver.
+    # Loaded on first use: ranks need what they are told, and not the solver.
     if name in __all__:
         module = "autopilot" if name == "Autopilot" else "job"
         return getattr(import_module(f"{__name__}.{module}"), name)

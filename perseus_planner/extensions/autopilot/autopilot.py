@@ -5,19 +5,17 @@ clocks of those ahead.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.autopilot.job import AutopilotJob, Decision, Ledger, Phase, RankRow
+from perseus_planner.extensions.autopilot.job import AutopilotJob, Decision, Phase, RankRow
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import LATE, Costs, Searcher
+from perseus_planner.runtime.guarantee import Guarantee, Judged
 from perseus_planner.runtime.options import AutopilotSettings
 
 if TYPE_CHECKING:
@@ -26,118 +24,17 @@ if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot.job import RankObservation
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
+    from perseus_planner.runtime.guarantee import Tuning
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
-_SHARE = 0.0033  #: of iterations that begin an audit
-#: at first more, as least is known then: so much more, over how many iterations were planned
-_FIRST_SHARE, _FIRST = 0.3, 10
-_SUSPECTED_SHARE = 0.1  #: likewise while planned iterations seem longer
-_AROUND = 4  #: planned iterations on each side of an audit
-_RECENT = 32  #: planned iterations from which their noise is known
-_PAIRS = 32  #: audits that are remembered
-_MOST = 3.0  #: standard errors for which one audit counts at most
-_SUSPECT, _SURE = 1.7, 4.2  #: standard errors from which it is doubted, and from which it counts
-
-
-class Audits:
-    """Compares audited iterations with planned ones.
-
-    What clocks do to a computation shows in its time. What they do to all of an iteration does not:
-    it may be slower because its clocks are planned, or because of its data, of heat, of the hour.
-    So some iterations, drawn at random, run at full clocks, two at a time, as the first one still
-    feels those before it; the second one is compared with the planned iterations around it.
-
-    `longer` is by how much planned iterations are longer than audited ones, as a share, beyond what
-    their computations explain; 0 unless that is sure. An effect may have begun at any audit, so the
-    last ones count, as many as tell the most (Page, Continuous Inspection Schemes). More audits
-    are drawn as soon as an effect is suspected.
-    """
-
-    def __init__(self) -> None:
-        self.longer = 0.0
-        self._is_suspected = False
-        self._planned: deque[float] = deque(maxlen=_RECENT)
-        self._audited: list[float] = []  # those that wait for planned iterations after them
-        self._before: list[float] = []  # planned iterations before them
-        self._after: list[float] = []
-        # of each audit, the planned iterations before the one before it, and by how much longer
-        # those around it were
-        self._pairs: deque[tuple[int, float]] = deque(maxlen=_PAIRS)
-        # planned iterations; those before the last audit, and those that were charged by one
-        self._number = self._compared = self._charged = 0
-        self._full = 0  # iterations at full clocks, one after the other
-
-    @property
-    def share(self) -> float:
-        """The share of iterations that should begin an audit now."""
-        if self._is_suspected:
-            return _SUSPECTED_SHARE
-        return _SHARE + _FIRST_SHARE / (_FIRST + self._number)
-
-    def add(self, unexplained: float, *, full_clocks: bool) -> float:
-        """Take in an iteration; return what is owed for planned iterations, in iterations.
-
-        Args:
-            unexplained: what it took beyond what is known of its computations, as a share of it.
-            full_clocks: whether all of it ran at full clocks.
-        """
-        if full_clocks:
-            self._full += 1
-            if self._full > 1:
-                if self._after or not self._audited:
-                    self._audited, self._after = [], []
-                    self._before = list(self._planned)[-_AROUND:]
-                self._audited.append(unexplained)
-            return 0.0
-        self._full = 0
-        self._number += 1
-        self._planned.append(unexplained)
-        owed = self.longer
-        if self._audited:
-            self._after.append(unexplained)
-            if len(self._after) >= _AROUND * (1 if self._before else 2):
-                owed += self._compare()
-        return owed
-
-    def _compare(self) -> float:
-        """Compare the last audit; return what is owed for the planned iterations before it."""
-        around = [*self._before, *self._after]
-        self._pairs.append((self._compared, median(around) - median(self._audited)))
-        self._compared, self._audited, self._after = self._number, [], []
-        steps = [abs(b - a) for a, b in zip(self._planned, list(self._planned)[1:], strict=False)]
-        noise = 1.48 / math.sqrt(2) * median(steps) * math.sqrt(1 + 1 / len(around)) + 1e-4
-        begins, longer = zip(*reversed(self._pairs), strict=True)
-        counted = np.clip(np.array(longer) / noise, -_MOST, _MOST)
-        sure = np.cumsum(counted) / np.sqrt(np.arange(1, len(counted) + 1))
-        last = int(np.argmax(sure))
-        was_longer, self._is_suspected = self.longer, bool(sure[last] > _SUSPECT)
-        self.longer = max(0.0, median(longer[: last + 1])) if sure[last] > _SURE else 0.0
-        uncharged = self._number - max(begins[last], self._charged)
-        if was_longer or self.longer:
-            self._charged = self._number
-        return 0.0 if was_longer else self.longer * uncharged
-
-
-_REFERENCES = 2  #: iterations at full clocks before the first trial
-_BURST = 0.04  #: what the ledger may owe, as a share of the reference
-_UNJUDGED = 0.01  #: what ranks charge at most before an iteration is judged, likewise
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
 _TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
 _EARLY, _ENOUGH = (
     36,
     0.75,
 )  #: early are so many iterations of one pipeline, and until so many rows may be planned on
-#: how much longer than agreed iterations may be before plans leave more time; by how much more they
-#: leave for what is longer, and where that is owed; and how much at most: shares of the reference
-_ALLOWED, _GAIN, _GAIN_IF_OWED, _MOST_MARGIN = 0.0022, 0.3, 1.5, 0.3
-_FORGOTTEN = 0.9  #: of what they leave, after each iteration in which that kept them at full clocks
-_MOST_LESS = 0.02  #: how much less than rows and their errors say, likewise, where that is too much
-_MOST_LATE = 0.01  #: what one iteration counts for at most
-_AUDIT = 2  #: iterations of an audit
-_FIRST_AUDIT = 16  #: when the reference of a profile that was given is compared
-_REMEMBERED = 20  #: iterations from which the reference is known
 _DOUBT, _MORE_DOUBT = (
     0.01,
     0.002,
@@ -175,6 +72,7 @@ class Autopilot:
         settings: what it may do.
         prior: a profile of its stages, whose rows are taken as measured until iterations tell
             otherwise.
+        tuning: constants of its guarantee on time.
     """
 
     tells_busy = True  #: whether `rank_costs` tells computing from waiting
@@ -184,6 +82,7 @@ class Autopilot:
         job: AutopilotJob,
         settings: AutopilotSettings | None = None,
         prior: Profile | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self.job, self.settings = job, settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
@@ -194,7 +93,9 @@ class Autopilot:
             1, round(_EARLY * len(job.modes) / math.sqrt(job.pipelines))
         )  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
-        self._ledger: Ledger | None = None
+        self._guarantee = Guarantee(
+            self.settings.slowdown, self.settings.max_slowdown, self._random, tuning
+        )
         self._plan: dict[
             tuple[float, ...], Integers
         ] = {}  # the running plan of each group of equal pipelines
@@ -213,21 +114,15 @@ class Autopilot:
             tuple[int, int], int
         ] = {}  # (rank, option) -> the iteration of its last trial
         self._costly = -1  # the last iteration in which a mode was tried for the first time
-        self._audits = Audits()
-        # What iterations took, or had taken, at full clocks, and that over the replayed time.
-        self._full_s: deque[float] = deque(maxlen=_REMEMBERED // 2)
-        self._ratios: deque[float] = deque(maxlen=_REMEMBERED)
         self._replayed_s = 0.0  # the replayed time at full clocks
-        self._margin: float | None = None  # by how much lower clocks are taken to be longer
         self._waits_s = (
             0.0,
         ) * job.pipelines  # how long each pipeline may take beside a slower one
         self._observed = -1
-        self._audits_due = 0
-        #: of a profile that is given, whose reference is compared soon
+        #: whether a profile is given, so that nothing has to be measured before a plan
         self._is_given = self._learner.is_ready
         if self._is_given:
-            self._ledger = self._terms(
+            self._guarantee.begin(
                 max(
                     self._search.replay(self._search.full(), costs)[0]
                     for costs in self._learner.costs()
@@ -263,8 +158,8 @@ class Autopilot:
         """
         if tuple(times_s) != self._waits_s:
             self._waits_s = tuple(times_s)
-            if self._ledger is not None and any(times_s):
-                self._ledger = replace(self._ledger, owed_s=min(0.0, self._ledger.owed_s))
+            if any(times_s):
+                self._guarantee.forgive()
 
     def set_clock_change(self, change: ClockChange) -> None:
         """Plan with what setting a clock was measured to cost."""
@@ -313,35 +208,26 @@ class Autopilot:
             del self._ahead[earlier]
         full = all(seen.version == 0 for seen in observations)
         agreed = self.settings.slowdown if ran is None else ran.slowdown
-        longer_s = None
-        judged = self._judged(observations) if self._learner.is_ready else None
+        judged = self._judged(observations, time_s) if self._learner.is_ready else None
         if judged is not None:
-            ran_s, full_s = judged
             self._replayed_s = self._at_full_clocks_s()
-            unexplained = self._learner.common + (time_s - ran_s) / time_s
-            longer_s = ran_s - full_s
-            longer_s += full_s * self._audits.add(unexplained, full_clocks=full)
+            margin = self._guarantee.margin
             if ran is not None and ran.is_planned and ran.version == 0:
-                self._margin = _FORGOTTEN * (self._margin or 0.0)
+                margin.keep_from_ending()
             elif not full and iteration != self._costly:
-                late = min(max(ran_s / full_s - agreed - _ALLOWED, -_MOST_LATE), _MOST_LATE)
-                # More is left at once where the ledger has nothing to spare.
-                is_owed = self._ledger is not None and self._ledger.owed_s > 0.0
-                gain = _GAIN_IF_OWED if is_owed and late > 0.0 else _GAIN
-                margin = (self._margin or 0.0) + gain * late
-                self._margin = min(max(margin, -_MOST_LESS), _MOST_MARGIN)
-            self._ratios.append(time_s * full_s / ran_s / self._replayed_s)
-        self._full_s.append(time_s - (longer_s or 0.0))
-        reference_s = median(self._full_s)
+                late = judged.ran_s / judged.full_s - agreed
+                margin.add(late, is_owed=self._guarantee.is_owed)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
         now = self._slowdown(self._replayed_s) if self._replayed_s else agreed
         slowdown = max([now, agreed, *(run.slowdown for run in self._ahead.values())])
-        terms = self._terms(reference_s)
-        if self._ledger is not None:
-            terms = replace(terms, owed_s=self._ledger.owed_s, recent=self._ledger.recent)
-        self._ledger = replace(terms, slowdown=slowdown).add(
-            time_s, full_clocks=full, iteration=iteration, longer_s=longer_s
+        self._guarantee.add(
+            iteration,
+            time_s,
+            judged,
+            full_clocks=full,
+            replayed_s=self._replayed_s,
+            slowdown=slowdown,
         )
 
     def _at_full_clocks_s(self) -> float:
@@ -349,20 +235,9 @@ class Autopilot:
         full = self._search.full()
         return max(self._search.replay(full, costs)[0] for costs in self._learner.costs())
 
-    def _terms(self, reference_s: float) -> Ledger:
-        """Return a ledger in which nothing is owed."""
-        settings, burst_s = self.settings, _BURST * reference_s
-        return Ledger(
-            reference_s,
-            settings.slowdown,
-            settings.max_slowdown,
-            burst_s,
-            unjudged=_UNJUDGED,
-        )
-
-    def _judged(self, observations: Sequence[RankObservation]) -> tuple[float, float] | None:
-        """Return the seconds of an iteration's computations as they ran, replayed, and what they
-        had been at full clocks; None if not all were seen.
+    def _judged(self, observations: Sequence[RankObservation], time_s: float) -> Judged | None:
+        """Return what is known of the computations of an iteration of so many seconds; None if not
+        all were seen.
         """
         starts = self._search.problem.rank_start
         times_s: dict[int, Floats] = {}
@@ -376,21 +251,20 @@ class Autopilot:
         ran_s, full_s = (
             max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
         )
-        return ran_s, full_s
+        unexplained = self._learner.common + (time_s - ran_s) / time_s
+        return Judged(ran_s, full_s, unexplained)
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
         full = (self._search.full(),) * self.job.pipelines
-        is_begun = iteration >= _REFERENCES and self._observed >= 0
-        if not self._learner.is_ready or self._ledger is None or not (is_begun or self._is_given):
+        guarantee = self._guarantee
+        is_begun = iteration >= guarantee.tuning.references and self._observed >= 0
+        is_known = self._learner.is_ready and guarantee.ledger is not None
+        if not is_known or not (is_begun or self._is_given):
             return self._decision(iteration, "reference", full)
-        if self._ledger.is_overdrawn:
+        if guarantee.is_overdrawn:
             return self._decision(iteration, "paying", full)
-        is_due = self._random.random() < self._audits.share
-        if (is_due and not self._audits_due) or (self._is_given and iteration == _FIRST_AUDIT):
-            self._audits_due = _AUDIT
-        if self._audits_due:
-            self._audits_due -= 1
+        if guarantee.is_audit():
             return self._decision(iteration, "audit", full)
         return self._planned(iteration)
 
@@ -399,9 +273,7 @@ class Autopilot:
         rows = float(self._learner.times.known.sum())
         is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
         optimism = 1.0 if is_early else 0.3
-        if self._margin is None:
-            self._margin = min(self._learner.times.spread, _MOST_MARGIN)
-        margin = self._margin
+        margin = self._guarantee.margin.start(self._learner.times.spread)
         mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
@@ -462,7 +334,7 @@ class Autopilot:
             "learning" if trials else "following",
             tuple(run),
             trials=trials,
-            time_s=time_s * median(self._ratios or [1.0]),
+            time_s=time_s * self._guarantee.ratio,
             saving=(saving, error),
         )
 
@@ -485,8 +357,7 @@ class Autopilot:
 
     def _spare_s(self) -> float:
         """Return what the first computations in a mode may cost: half of what may be owed."""
-        assert self._ledger is not None
-        return max(0.0, self._ledger.burst_s - self._ledger.owed_s) / 2
+        return self._guarantee.spare_s / 2
 
     def _is_new(self, plan: Sequence[Costs]) -> bool:
         """Whether a row costs something else than when plans were last searched."""
@@ -560,7 +431,7 @@ class Autopilot:
         """Find what the plan would be if all rows cost what is expected of them, or a little
         less.
         """
-        hopeful = self._learner.costs("mean", 1.0, self._margin or 0.0)[0]
+        hopeful = self._learner.costs("mean", 1.0, self._guarantee.margin.value or 0.0)[0]
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)
@@ -652,9 +523,20 @@ class Autopilot:
         unknown = int((~self._learner.times.known).sum())
         several = len(self.job.modes) > 1
         modes = tuple(map(self._search.modes, programs)) if several else ()
-        ledger = self._ledger
+        guarantee = self._guarantee
         return Decision(
-            iteration, version, phase, clocks, ledger, trials, unknown, time_s, *saving, modes
+            iteration,
+            version,
+            phase,
+            clocks,
+            guarantee.ledger,
+            trials,
+            unknown,
+            time_s,
+            *saving,
+            modes,
+            untold=guarantee.audits.untold,
+            longest=guarantee.longest,
         )
 
     def learned(self) -> Profile:

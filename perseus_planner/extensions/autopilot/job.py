@@ -1,20 +1,22 @@
 """What an autopilot is told: the job that it plans, what it may do, and what ranks observe of an
-iteration; and what it decides, with the ledger by which each rank bounds what learning costs.
+iteration; and what it decides, with the ledger by which each rank bounds what learning costs
+(`runtime.guarantee`).
 """
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.units import CLOCK, Count, Seconds, Wait
+from perseus_planner.base.units import CLOCK, Count
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.modes import OWN
-from perseus_planner.runtime.options import Slowdown
 from perseus_planner.schedules.iteration import Iteration
+
+if TYPE_CHECKING:
+    from perseus_planner.runtime.guarantee import Ledger
 
 
 @dataclass(frozen=True)
@@ -143,117 +145,6 @@ _MOST_BEFORE = (
 )
 
 
-_CREDIT = 4.0  #: the most that fast iterations earn for later ones, as a multiple of `burst_s`
-_RECENT = 16  #: iterations that are added again when the reference changes
-
-
-@dataclass(frozen=True)
-class Ledger(Checked, prefix="ledger, "):
-    """What a rank owes for iterations that clocks made longer than agreed.
-
-    While it `is_overdrawn`, the rank runs at full clocks. So, if each iteration is charged with
-    what clocks did to it, after any number of iterations
-
-        sum of their times <= (slowdown + max_slowdown) * sum of what they take at full clocks
-                              + burst_s + the excess of the one iteration that overdrew it.
-
-    The autopilot charges what it finds, from the computations of each iteration and from iterations
-    at full clocks that are drawn at random; until then a rank charges what an iteration took beyond
-    the reference, and at most `unjudged` of it. An iteration at full clocks costs nothing, however
-    long it takes: it is its own reference. Each rank carries a ledger and adds its own iterations;
-    clocks never decide what is computed, so ranks need not agree.
-
-    Raises:
-        UsageError: If a number is out of range.
-    """
-
-    reference_s: Seconds  #: seconds of an iteration at full clocks
-    slowdown: Slowdown = 1.0  #: the agreed iteration time, as a multiple of the reference
-    #: how much longer iterations may be on average, as a share of the reference.
-    max_slowdown: Wait = 0.005
-    burst_s: Wait = 0.0  #: how much may be owed, seconds
-    owed_s: float = 0.0  #: what is owed now; negative for credit, of at most four bursts
-    last: int = -1  #: the number of the iteration that was added last; -1 for none
-    #: the last ones that were added, up to 16: number, seconds, and whether it ran at full clocks.
-    recent: tuple[tuple[int, float, bool], ...] = ()
-    #: a time of more than so many references counts for nothing, unless the one before it was as
-    #: long: it is a pause in an iteration; 0 if there is none.
-    pause: Wait = 0.0
-    #: what an iteration is charged at most until it is known what clocks did to it, as a share of
-    #: the reference; 0 for no limit.
-    unjudged: Wait = 0.0
-
-    @property
-    def is_overdrawn(self) -> bool:
-        """Whether more is owed than the burst, so that the next iteration runs at full clocks."""
-        return self.owed_s > self.burst_s
-
-    def add(
-        self,
-        time_s: float,
-        *,
-        full_clocks: bool = False,
-        iteration: int | None = None,
-        longer_s: float | None = None,
-    ) -> Ledger:
-        """Return the ledger after one more iteration.
-
-        Args:
-            time_s: seconds that it took.
-            full_clocks: whether all of it ran at full clocks.
-            iteration: its number; None for the next one.
-            longer_s: by how much clocks made it longer, seconds; None if that is not known.
-        """
-        number = self.last + 1 if iteration is None else iteration
-        return self._added((number, time_s, full_clocks), longer_s=longer_s)
-
-    def _added(self, *iterations: tuple[int, float, bool], longer_s: float | None = None) -> Ledger:
-        share, owed_s = self.slowdown + self.max_slowdown, self.owed_s
-        before_s = self.recent[-1][1] if self.recent else 0.0
-        for _, time_s, full_clocks in iterations:
-            is_pause, before_s = self.is_pause(time_s, before_s), time_s
-            if is_pause:
-                continue
-            charged_s = 0.0 if full_clocks else time_s - self.reference_s
-            if longer_s is not None:
-                charged_s = longer_s
-            elif self.unjudged and not full_clocks:
-                charged_s = min(max(charged_s, 0.0), self.unjudged * self.reference_s)
-            owed_s += charged_s - (share - 1.0) * (time_s - charged_s)
-            owed_s = max(owed_s, -_CREDIT * self.burst_s)
-        ledger = copy(self)  # on the training thread: what was checked is not checked again
-        recent = (*self.recent, *iterations)[-_RECENT:]
-        ledger.__dict__.update(owed_s=owed_s, last=iterations[-1][0], recent=recent)
-        return ledger
-
-    def is_pause(self, time_s: float, before_s: float) -> bool:
-        """Whether an iteration of so many seconds counts for nothing after one of `before_s`."""
-        longest_s = self.pause * self.reference_s
-        return self.pause > 0.0 and before_s <= longest_s < time_s
-
-    def renewed(self, terms: Ledger) -> Ledger:
-        """Return the ledger that comes with a program, with the iterations added that this rank has
-        run since.
-
-        A rank takes over the reference of `terms`, which is the better one, and what is owed by it.
-
-        Args:
-            terms: a ledger of the first iterations of this one, or all. If it ends before what this
-                one remembers, what is owed stays.
-        """
-        later = [
-            recent_iteration for recent_iteration in self.recent if recent_iteration[0] > terms.last
-        ]
-        if len(later) == _RECENT:
-            return replace(
-                terms,
-                owed_s=max(self.owed_s, -_CREDIT * terms.burst_s),
-                last=self.last,
-                recent=self.recent,
-            )
-        return terms._added(*later) if later else terms
-
-
 Phase: TypeAlias = Literal["reference", "learning", "following", "audit", "paying"]
 Clocks: TypeAlias = "tuple[tuple[int, ...], ...]"
 
@@ -286,3 +177,8 @@ class Decision:
     saving_stderr: float = 0.0  #: its standard error
     #: likewise the mode of each; empty if the job has one.
     modes: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
+    #: how large an effect on whole iterations has to be to be told from noise by now, and by how
+    #: much all iterations by now were longer than at full clocks, at most: shares; None before
+    #: that is known.
+    untold: float | None = None
+    longest: float | None = None

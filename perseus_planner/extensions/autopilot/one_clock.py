@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.autopilot.job import Decision, Ledger, Phase, RankRow
+from perseus_planner.extensions.autopilot.job import Decision, Phase, RankRow
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.guarantee import Ledger, Measured, audited_share
 from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
@@ -45,18 +46,41 @@ if TYPE_CHECKING:
 SETTLING = 1
 """Iterations after a change that are not measured, unless there are no others."""
 
-_BLOCK, _BLOCK_S = 4, 2.0  #: a block at full clocks has so many iterations, and so many seconds
-_LONGEST = 40  #: blocks at full clocks in a planned one
-_MOST_FULL = 0.4  #: share of iterations at full clocks
-_SHORTEST = 0.3  #: no value below this share of the highest one is tried
-_RISK = 0.1  #: what may be risked at once, as a share of an iteration
-_SPREAD = 100  #: iterations in which credit is spent
-_SURE = 2.0  #: standard errors of what is owed
-_OUTLIER = 3.0  #: standard errors beyond which more tells nothing
-_DOUBT = 6.0  #: sum of standard errors, less one each, from which a curve is doubted
-_PAUSE = 2.0  #: a time of more than so many references is a pause, such as a checkpoint
-_PRIOR_ERROR = 0.01  #: of what an earlier start has learnt, relative
-_FORGET = 1e-5  #: of what was known at first, with each block
+
+@dataclass(frozen=True)
+class Tuning:
+    """The constants of one clock. All are by hand: benchmark 30 checks them together."""
+
+    #: Iterations of a block at full clocks, and the seconds that it lasts at least: an energy
+    #: counter steps every .1 s.
+    block: int = 4
+    block_s: float = 2.0
+    #: The share of iterations at full clocks, at least and at most: what a quiet job loses, and a
+    #: noisy one.
+    least_full: float = 1 / 40
+    most_full: float = 0.4
+    #: No value below this share of the highest one is tried: its iterations could take more than
+    #: three times as long.
+    shortest: float = 0.3
+    #: What may be risked at once, iterations at full clocks.
+    risk: float = 0.1
+    #: Iterations in which credit is spent.
+    spread: int = 100
+    #: Standard errors of what is owed that are paid for too.
+    sure: float = 2.0
+    #: Standard errors beyond which more tells nothing.
+    outlier: float = 3.0
+    #: Sum of standard errors, less one each, from which a curve is doubted.
+    doubted: float = 6.0
+    #: A time of more than so many references is a pause, such as for a checkpoint.
+    pause: float = 2.0
+    #: The relative error of what an earlier start has learnt.
+    prior_error: float = 0.01
+    #: The share of what was known at first that is forgotten with each block.
+    forgotten: float = 1e-5
+
+
+_TUNING = Tuning()
 
 
 class Curve:
@@ -85,11 +109,11 @@ class Curve:
         """Learn what was measured at a value; return its variance, larger if measurements scatter
         more than they should.
         """
-        self._covariance += _FORGET * self._prior
+        self._covariance += _TUNING.forgotten * self._prior
         off = self._off(index, measured, variance * self._scatter)
         self._scatter = max(1.0, self._scatter * 1.1 ** np.sign(abs(off) - 0.675))
         self.doubt = np.maximum(0.0, self.doubt + np.array((off - 1.0, -off - 1.0)))
-        if self.doubt.max() > _DOUBT:
+        if self.doubt.max() > _TUNING.doubted:
             self._covariance, self.doubt = self._prior.copy(), np.zeros(2)
         variance *= self._scatter
         gain = self._covariance[index] / math.sqrt(self._covariance[index, index] + variance)
@@ -100,7 +124,9 @@ class Curve:
     def _off(self, index: int, measured: float, variance: float) -> float:
         """Return by how many standard errors a measurement is off."""
         error = math.sqrt(self._covariance[index, index] + variance)
-        return max(-_OUTLIER, min(_OUTLIER, float(measured - self.mean[index]) / error))
+        return max(
+            -_TUNING.outlier, min(_TUNING.outlier, float(measured - self.mean[index]) / error)
+        )
 
 
 @dataclass
@@ -116,9 +142,9 @@ class Block:
 
     def level(self, noise: float) -> float:
         """Return the mean of the logarithms, given their standard deviation; an outlier counts
-        as `_OUTLIER` of these.
+        as three of these.
         """
-        middle, most = median(self.logs), _OUTLIER * noise
+        middle, most = median(self.logs), _TUNING.outlier * noise
         return middle + fmean(max(-most, min(most, log - middle)) for log in self.logs)
 
     def power(self) -> tuple[float, float] | None:
@@ -155,7 +181,7 @@ class OneClock:
         rows = {row.clock_mhz: row for row in measured}
         top, *others = job.clocks_mhz
         known = [value for value in others if settings.learn or value in rows]
-        self.values = [top, *(value for value in known if value >= _SHORTEST * top)]
+        self.values = [top, *(value for value in known if value >= _TUNING.shortest * top)]
         self._limits = settings.slowdown, settings.max_slowdown
         self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
         self._random = random.Random(settings.seed)
@@ -166,8 +192,8 @@ class OneClock:
             if index and top in rows and value in rows:
                 time = math.log(rows[value].time_s / rows[top].time_s)
                 energy = math.log(rows[value].energy_j / rows[top].energy_j)
-                self._time.add(index, time, _PRIOR_ERROR**2)
-                self._power.add(index, energy - time, 2 * _PRIOR_ERROR**2)
+                self._time.add(index, time, _TUNING.prior_error**2)
+                self._power.add(index, energy - time, 2 * _TUNING.prior_error**2)
                 self._measured.add(index)
         self.reference_s: float | None = None  #: seconds of an iteration at full clocks, lately
         self._top_w: float | None = None  #: watts of a rank there
@@ -175,8 +201,15 @@ class OneClock:
         self._steps: deque[float] = deque(maxlen=200)  #: between iterations next to each other
         self._blocks: list[Block] = []  #: since a block at full clocks that was compared
         self._ledger: Ledger | None = None
-        self._owed_s = self._variance = 0.0  #: by blocks that were compared; its variance
-        self._index, self._length, self._decided = 0, 2 * _BLOCK, 0  #: of the block that runs
+        self._owed_s = Measured()  #: by blocks that were compared
+        #: by how much they were longer than at full clocks; what all iterations since the begin had
+        #: taken there until a comparison, and those since the last one.
+        self._longer_s = Measured()
+        self._all_s = self._since_s = 0.0
+        # Of the block that runs.
+        self._index = 0
+        self._length = 2 * _TUNING.block
+        self._decided = 0
         self._phase: Phase = "reference"
 
     @property
@@ -194,8 +227,9 @@ class OneClock:
             self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
         if index and self.reference_s is None:  # by a decision from before a restart
             return
+        self._since_s += self.reference_s or time_s
         if index == 0:
-            self._owed_s -= (self._aim - 1.0) * (self.reference_s or 0.0)
+            self._owed_s.add(-(self._aim - 1.0) * (self.reference_s or 0.0))
         if not self._blocks or self._blocks[-1].index != index:
             self._blocks.append(Block(index, iteration, iteration))
         block = self._blocks[-1]
@@ -234,6 +268,8 @@ class OneClock:
             time_s=self._seconds(self._index) if self._measured else None,
             saving=self.best[2],
             saving_stderr=(1.0 - self.best[2]) * self._error(self.best[0]),
+            untold=_TUNING.sure * float(self._time.error[self.best[0]]) or None,
+            longest=self._longer_s.upper(_TUNING.sure) / self._all_s if self._all_s else None,
         )
 
     def _error(self, index: int) -> float:
@@ -257,20 +293,24 @@ class OneClock:
         length = block.last + 1 - max(block.first, self._decided) - SETTLING
         if block.index == 0 or length >= self._length:
             return length >= self._length
-        most, expected = _OUTLIER * self._noise, math.log(self._seconds(block.index))
+        most, expected = _TUNING.outlier * self._noise, math.log(self._seconds(block.index))
         off = sum(max(-most, min(most, log - expected)) for log in block.logs)
-        return abs(off) > self._owed(len(block.logs), _SURE)
+        return abs(off) > self._owed(len(block.logs), _TUNING.sure)
 
     @property
     def _full_length(self) -> int:
         """Iterations of a block at full clocks."""
-        return max(_BLOCK, math.ceil(_BLOCK_S / (self.reference_s or _BLOCK_S)))
+        return max(
+            _TUNING.block, math.ceil(_TUNING.block_s / (self.reference_s or _TUNING.block_s))
+        )
 
     def _owed(self, length: int, errors: float) -> float:
         """Return what so many iterations may seem to owe by noise, theirs and the reference's, and
         what is risked; in iterations.
         """
-        return _RISK + errors * self._noise * math.sqrt(length + length**2 / self._full_length)
+        return _TUNING.risk + errors * self._noise * math.sqrt(
+            length + length**2 / self._full_length
+        )
 
     def _compare(self) -> None:
         """Charge blocks to the ledger, planned ones compared with those at full clocks before and
@@ -297,45 +337,48 @@ class OneClock:
                 if powers and (power := block.power()):
                     stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
                     watts = math.log(power[0] / fmean(watts for watts, _ in powers))
-                    self._power.add(block.index, watts, stale + _PRIOR_ERROR**2)
+                    self._power.add(block.index, watts, stale + _TUNING.prior_error**2)
                     self._measured.add(block.index)
-            self._owed_s += count_s * (math.exp(took) - self._aim)
-            self._variance += count_s**2 * variance
+            self._owed_s.add(count_s * (math.exp(took) - self._aim), count_s**2 * variance)
+            self._longer_s.add(count_s * (math.exp(took) - 1.0), count_s**2 * variance)
         self._blocks = [after]
-        least_s = -_SPREAD * (self._aim - 1.0) * self.reference_s
-        self._owed_s += max(0.0, least_s - self._upper_s)
+        self._all_s += self._since_s
+        self._since_s = 0.0
+        least_s = -_TUNING.spread * (self._aim - 1.0) * self.reference_s
+        self._owed_s.raise_to(least_s, _TUNING.sure)
 
     @property
     def _upper_s(self) -> float:
         """What is owed at most, seconds, as far as is sure."""
-        return self._owed_s + _SURE * math.sqrt(self._variance)
+        return self._owed_s.upper(_TUNING.sure)
 
     def _choose(self) -> None:
         """Begin with the next value, and with a ledger for ranks: what is owed by the blocks
         before, and what this one may owe.
         """
         assert self.reference_s is not None
-        left, share = _RISK - self._upper_s / self.reference_s, sum(self._limits)
+        left, share = _TUNING.risk - self._upper_s / self.reference_s, sum(self._limits)
         error, mean = self._time.error, self._time.mean
-        doubted = _SURE * error * (1.0 + self._time.doubt.max())
-        audits = np.clip(doubted / (self._aim - 1.0), 1.0 / _LONGEST, _MOST_FULL)
-        lengths = self._full_length * (1.0 / audits - 1.0)
+        doubted = _TUNING.sure * error * (1.0 + self._time.doubt.max())
+        least, most = _TUNING.least_full, _TUNING.most_full
+        audits = [audited_share(each, self._aim - 1.0, least, most) for each in doubted.tolist()]
+        lengths = self._full_length * (1.0 / np.array(audits) - 1.0)
         longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
-        allowed = self._aim + max(0.0, left - _RISK) / np.maximum(_SPREAD, lengths)
-        may_be_fast = np.exp(mean - _SURE * error) <= allowed
-        cost = mean + self._power.mean - _SURE * np.hypot(error, self._power.error)  # at least
-        is_possible = may_be_fast & (longest <= allowed + min(left, _RISK) / lengths)
+        allowed = self._aim + max(0.0, left - _TUNING.risk) / np.maximum(_TUNING.spread, lengths)
+        may_be_fast = np.exp(mean - _TUNING.sure * error) <= allowed
+        least_cost = mean + self._power.mean - _TUNING.sure * np.hypot(error, self._power.error)
+        is_possible = may_be_fast & (longest <= allowed + min(left, _TUNING.risk) / lengths)
         is_possible &= (left > 0.0) and (self._top_w is not None)
         is_possible[0] = True
-        self._index = index = int(np.argmin(np.where(is_possible, cost, np.inf)))
-        self._length, owed = self._full_length, _RISK
+        self._index = index = int(np.argmin(np.where(is_possible, least_cost, np.inf)))
+        self._length, owed = self._full_length, _TUNING.risk
         if index == 0:
             self._phase = "paying" if left <= 0.0 else "following"
             last = self._blocks[-1].last
             self._blocks.append(Block(0, last + 1, last))
         else:
             self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
-            owed = self._owed(self._length, _OUTLIER)
+            owed = self._owed(self._length, _TUNING.outlier)
             owed += self._length * max(0.0, longest[index] - share)
             self._phase = "following" if index in self._measured else "learning"
         self._ledger = Ledger(
@@ -344,7 +387,7 @@ class OneClock:
             owed * self.reference_s,
             max(0.0, self._upper_s),
             self._blocks[0].last,
-            pause=_PAUSE,
+            pause=_TUNING.pause,
         )
 
     @property

@@ -43,22 +43,44 @@ from perseus_planner.base.units import Rule, Seconds
 from perseus_planner.extensions.autopilot.one_clock import Curve
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.profiler.control import common_settings
+from perseus_planner.runtime.guarantee import AuditTimes, owed_after
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.inference.metrics import MetricsReader, ServerState
     from perseus_planner.gpu import Gpu
 
+
+@dataclass(frozen=True)
+class Tuning:
+    """The constants by which a server keeps its objectives. All are by hand: the tests of
+    `tests/extensions/inference/test_online.py` check them together.
+    """
+
+    #: Of the objectives, up to which a prediction will do at first: of the first token, and between
+    #: tokens.
+    first_margin: tuple[float, float] = (0.4, 0.2)
+    #: The least and the most of these.
+    margins: tuple[float, float] = (0.1, 4.0)
+    #: How fast they change, for each late request of those in a second.
+    step: float = 0.5
+    #: Of the requests that may be late, how many are aimed at.
+    aim: float = 0.8
+    #: Requests that may be late beyond what is agreed; or the share of so many seconds, if that is
+    #: more.
+    burst: float = 2.0
+    burst_s: float = 180.0
+    #: Seconds of an audit; until the first one begins; and the share of time that audits take.
+    audit_s: float = 0.5
+    first_audit_s: float = 20.0
+    audits: float = 0.015
+
+
+_TUNING = Tuning()
+_TOKENS = 100.0  #: of a request, if the server does not say how long each took
+_BUSIEST = 0.85  #: of its time in which a server may compute prompts
 _WINDOW_S = 0.25  #: what is learnt from at once, at least
 _FIRST = 12  #: windows at full clocks before another clock is tried
 _LOWEST = 0.3  #: of the highest clock: no lower one is tried
-_MARGIN = 0.4, 0.2  #: of the objectives, up to which a prediction will do at first
-_STEP = 0.5  #: how fast that changes, for each late request of those in a second
-_AIM = 0.8  #: of the requests that may be late
-_TOKENS = 100.0  #: of a request, if the server does not say how long each took
-_BUSIEST = 0.85  #: of its time in which a server may compute prompts
-_BURST, _BURST_S = 2.0, 180.0  #: requests late beyond what is agreed; or so many seconds' share
-_CREDIT = 4.0  #: the most that earlier ones in time earn for later ones, as a multiple of that
-_AUDIT_S, _AUDITS = 0.5, 0.015  #: of an audit; share of time
 _FORGET = 0.99  #: of what is known of iterations, with each window at full clocks
 _SCATTER = 0.1  #: of a window's times and powers, relative
 _STALE_S = 0.04  #: how old an energy counter's value is, a standard deviation
@@ -125,8 +147,10 @@ class ServerClock:
         self._before: ServerState | None = None
         self._begun: tuple[ServerState, float] | None = None  #: of the window; joules
         #: of the objectives, up to which a prediction will do: the first token, and between tokens.
-        self._margins = np.array(_MARGIN)
-        self._audit_until_s = self._changed_s = -math.inf
+        self._margins = np.array(_TUNING.first_margin)
+        first_s, length_s = _TUNING.first_audit_s, _TUNING.audit_s
+        self._audits = AuditTimes(first_s, length_s, self._random)
+        self._chosen_s = -math.inf  #: when a clock was chosen last
         self._rates = np.zeros(3)  #: requests, their input and their output tokens in a second
         self._length = np.zeros(2)  #: mean input tokens of a request, and of their square
         self._lost = 0.0  #: requests that got a first token, and did not finish
@@ -185,10 +209,14 @@ class ServerClock:
         self.ended += ended
         self.slow += slow
         agreed = self.settings.late * np.array((ttft.seen, ended))
-        self._owed = np.maximum(self._owed + late - agreed, -_CREDIT * self._burst)
+        more = (late - agreed).tolist()
+        self._owed = np.array(
+            [owed_after(*each, self._burst) for each in zip(self._owed, more, strict=True)]
+        )
         # Late requests make the margins narrower, others wider.
-        self._margins *= np.exp(_STEP / max(1.0, self._rates[0]) * (_AIM * agreed - late))
-        self._margins = np.clip(self._margins, 0.1, 4.0)
+        step = _TUNING.step / max(1.0, self._rates[0])
+        self._margins *= np.exp(step * (_TUNING.aim * agreed - late))
+        self._margins = np.clip(self._margins, *_TUNING.margins)
         length_s = max(1e-3, state.time_s - before.time_s)
         fade = math.exp(-length_s / _FADE_S)
         inputs = state.input_tokens - before.input_tokens
@@ -239,21 +267,19 @@ class ServerClock:
 
     def _choose(self, state: ServerState) -> None:
         """Choose the clock from now on."""
-        now_s = state.time_s
+        passed_s = state.time_s - self._chosen_s
+        self._chosen_s = state.time_s
+        may_audit = self.index > 0 or self._audits.is_running
         if self._iterations.windows < _FIRST or self._top_w is None:
             self._set(0, "learning")
         elif self.is_overdrawn:
             self._set(0, "paying")
-        elif now_s < self._audit_until_s:
-            self._set(0, "audit")
-        elif self.index and self._random.random() < _AUDITS * (now_s - self._changed_s) / _AUDIT_S:
-            self._audit_until_s = now_s + _AUDIT_S
+        elif may_audit and self._audits.step(passed_s, _TUNING.audits / _TUNING.audit_s):
             self._set(0, "audit")
         else:
             fits = self._fits(state)
             cost = np.where(fits, self._costs(state), np.inf)  # if none fits, the highest
             self._set(int(np.argmin(cost)), "following" if fits.any() else "full load")
-        self._changed_s = now_s
 
     @property
     def is_overdrawn(self) -> bool:
@@ -262,7 +288,8 @@ class ServerClock:
 
     @property
     def _burst(self) -> float:
-        return max(_BURST, _BURST_S * self.settings.late * float(self._rates[0]))
+        lasting = _TUNING.burst_s * self.settings.late * float(self._rates[0])
+        return max(_TUNING.burst, lasting)
 
     def _iteration_s(self, outputs: float, inputs: float) -> np.ndarray:
         """Return what an iteration takes at most at each clock, as far as is sure."""

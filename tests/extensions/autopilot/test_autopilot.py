@@ -204,7 +204,7 @@ def test_it_rests_while_nothing_changes_and_searches_at_once_when_something_does
         return len(searches) - before
 
     run(20_000, 60)
-    assert run(20_060, 40) <= 15  # of 80 if it searched before each
+    assert run(20_060, 40) <= 20  # of 80 if it searched before each
     world.set_truth(scaled(TRUTH, 1, 1.15))
     run(20_100, 1)  # it learns of it after this one
     assert run(20_101, 1) > 0
@@ -292,15 +292,28 @@ def test_without_learning_nothing_unmeasured_is_run():
     assert len(clocks) > 1
 
 
-def test_an_audit_is_two_iterations_at_full_clocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("perseus_planner.extensions.autopilot.autopilot._SHARE", 0.2)
-    done = train(TRUTH, 16, prior=TRUTH)
+def test_the_first_audit_is_certain_and_of_four_iterations_at_full_clocks():
+    done = train(TRUTH, 32, prior=TRUTH)
     audits = [number for number, each in enumerate(done.decisions) if each.phase == "audit"]
-    assert audits
-    assert {number + 1 for number in audits[::2]} == set(audits[1::2])
+    assert audits[:4] == [21, 22, 23, 24]
+    assert done.decisions[21].untold is None
+    assert 0.0 < (done.decisions[-1].untold or 0.0) < 0.05
+    assert (done.decisions[-1].longest or 0.0) > 0.0
+    assert all(len(run) % 4 == 0 for run in runs_of(audits) if run[-1] < 31)
     assert all(
         clock == 1410 for number in audits for rank in done.programs[number][0] for clock in rank
     )
+
+
+def runs_of(numbers: list[int]) -> list[list[int]]:
+    """Return numbers in runs of those that follow each other."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def test_a_throttled_iteration_teaches_nothing():

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from perseus_planner import Profile
 from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.base.wires import decode, encode
-from perseus_planner.extensions.autopilot import ComputationObservation, Decision, Ledger
+from perseus_planner.extensions.autopilot import ComputationObservation, Decision
 from perseus_planner.extensions.autopilot.decider import AutopilotDecider
 from perseus_planner.extensions.autopilot.ranks.coordinator import observed_key, rank_key
 from perseus_planner.extensions.autopilot.ranks.messages import (
@@ -49,6 +49,7 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.follower import Follower
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.wires import decode, encode
-from perseus_planner.extensions.autopilot import Ledger
+from perseus_planner.runtime.guarantee import Ledger
 
 
 @given(

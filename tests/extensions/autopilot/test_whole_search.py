@@ -144,6 +144,9 @@ def test_what_iterations_have_in_common_hides_nothing_and_forces_nothing(kind: s
     assert 1.0 - world.energy_j / top_j >= least * best
     assert sum(world.times_s) <= 1.051 * sum(world.top_times_s)
     assert found.forced <= (0.1 if "lengths" in kind else 0.02) * 3000
+    longest = found.decisions[-1].longest
+    assert longest is not None
+    assert sum(world.times_s) / sum(world.top_times_s) - 1.0 <= longest + 0.002 <= 0.06
 
 
 @pytest.mark.parametrize("change", [100, 20_000])

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections import deque
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,9 +23,9 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     runs_of,
 )
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
-from perseus_planner.extensions.autopilot.job import Ledger
 from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.decider import Learnt
+from perseus_planner.runtime.guarantee import Ledger, Reference, is_drawn
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.schedule import grid_text
@@ -43,11 +43,25 @@ if TYPE_CHECKING:
 MOST_COUNTS = 32
 """Numbers of microbatches for which clocks follow; with others, iterations run at full clocks."""
 
-_REFERENCES = 3  #: iterations at full clocks before the first plan, which tell how long they are
-_REMEMBERED = 20  #: of them, and iterations that tell how wrong work is
-_BURST = 0.04  #: what may be owed, as a share of an iteration
-_MOST = 0.02  #: what one iteration is charged at most, unless the one before was as late, likewise
-_AUDIT = 64  #: one iteration of so many is at full clocks, and tells again how long they are
+
+@dataclass(frozen=True)
+class Tuning:
+    """The constants of plans of the batch. All are by hand: benchmark 32 checks them together."""
+
+    #: Iterations at full clocks before the first plan, which tell how long they are.
+    references: int = 3
+    #: How many of them are remembered, and iterations that tell how wrong work is.
+    remembered: int = 20
+    #: What may be owed before clocks are full, a share of an iteration: as the autopilot has it.
+    burst: float = 0.04
+    #: What one iteration is charged at most, unless the one before was as late, likewise: one
+    #: outlier is not owed.
+    most_charged: float = 0.02
+    #: One iteration of so many is at full clocks, and tells again how long they are.
+    audit_of: int = 64
+
+
+_TUNING = Tuning()
 _CAME = 8  #: iterations of which the others are told how they came, and which wait for theirs
 _SHOWN = 256  #: iterations that tell how unequal batches are
 _ORDERED = 16  #: in one iteration of so many, other orders are looked at
@@ -100,11 +114,12 @@ class Leader:
         #: (microbatches, 2) logarithms of how much longer forwards and the rest came, at full
         #: clocks and at lower ones
         self._errors: tuple[deque[Floats], deque[Floats]] = (
-            deque(maxlen=_REMEMBERED),
-            deque(maxlen=_REMEMBERED),
+            deque(maxlen=_TUNING.remembered),
+            deque(maxlen=_TUNING.remembered),
         )
-        self._by_law: deque[float] = deque(maxlen=_REMEMBERED)  #: ratios of times at full clocks
-        self._as_come: deque[float] = deque(maxlen=_REMEMBERED)  #: likewise
+        #: ratios of times at full clocks, by laws and as computations came
+        self._by_law = Reference(_TUNING.remembered)
+        self._as_come = Reference(_TUNING.remembered)
         self._ledger: Ledger | None = None
         self._late_s = 0.0  #: by how much the last one at lower clocks was longer than agreed
         #: waiting and spread of an iteration; slowest time, and that in the best orders
@@ -131,7 +146,7 @@ class Leader:
         ledger = self._ledger
         if not self._planners:
             return AutopilotStatus("watching")
-        if ledger is None or len(self._by_law) < _REFERENCES:
+        if ledger is None or len(self._by_law) < _TUNING.references:
             return AutopilotStatus("reference")
         phase = "paying" if ledger.is_overdrawn else "following"
         return AutopilotStatus(
@@ -238,7 +253,7 @@ class Leader:
             return OwnTime(work=row, came=came)
         ledger = self._ledger
         pays = ledger is not None and ledger.is_overdrawn
-        pays |= len(self._by_law) < _REFERENCES or iteration % _AUDIT == 0
+        pays |= len(self._by_law) < _TUNING.references or is_drawn(iteration, _TUNING.audit_of)
         own = OwnTime(planner.full_clocks_s(work), pays, row, came)
         if iteration % _ORDERED or self._is_whole:
             return own
@@ -324,22 +339,22 @@ class Leader:
                 continue
             del self._pending[iteration]
 
-    def _charge(self, ran: Ran, full_s: float, ratios: deque[float]) -> None:
+    def _charge(self, ran: Ran, full_s: float, ratios: Reference) -> None:
         """Add an iteration to the ledger, given its time at full clocks without all that is not
         computed.
         """
         slowest, settings = ran.slowest, self._settings
-        if slowest.pays and (slowest.is_whole or ran.iteration >= _AUDIT):
-            self._by_law.append(ran.time_s / slowest.time_s)
+        if slowest.pays and (slowest.is_whole or ran.iteration >= _TUNING.audit_of):
+            self._by_law.add(ran.time_s / slowest.time_s)
             if ratios is self._as_come:
-                ratios.append(ran.time_s / full_s)
-        if not ratios:
+                ratios.add(ran.time_s / full_s)
+        if ratios.value is None:
             return
-        reference_s = full_s * median(ratios)
+        reference_s = full_s * ratios.value
         ledger = self._ledger or Ledger(
-            reference_s, settings.slowdown, settings.max_slowdown, _BURST * reference_s
+            reference_s, settings.slowdown, settings.max_slowdown, _TUNING.burst * reference_s
         )
-        agreed, most_s, longer_s = self._agreed(slowest), _MOST * reference_s, 0.0
+        agreed, most_s, longer_s = self._agreed(slowest), _TUNING.most_charged * reference_s, 0.0
         if not slowest.pays:
             late_s = ran.time_s - agreed * reference_s
             before_s, self._late_s = self._late_s, late_s

@@ -17,7 +17,6 @@ from perseus_planner.base.wires import Message, decode
 from perseus_planner.extensions.autopilot.job import (
     ComputationObservation,
     Decision,
-    Ledger,
     RankObservation,
     RankRow,
 )
@@ -25,6 +24,7 @@ from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.savings import Cost, RankCosts
 from perseus_planner.runtime.decider import Learnt
+from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules import Computation

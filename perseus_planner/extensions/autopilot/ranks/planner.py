@@ -253,6 +253,8 @@ class Planner:
             decision.trials,
             decision.unknown,
             time.process_time() / max(self._now_s() - self._begun_s, 1e-3),
+            untold=decision.untold,
+            longest=decision.longest,
         )
         replies: list[FromProcess] = [Status(status), *self._log(status)]
         news = (

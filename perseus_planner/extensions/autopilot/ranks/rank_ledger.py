@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.autopilot.job import Ledger
+    from perseus_planner.runtime.guarantee import Ledger
     from perseus_planner.runtime.hook import Program
 
 PHASE = 0.02
