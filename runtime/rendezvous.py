@@ -86,9 +86,6 @@ _LOCAL_PAUSE_S = 0.05  #: the same at memory
 _LOOKS_PER_S = 40_000.0  #: at the store, at most, if each rank has a node of its own
 _NAMED = 16  #: absent ranks
 
-STATE_FILE = "autopilot.yaml"
-"""Of the autopilot, in the run folder or else in the folder in which rank 0 was started."""
-
 
 @dataclass(frozen=True)
 class RuntimeOptions:
