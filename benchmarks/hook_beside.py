@@ -28,7 +28,7 @@ from hook_cost import _first_stage
 from results import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = 7  #: of each checkout in turn
+ROUNDS = 5  #: of each checkout in turn
 ITERATIONS = 150  #: of each process
 MICROBATCHES = 16
 _COLUMNS = {

@@ -263,6 +263,30 @@ def test_a_name_that_an_upgrade_took_away_is_refused_or_one_warning(lost: str, t
     assert "releases that" in warning or "use torch 2.6 or later" in warning
 
 
+def test_a_second_engine_of_a_process_is_refused_by_name_of_the_first(tmp_path: Path):
+    _needs("torch")
+    from launching import results_of
+
+    for each in results_of("guard_programs:twice", 2, tmp_path):
+        assert "plans another engine already" in each["refused"], each["refused"]
+        assert "leave the block" in each["refused"]
+        assert each["problem"] is None
+
+
+def test_an_iteration_that_raised_is_recorded_as_that(tmp_path: Path):
+    _needs("torch")
+    from launching import results_of
+
+    from perseus_planner import Run
+    from perseus_planner.runtime.hook import RAISED
+
+    (result,) = results_of("guard_programs:raises", 1, tmp_path, "6", "3")
+    assert result["raised"] == 1
+    (rank,) = Run.load(tmp_path / "run").ranks
+    said = [row.deviation for row in rank.iterations]
+    assert said == [RAISED if number == 3 else None for number in range(6)]
+
+
 OFTEN = {"torch", "torch work", "deepspeed"}
 """Ways of running whose standard error is looked at each time; the others are soaks."""
 DOCUMENTED = {" run": "planner: autopilot: "}
