@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
@@ -88,8 +87,8 @@ class TorchPipeline:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        #: Stage or schedule -> the guard of its wrappers, and these.
-        self._kept: WeakKeyDictionary[Any, tuple[HookGuard, _Attributes]] = WeakKeyDictionary()
+        #: The schedule or one of its stages -> the guard of its wrappers, and these.
+        self._kept: dict[Any, tuple[HookGuard, _Attributes]] = {}
 
     def check(self) -> None:
         """See `Engine.check`."""
@@ -247,6 +246,8 @@ class TorchPipeline:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Show an iteration: the step of a schedule with these arguments."""
+        if schedule is not self._schedule:
+            self._kept.clear()  # a training may make a schedule for each step
         self._schedule = schedule
         stages = self._stages
         for stage in stages:
