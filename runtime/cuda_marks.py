@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.loops import in_background
 from perseus_planner.gpu.cuda_driver import CudaDriver
-from perseus_planner.runtime.marks import KEPT, IterationTimes, Marks
+from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes, Marks
 
 if TYPE_CHECKING:
     from mmap import mmap
 
     import torch
+
+    from perseus_planner.engines.guard import Span
 
 _MAX_QUERIES = 64  #: of an event in a row, about 100 us
 _PORTABLE_AND_MAPPED = 3
@@ -230,12 +232,12 @@ class CudaMarks(Marks):
 
             cuda = torch.cuda
         self._memory, self._device, self._cuda, self._library = memory, device, cuda, library
-        self._requests: Sequence[int] = ()
+        self._requests: Sequence[int] = (NO_REQUEST,)
+        self.now, self.write = self._record_event, self._write
         self._owed: int | None = None  #: a request that is not enqueued yet
         self._free: deque[Any] = deque()
         self._unread: deque[_IterationEvents] = deque()
         self._current: _IterationEvents | None = None  #: None for an iteration without times
-        self._begun: Any = None
         self._word: DeviceWord | None = None
         self._problem: GpuError | None = None
         with suppress(GpuError):  # `finished` raises it
@@ -288,41 +290,33 @@ class CudaMarks(Marks):
         """See `Marks.ended_s`."""
         return
 
-    def request(self, index: int, part: int = 0) -> None:
-        """See `Marks.request`; requests that are enqueued already stay as they are."""
-        self._owed = self._requests[index] | part
+    def _write(self, _: int, request: int) -> None:
+        """See `Marks.write`; requests that are enqueued already stay as they are."""
+        self._owed = request
         try:
             self._enqueue_owed()
         except (GpuError, RuntimeError) as error:
             self._fail(error)
 
-    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
+    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> list[Span]:
         """See `Marks.begin_iteration`; takes no times while `KEPT` iterations are unread."""
         first = self._record_event() if len(self._unread) < KEPT else None
-        self._current = None
-        if first is not None:
-            self._current = _IterationEvents(number, first, follows_evaluation=follows_evaluation)
-
-    def begin(self) -> None:
-        """See `Marks.begin`."""
-        self._begun = self._record_event()
-
-    def end(self) -> None:
-        """See `Marks.end`."""
-        ended = self._record_event()
-        if self._current is None or self._begun is None or ended is None:
+        if first is None:
             self._current = None
-        else:
-            self._current.spans.append((self._begun, ended))
-        self._begun = None
+            return []
+        self._current = _IterationEvents(number, first, follows_evaluation=follows_evaluation)
+        return self._current.spans
 
     def end_iteration(self) -> None:
-        """See `Marks.end_iteration`."""
+        """See `Marks.end_iteration`; an iteration of which the device took not all has no times."""
         last = self._record_event()
-        if self._current is not None and last is not None:
-            self._current.last = last
-            self._unread.append(self._current)
+        current = self._current
         self._current = None
+        if current is None or last is None:
+            return
+        current.last = last
+        if all(event is not None for event in current.all()):
+            self._unread.append(current)
 
     def finished(self) -> list[IterationTimes]:
         """See `Marks.finished`."""

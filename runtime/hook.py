@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import PlanError, fault_text
+from perseus_planner.engines.guard import Lane
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
@@ -233,10 +234,10 @@ class Hook:
     ) -> None:
         self._marks, self._source, self._show, self._switch = marks, source, show, switch
         self._keeps_modes = keeps_modes
+        self._lane = Lane(marks.now, marks.write)
         self.fault: str | None = None
         self._iteration = -1
         self._is_inside = self._has_evaluated = False
-        self._position = 0
         self._is_unclocked = True  #: no clock is requested
         #: Index of the request for the first computation, and 1 if that turns (`clock_request`).
         self._first = self._turns = 0
@@ -247,6 +248,11 @@ class Hook:
         self._request_first(outside=True)
 
     @property
+    def lane(self) -> Lane | None:
+        """See `IterationHook.lane`."""
+        return self._lane
+
+    @property
     def iteration(self) -> int:
         """Number of the current or last iteration, from 0; -1 before the first."""
         return self._iteration
@@ -255,6 +261,11 @@ class Hook:
     def progress(self) -> tuple[int, int]:
         """The iteration and how many of its computations have ended; may be read by any thread."""
         return self._iteration, self._position
+
+    @property
+    def _position(self) -> int:
+        """How many computations of the iteration have ended."""
+        return len(self._lane.spans)
 
     def begin_iteration(
         self,
@@ -274,9 +285,11 @@ class Hook:
             self._load(program)
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
-        self._position, self._deviation, self._noted = 0, None, []
+        self._deviation, self._noted = None, []
         self._request_first()
-        self._marks.begin_iteration(self._iteration, follows_evaluation=self._has_evaluated)
+        self._lane.spans = self._marks.begin_iteration(
+            self._iteration, follows_evaluation=self._has_evaluated
+        )
         self._has_evaluated = False
         if (
             program is not None
@@ -291,34 +304,44 @@ class Hook:
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
         """Begin a computation."""
-        position = self._position
-        planned = self._order[position] if position < self._count else None
-        is_planned = planned == (stage, kind, microbatch)
         if self._switch is not None:
             self._switch.begin(stage, kind, microbatch)
-        self._marks.begin()
-        if not is_planned:
-            if self._deviation is None and self._program is not None:
-                self._deviate(
-                    f"{Computation(stage, kind, microbatch)}, where the plan has "
-                    f"{planned or 'nothing more'}"
-                )
-            self._noted.append((stage, kind, microbatch))
+        self._lane.begun = self._lane.now()
+        position = self._position
+        if position >= self._count or self._order[position] != (stage, kind, microbatch):
+            self._note(stage, kind, microbatch)
         elif self._shows_begins:
             self._marks.request(position, BEGUN)
 
     def end(self) -> None:
         """End the computation, and request the next clock."""
-        self._marks.end()
-        self._position = position = self._position + 1
+        lane = self._lane
+        lane.spans.append((lane.begun, lane.now()))
+        position = len(lane.spans)
+        if lane.is_open:
+            lane.write(0, lane.after[position])
+        else:
+            self._end_otherwise(position)
+
+    def _note(self, stage: int, kind: str, microbatch: int) -> None:
+        """Note a computation that is not the program's."""
+        if self._deviation is None and self._program is not None:
+            place = self._position
+            planned = self._order[place] if place < self._count else "nothing more"
+            self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned}")
+        self._noted.append((stage, kind, microbatch))
+
+    def _end_otherwise(self, position: int) -> None:
+        """Request the next clock where what to write is not known from the begin on."""
         if self._awaits and self._deviation is None and position < self._count:
             self._ask_again(position)
-        if not self._is_unclocked:
-            if position < self._count:
-                self._marks.request(position)
-            else:
-                self._first = self._turns - self._first
-                self._request_first(ends=True)
+        if self._is_unclocked:
+            return
+        if position < self._count:
+            self._marks.request(position)
+        else:
+            self._first = self._turns - self._first
+            self._request_first(ends=True)
 
     def begin_update(self) -> None:
         """Begin what follows the last computation of the iteration, for which no clock is set."""
@@ -338,7 +361,7 @@ class Hook:
         order = self._noted if self._deviation is not None or self._program is None else None
         self._source.on_end(self._iteration, self._program, self._deviation, order)
         if self._deviation is None and self._is_unclocked and self._program is not None:
-            self._is_unclocked = False
+            self._set_unclocked(False)
         self._request_first(outside=True, ends=True)
 
     def abandon_iteration(self) -> None:
@@ -408,12 +431,23 @@ class Hook:
             self._switch.load(program.computations, program.modes)
         elif self._switch is not None and not self._keeps_modes:
             self._switch.load((), ())
-        self._is_unclocked = program is None
         self._turns, self._first = int(self._count == 1), 0
         requests = () if program is None else program.requests
         #: Index of the request after the last computation.
         self._next = len(requests) - 1 if program is not None and program.then else None
         self._marks.load(requests)
+        self._lane.order = (*self._order, None)
+        if program is not None:
+            last = requests[self._first if self._next is None else self._next]
+            self._lane.after = (*requests[: self._count], last)
+        self._set_unclocked(program is None)
+
+    def _set_unclocked(self, is_unclocked: bool) -> None:
+        """Request clocks from now on, or none."""
+        self._is_unclocked = is_unclocked
+        # What else decides at a computation: more programs, turns of a single one, and modes.
+        is_decided = self._awaits or self._turns or self._shows_begins or self._switch is not None
+        self._lane.is_open = not (is_unclocked or is_decided)
 
     def _request_first(self, *, outside: bool = False, ends: bool = False) -> None:
         """Request the clock of the first computation, of the next iteration if this one `ends`."""
@@ -424,7 +458,8 @@ class Hook:
             self._marks.request(index, outside * OUTSIDE)
 
     def _deviate(self, what: str) -> None:
-        self._deviation, self._is_unclocked = what, True
+        self._deviation = what
+        self._set_unclocked(True)
         self._noted = list(self._order[: self._position])
         self._order, self._count = (), 0  # so that all that follows is noted
         self._marks.request(_NO_REQUEST_INDEX)
@@ -441,6 +476,8 @@ class ModesAlone:
 
     def __init__(self, hook: Hook, switch: ModeSwitch) -> None:
         self._hook, self._switch = hook, switch
+
+    lane = None
 
     @property
     def iteration(self) -> int:

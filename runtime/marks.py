@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perseus_planner.engines.guard import Span, Stamp
 
 NO_REQUEST = 0
 """The clock request of a rank that wants no clock, so that its GPU is reset."""
@@ -76,16 +80,23 @@ class Marks:
 
     This is for devices on which a computation is done when its call returns.
 
+    What runs for each computation is as little as can be: `now` is called twice, a span is
+    appended, and `write` is called, all of which are functions of the interpreter.
+
+    Attributes:
+        now: Returns the `Stamp` of this moment.
+        write: Called with 0 and a clock request; writes it when the device comes to this point.
+
     Args:
         shared: The clock request, as a memoryview of one unsigned 64-bit number.
     """
 
     def __init__(self, shared: memoryview) -> None:
-        self._shared = shared
-        self._requests: Sequence[int] = ()
+        self.now: Callable[[], Stamp] = time.monotonic_ns
+        self.write: Callable[[int, int], object] = shared.__setitem__
+        self._requests: Sequence[int] = (NO_REQUEST,)
         self._number, self._follows_evaluation = 0, False
         self._iteration_begin_ns = 0
-        self._begin_ns = 0
         self._ended_s: float | None = 0.0
         self._spans_ns: list[tuple[int, int]] = []
         self._finished: deque[IterationTimes] = deque(maxlen=KEPT)
@@ -109,20 +120,14 @@ class Marks:
             part: `OUTSIDE` for a clock for later, if other work comes first; `BEGUN` if its
                 computation begins; else 0.
         """
-        self._shared[0] = self._requests[index] | part
+        self.write(0, self._requests[index] | part)
 
-    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
-        """Mark the begin of an iteration."""
+    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> list[Span]:
+        """Mark the begin of an iteration; return the list to which its computations are added."""
         self._number, self._follows_evaluation = number, follows_evaluation
-        self._iteration_begin_ns, self._spans_ns = time.monotonic_ns(), []
-
-    def begin(self) -> None:
-        """Mark the begin of a computation."""
-        self._begin_ns = time.monotonic_ns()
-
-    def end(self) -> None:
-        """Mark the end of the computation that began last."""
-        self._spans_ns.append((self._begin_ns, time.monotonic_ns()))
+        spans_ns = self._spans_ns = list[tuple[int, int]]()
+        self._iteration_begin_ns = time.monotonic_ns()
+        return spans_ns
 
     def end_iteration(self) -> None:
         """Mark the end of the iteration."""

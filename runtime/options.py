@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.switching import GivenPlan
     from perseus_planner.runtime.trackers import LogFunction
 
-STATE_FILE = "autopilot.yaml"
-"""Of what is learnt, in the run folder or else in the folder in which rank 0 was started."""
-
 Work: TypeAlias = "float | Sequence[float]"
 """The work of a microbatch."""
 

@@ -24,6 +24,7 @@ from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import as_tested, sharded_torch
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
+from perseus_planner.runs.autopilot import STATE_FILE
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
@@ -36,7 +37,6 @@ from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.runtime.options import (
-    STATE_FILE,
     AutopilotSettings,
     RuntimeOptions,
     WorkFunction,

@@ -313,7 +313,8 @@ def report(
     Kareus. Give one or more, with at most one profile, frontier and job file; all must be for the
     same kind of pipeline, but for plans of Kareus, which have sections of their own. The report
     is about the first plan. Add the frontier to compare with the iteration before and with other
-    planners, and the profile to see standard errors. A plan of `planner inference plan` has a
+    planners, and the profile to see standard errors. A run without a plan is shown as it ran, with
+    what it learnt. A plan of `planner inference plan` has a
     report of its own.
 
     The page is one file and opens offline. The price, the PUE and the carbon are assumptions: give

@@ -219,7 +219,7 @@ class DeepSpeedPipeline:
         def begin(_: Any, phase: int = 0, **__: Any) -> None:
             guard.begin(stages[phase], kind, next(microbatches[phase]))
 
-        return guard.around(execute, begin, guard.end_computation)
+        return guard.computing(execute, begin)
 
 
 class ReadAhead:

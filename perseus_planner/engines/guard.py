@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Protocol, TypeVar
 
@@ -27,8 +28,37 @@ Microbatches = Callable[[], Iterable[Any]]
 """Returns the microbatches of an iteration, for another thread to look at."""
 
 
+Stamp = Any
+"""A moment: nanoseconds, or on CUDA an event; None where the device takes none."""
+Span = tuple[Stamp, Stamp]
+"""Begin and end of a computation."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """All that it takes to show a computation that runs as planned, without a call of the hook.
+
+    A wrapper of the engine checks that the next of `order` is what runs, adds its span, and writes
+    what is due `after` it: caches are cold when a computation ends, and each further function costs
+    the training more than what it does.
+    """
+
+    now: Callable[[], Stamp]  #: Returns this moment
+    write: Callable[[int, int], object]  #: Called with 0 and a clock request
+    is_open: bool = False  #: Whether it says all; else the hook is called
+    #: The computations of an iteration, and None at the end.
+    order: Sequence[tuple[int, str, int] | None] = (None,)
+    after: Sequence[int] = ()  #: The clock request at the end of each computation
+    spans: list[Span] = field(default_factory=list)  #: Of this iteration, so far
+    begun: Stamp = None  #: When the computation in progress has begun
+
+
 class IterationHook(Protocol):
     """What an engine's iterations are shown to, through a `HookGuard`: methods may raise."""
+
+    @property
+    def lane(self) -> Lane | None:
+        """What shows computations without a call; None if only calls do."""
 
     @property
     def iteration(self) -> int:
@@ -212,6 +242,10 @@ class RetryingGuard(Guard):
         super().fault(error)
 
 
+_CLOSED = Lane(time.monotonic_ns, lambda *_: None)
+"""Of a hook that has none."""
+
+
 class HookGuard(Guard):
     """Shows the iterations of an engine to a hook, for as long as that has no fault.
 
@@ -254,9 +288,65 @@ class HookGuard(Guard):
         except Exception as error:
             self.fault(error)
 
-    def end_computation(self) -> None:
-        """End a computation at whatever the iteration is shown to now."""
-        self.end()
+    def computing(
+        self,
+        function: Callable[..., T],
+        begin: Callable[..., object] | None = None,
+        *,
+        usual: tuple[int, str] | None = None,
+        unless: str | None = None,
+        ends: bool = True,
+    ) -> Callable[..., T]:
+        """Return a function of the training that computes, shown to the hook, as `around` does.
+
+        Args:
+            function: Function of the training.
+            begin: Begins the computation; called before it, with its arguments. None if it has
+                begun.
+            usual: Stage and kind of the computation if its first argument is the microbatch, as
+                long as the plan has that; then the hook's `Lane` does without calls.
+            unless: Name of an argument that makes it another kind where it is False, or is given by
+                position.
+            ends: Whether the computation ends with the function.
+        """
+        function = original_of(function)
+        lane = self._hook.lane or _CLOSED
+        now, write = lane.now, lane.write
+        stage, kind = usual or (0, "")
+        is_loss = begin is None
+
+        def surrounded(*args: Any, **kwargs: Any) -> T:
+            if not self.is_on:
+                return function(*args, **kwargs)
+            spans = lane.spans
+            if lane.is_open and (
+                is_loss
+                or (
+                    args
+                    and lane.order[len(spans)] == (stage, kind, args[0])
+                    and (unless is None or (len(args) == 1 and kwargs.get(unless, True)))
+                )
+            ):
+                if not is_loss:
+                    lane.begun = now()
+            elif begin is not None:
+                try:
+                    begin(*args, **kwargs)
+                except Exception as error:
+                    self.fault(error)
+            result = function(*args, **kwargs)
+            if ends and self.is_on:
+                try:
+                    if lane.is_open:
+                        spans.append((lane.begun, now()))
+                        write(0, lane.after[len(spans)])
+                    else:
+                        self.end()
+                except Exception as error:
+                    self.fault(error)
+            return result
+
+        return marked(surrounded, function)
 
     @property
     def _is_paused(self) -> bool:

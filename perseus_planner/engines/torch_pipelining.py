@@ -87,6 +87,8 @@ class TorchPipeline:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
+        #: The schedule or one of its stages -> the guard of its wrappers, and these.
+        self._kept: dict[Any, tuple[HookGuard, _Attributes]] = {}
 
     def check(self) -> None:
         """See `Engine.check`."""
@@ -244,11 +246,13 @@ class TorchPipeline:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Show an iteration: the step of a schedule with these arguments."""
+        if schedule is not self._schedule:
+            self._kept.clear()  # a training may make a schedule for each step
         self._schedule = schedule
         stages = self._stages
         for stage in stages:
-            stack.enter_context(replaced(stage, **_hooked_stage(guard, stage)))
-        stack.enter_context(replaced(schedule, **_hooked_loss(guard, schedule)))
+            stack.enter_context(replaced(stage, **self._made(guard, _hooked_stage, stage)))
+        stack.enter_context(replaced(schedule, **self._made(guard, _hooked_loss, schedule)))
         microbatches = None
         if (args or kwargs) and any(stage.is_first for stage in stages):
             batch = _Batch(schedule, kwargs)
@@ -256,6 +260,22 @@ class TorchPipeline:
             stack.enter_context(replaced(schedule, **batch.hooked(guard)))
             microbatches = batch.microbatches
         guard.show(schedule._n_microbatches, microbatches)
+
+    def _made(
+        self, guard: HookGuard, make: Callable[[HookGuard, Any], _Attributes], owner: Any
+    ) -> _Attributes:
+        """Return wrappers of methods of a stage or schedule, which are made once for all
+        iterations in which it has the same methods.
+        """
+        kept_guard, kept = self._kept.get(owner, (None, {}))
+        if kept_guard is guard and all(
+            original_of(getattr(owner, name)) == original_of(wrapper)
+            for name, wrapper in kept.items()
+        ):
+            return kept
+        made = make(guard, owner)
+        self._kept[owner] = guard, made
+        return made
 
 
 def _trains(schedule: Any) -> bool:
@@ -423,15 +443,20 @@ def _hooked_stage(guard: HookGuard, stage: Any) -> _Attributes:
     def begin_weight(bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         guard.begin(number, "W", bwd_chunk_id)
 
-    end = guard.end_computation
-
     # On the last stage the forward ends with the loss.
-    end_forward = None if stage.is_last else end
+    is_last = stage.is_last
     return {
-        "forward_one_chunk": guard.around(stage.forward_one_chunk, begin_forward, end_forward),
-        "backward_one_chunk": guard.around(stage.backward_one_chunk, begin_backward, end),
-        "backward_weight_one_chunk": guard.around(
-            stage.backward_weight_one_chunk, begin_weight, end
+        "forward_one_chunk": guard.computing(
+            stage.forward_one_chunk, begin_forward, usual=(number, "F"), ends=not is_last
+        ),
+        "backward_one_chunk": guard.computing(
+            stage.backward_one_chunk,
+            begin_backward,
+            usual=(number, "B"),
+            unless="full_backward",
+        ),
+        "backward_weight_one_chunk": guard.computing(
+            stage.backward_weight_one_chunk, begin_weight, usual=(number, "W")
         ),
     }
 
@@ -441,7 +466,7 @@ def _hooked_loss(guard: HookGuard, schedule: Any) -> _Attributes:
     last stage's loss.
     """
     compute = original_of(schedule._maybe_compute_loss)
-    compute_last = guard.around(compute, after=guard.end_computation)
+    compute_last = guard.computing(compute)
 
     def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> Any:
         run = compute_last if stage.is_last else compute

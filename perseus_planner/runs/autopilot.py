@@ -13,6 +13,8 @@ from perseus_planner.base.files import reading, replacing
 from perseus_planner.base.prefixes import si
 from perseus_planner.base.wires import decode
 
+STATE_FILE = "autopilot.yaml"
+"""What was learnt, a profile, in the folder of a run or where rank 0 was started."""
 _NAME = "autopilot.json"
 _STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
 

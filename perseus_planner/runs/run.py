@@ -86,6 +86,14 @@ class RankRecord:
             if row.is_as_planned and not row.follows_evaluation
         )
 
+    @property
+    def typical(self) -> tuple[IterationRecord, ...]:
+        """The iterations without the first one and those that follow an evaluation; all of them
+        if there are no others.
+        """
+        rows = tuple(row for row in self.iterations[1:] if not row.follows_evaluation)
+        return rows or self.iterations
+
     def iterations_by(self, version: int) -> tuple[IterationRecord, ...]:
         """Return the iterations that ran by a plan, as planned or not."""
         return tuple(row for row in self.iterations if row.version == version)
@@ -196,7 +204,7 @@ class Run:
         if not self.versions:
             raise RunError(
                 f"{self.folder}: was trained without a plan, so there is none beside which to see "
-                "it; `planner show` says what it learnt and saved"
+                "it; `planner show` and `planner report` say what it learnt and saved"
             )
         return self.versions[-1]
 

@@ -65,7 +65,8 @@ class Lane:
     #: how long after its start its clock was set, if that was late; `NEVER` if another clock was
     #: requested first; None if it was in time. None instead of a list if not known.
     late_us: tuple[int | None, ...] | None
-    waiting_w: float  #: power of the rank's GPUs while they wait, watts
+    #: power of the rank's GPUs while they wait, watts; None if it is not known.
+    waiting_w: float | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
 
 
 def chart_run(name: str, run: Run) -> list[GanttChart]:
-    """Return charts of the last iteration that ran as planned on all ranks, one for each pipeline.
+    """Return charts of the last iteration that ran as planned on all ranks, one for each pipeline;
+    of a run without a plan, that of the last iteration.
 
     The clocks of nodes may differ, so the times of ranks are not comparable: each rank's times
     count from where its iteration began.
@@ -126,23 +128,22 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
     Raises:
         RunError: If there is no such iteration whose computations all ranks have kept.
     """
-    number, version = last_as_planned(run)
+    number, version = last_as_planned(run) if run.versions else (last_kept(run), None)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
+    by = "without a plan" if version is None else f"by plan {version}"
     charts = []
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
-        plan, lanes, programs = run.plan(version, pipeline), list[Lane](), list[str]()
+        plan = None if version is None else run.plan(version, pipeline)
+        in_mhz = plan is None or plan.control != "power-limit"
+        lanes, programs = list[Lane](), list[str]()
         for rank, row in zip(ranks, rows, strict=True):
             records = rank.computations[number]
-            waiting_w = plan.rank_waiting_w[rank.pipeline_rank]
-            in_mhz = plan.control != "power-limit"
+            waiting_w = None if plan is None else plan.rank_waiting_w[rank.pipeline_rank]
             lanes.append(_recorded_lane(records, row.begin_s, waiting_w, in_mhz))
             programs.append(" ".join(str(each.computation) for each in records))
-        note = (
-            f"recorded: iteration {number} by plan {version}, each rank from the start of its "
-            "iteration"
-        )
+        note = f"recorded: iteration {number} {by}, each rank from the start of its iteration"
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
         origin, origins = "times measured", {row.origin for row in rows}
@@ -184,6 +185,32 @@ def last_as_planned(run: Run) -> tuple[int, int]:
     return max(kept)
 
 
+def last_kept(run: Run) -> int:
+    """Return the number of the last iteration whose computations all ranks have kept, of those
+    without a deviation if there are any.
+
+    Raises:
+        RunError: If there is no such iteration.
+    """
+    for may_deviate in (False, True):
+        kept = set.intersection(
+            *(
+                {
+                    row.iteration
+                    for row in rank.iterations
+                    if row.iteration in rank.computations and (may_deviate or row.deviation is None)
+                }
+                for rank in run.ranks
+            )
+        )
+        if kept:
+            return max(kept)
+    raise RunError(
+        f"{run.folder}: no iteration has kept its computations on all ranks; try again in a "
+        "minute, or when the training has ended"
+    )
+
+
 def _kept_as_planned(rank: RankRecord) -> set[tuple[int, int]]:
     return {
         (row.iteration, row.version)
@@ -193,7 +220,7 @@ def _kept_as_planned(rank: RankRecord) -> set[tuple[int, int]]:
 
 
 def _recorded_lane(
-    rows: Sequence[ComputationRecord], begin_s: float, waiting_w: float, in_mhz: bool
+    rows: Sequence[ComputationRecord], begin_s: float, waiting_w: float | None, in_mhz: bool
 ) -> Lane:
     gaps_us, times_us = _gaps_and_times_us(
         [(row.begin_s - begin_s, row.end_s - begin_s) for row in rows]

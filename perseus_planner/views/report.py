@@ -26,6 +26,7 @@ from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
+from perseus_planner.views.course import RunCourse, course_of
 from perseus_planner.views.curves import (
     FrontierChart,
     IterationPoint,
@@ -43,7 +44,12 @@ from perseus_planner.views.figures import (
     page_file,
 )
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
-from perseus_planner.views.run import account_text, tables_of_run
+from perseus_planner.views.run import (
+    account_text,
+    tables_of_run,
+    tables_of_unplanned,
+    unplanned_text,
+)
 from perseus_planner.views.sources import (
     PHASES,
     EnergyRates,
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.base.tables import Sheet
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.views.run import RunSummary
+    from perseus_planner.views.run import RunSummary, UnplannedRun
     from perseus_planner.views.sources import Sources
 
 _NOT_KNOWN, _MINUS = "\u2013", "\u2212"
@@ -93,6 +99,8 @@ class EnergyReport:
     left_out: tuple[str, ...]  #: iterations that cannot be shown, each with the reason
     ranks: tuple[RanksOfPlan, ...]  #: clock changes, clocks and load of each rank by each plan
     runs: dict[str, RunSummary]  #: name -> the run beside its plans
+    unplanned: dict[str, UnplannedRun]  #: name -> a run without a plan, as it ran
+    courses: tuple[RunCourse, ...]  #: the course of each of these
     curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
     kareus: tuple[Any, ...]  #: plans of Kareus for each configuration
 
@@ -119,6 +127,8 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
             for name, plan in sources.plans.items()
         ),
         runs=sources.summaries,
+        unplanned=sources.unplanned,
+        courses=tuple(course_of(sources.runs[name]) for name in sources.unplanned),
         curves=() if sources.profile is None else curves_of(sources.profile),
         kareus=sources.kareus,
     )
@@ -199,9 +209,10 @@ def report_text(report: EnergyReport) -> str:
         f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
     )
     kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
+    unplanned = "".join(f"{name}: {unplanned_text(run)}" for name, run in report.unplanned.items())
     if not report.savings:
         return verdicts + (
-            kareus
+            unplanned + kareus
             or "There is no saving to show: no plan was given, and no run whose energy is known.\n"
         )
     rates = report.rates
@@ -215,7 +226,7 @@ def report_text(report: EnergyReport) -> str:
         f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
         "and CO2e are at the meter, for a day of such iterations.\n"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
-        f"kWh, PUE {rates.pue:g}.\n{accounts}\n{kareus}"
+        f"kWh, PUE {rates.pue:g}.\n{accounts}{unplanned}\n{kareus}"
     )
 
 
@@ -232,11 +243,11 @@ _SAVINGS = (
 
 def _draw_iterations(sources: Sources, by: str) -> Figure:
     charts, left_out = chart_iterations(sources)
-    if not charts or sources.context is None:
+    if not charts:
         raise UsageError(
             "; ".join(left_out) or "--figure timeline: needs a plan, a run or a frontier; name one"
         )
-    return draw_gantt(charts, sources.context.control, by)
+    return draw_gantt(charts, _control(sources.context), by)
 
 
 def _draw_profile(sources: Sources) -> Figure:
@@ -269,6 +280,9 @@ def page(report: EnergyReport) -> str:
     environment.filters |= {
         "table": lambda columns: Markup(html_table(columns)),
         "tables_of_run": tables_of_run,
+        "tables_of_unplanned": partial(tables_of_unplanned, unit=unit),
+        "lines_of_unplanned": lambda run: account_text(run.total, saves=True).splitlines(),
+        "cost": lambda energy_j: report.rates.cost(energy_j),
         "saved": _saved_columns,
         "used": _used_columns,
         "load": lambda plan: load_columns(plan.ranks, plan.time_s, unit, digits=3),
@@ -295,7 +309,12 @@ def page(report: EnergyReport) -> str:
 
 
 def _unit(report: EnergyReport) -> str:
-    return unit_of("clock" if report.context is None else report.context.control)
+    return unit_of(_control(report.context))
+
+
+def _control(context: Context | None) -> str:
+    """Return what is set: a clock, where only a run without a plan is known."""
+    return "clock" if context is None else context.control
 
 
 def page_environment() -> Environment:
@@ -464,6 +483,7 @@ def _data(report: EnergyReport) -> dict[str, Any]:
         "phases": PHASES,
         "frontier": asdict(report.frontier),
         "iterations": [asdict(iteration) for iteration in report.iterations],
+        "courses": [asdict(course) for course in report.courses],
         "ranks": [asdict(rank) for rank in report.ranks],
         "curves": [asdict(curve) for curve in report.curves],
     }

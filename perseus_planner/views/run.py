@@ -310,6 +310,7 @@ def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> 
 
 
 _MOST_REASONS = 10  #: why iterations did not run as planned
+_MOSTLY = 0.5  #: share of the time of which an energy must be known for a mean of all of it
 _ALL_JUDGED = 0.995  #: share of the energy of which it is known what was saved that counts as all
 _MOST_ATTEMPTS = 10  #: in a table; older ones are added up
 
@@ -407,7 +408,7 @@ def _off(name: str) -> Callable[[Any], str | None]:
     return write
 
 
-def _throttled(rank: RankOfRun) -> str | None:
+def _throttled(rank: RankOfRun | UnplannedRank) -> str | None:
     return (
         ", ".join(
             f"{reason} {si(seconds / rank.ran.windows, 's', 3)}"
@@ -458,7 +459,7 @@ def _clock_columns(unit: str) -> list[Column]:
     ]
 
 
-def _clocked(name: str) -> Callable[[RankOfRun], float | None]:
+def _clocked(name: str) -> Callable[[RankOfRun | UnplannedRank], float | None]:
     return lambda rank: _share(getattr(rank.ran, name), rank.ran.clocked_s)
 
 
@@ -499,6 +500,18 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     """Return a table of what each attempt ran and, if it `saves`, what it saved, with their sum at
     the end.
     """
+    shown, columns = _attempts(totals, saves=saves)
+    saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
+    lines = [
+        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
+        table(lay_out(shown, *columns)),
+        f"\n{account_text(total, saves=saves)}",
+    ]
+    return "\n".join(lines)
+
+
+def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], list[Column]]:
+    """Return the rows and the columns of the table of `totals_text`."""
     attempts = list(fold(replace(entry, version=None) for entry in totals))
     shown = attempts[-_MOST_ATTEMPTS:]
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
@@ -528,13 +541,7 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     if saves:
         columns.append(Column("saved {}", if_judged("saved_j"), "J"))
         columns.append(Column("saved %", if_judged("saved_share"), "%"))
-    saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
-    lines = [
-        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
-        table(lay_out(shown, *columns)),
-        f"\n{account_text(total, saves=saves)}",
-    ]
-    return "\n".join(lines)
+    return shown, columns
 
 
 def account_text(account: Account, *, saves: bool) -> str:
@@ -569,25 +576,80 @@ def _disagreements(run: Run) -> tuple[str, ...]:
     return tuple(rank.disagreement for rank in run.ranks if rank.disagreement is not None)
 
 
-def summarize_unplanned(run: Run, status: AutopilotStatus) -> dict[str, Any]:
+@dataclass(frozen=True)
+class UnplannedRank:
+    """One rank of a run without a plan: the account of its iterations in the folder."""
+
+    rank: int  #: number of the rank in the job
+    pipeline: int  #: number of its pipeline
+    pipeline_rank: int  #: number of the rank in that pipeline
+    ran: Account  #: its iterations, without the first one and those that follow evaluations
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a sum of the account over its iterations; None without any."""
+        return getattr(self.ran, name) / self.ran.windows if self.ran.windows else None
+
+    @property
+    def energy_j(self) -> float | None:
+        """Energy of the GPU in an iteration, with what passes until the next, joules, if it is
+        known for most of the time.
+        """
+        ran = self.ran
+        if not ran.windows or ran.metered_s < _MOSTLY * ran.gpu_s:
+            return None
+        return ran.energy_j * ran.gpu_s / ran.metered_s / ran.windows
+
+
+@dataclass(frozen=True)
+class UnplannedRun:
+    """A run without a plan, as it ran."""
+
+    ranks: int  #: number of ranks
+    pipelines: int  #: number of pipelines
+    autopilot: AutopilotStatus  #: what the autopilot knew last
+    gpu: str | None  #: name of the first rank's GPU; None if it is not known
+    gpu_origin: str | None  #: as in `RunSummary`
+    total: Account  #: the sum of all totals
+    saving: SavedInterval | None  #: what was saved in all; None if that is not known
+    totals: tuple[Entry, ...]  #: what ran in each attempt, and what that saved, oldest first
+    disagreements: tuple[str, ...]  #: as in `RunSummary`
+    per_rank: tuple[UnplannedRank, ...]  #: what each rank ran in the newest attempt
+
+
+def summarize_unplanned(run: Run, status: AutopilotStatus) -> UnplannedRun:
     """Return the summary of a run without a plan."""
-    return {
-        "ranks": len(run.ranks),
-        "pipelines": len({rank.pipeline for rank in run.ranks}),
-        "autopilot": status,
-        "total": run.total,
-        "saving": run.total.saving,
-        "totals": run.totals,
-        "disagreements": _disagreements(run),
-    }
+    origins = {rank.iterations[-1].origin for rank in run.ranks}
+    return UnplannedRun(
+        ranks=len(run.ranks),
+        pipelines=len({rank.pipeline for rank in run.ranks}),
+        autopilot=status,
+        gpu=next((rank.iterations[-1].gpu for rank in run.ranks), None),
+        gpu_origin=origins.pop() if len(origins) == 1 else None,
+        total=run.total,
+        saving=run.total.saving,
+        totals=run.totals,
+        disagreements=_disagreements(run),
+        per_rank=tuple(
+            UnplannedRank(
+                rank.rank,
+                rank.pipeline,
+                rank.pipeline_rank,
+                sum(
+                    (Account.of(row, is_first=rank.rank == 0) for row in rank.typical),
+                    Account(),
+                ),
+            )
+            for rank in run.ranks
+        ),
+    )
 
 
-def unplanned_text(summary: dict[str, Any]) -> str:
+def unplanned_text(summary: UnplannedRun) -> str:
     """Return the text that `planner show` prints of it."""
-    status = summary["autopilot"]
-    pipelines = f", {summary['pipelines']} pipelines" if summary["pipelines"] > 1 else ""
+    status = summary.autopilot
+    pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     lines = [
-        f"Run of {counted(summary['ranks'], 'rank')}{pipelines}, without a plan.",
+        f"Run of {counted(summary.ranks, 'rank')}{pipelines}, without a plan.",
         "",
         f"Autopilot: {status}.",
     ]
@@ -595,6 +657,38 @@ def unplanned_text(summary: dict[str, Any]) -> str:
         lines.append(
             f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
         )
-    text = totals_text(summary["totals"], summary["total"], saves=True)
-    lines += summary["disagreements"]
+    text = totals_text(summary.totals, summary.total, saves=True)
+    lines += summary.disagreements
     return "\n".join([*lines, "", text]) + "\n"
+
+
+def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the tables of a run without a plan for a page, to three digits: headings and columns.
+
+    Args:
+        summary: The run.
+        unit: The unit of its clocks.
+    """
+    several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
+    rank = [Column("rank", "rank"), *several]
+    mean = [
+        Column("window {}", lambda each: each.mean("gpu_s"), "s"),
+        Column("busy {}", lambda each: each.mean("busy_s"), "s"),
+        Column("energy {}", "energy_j", "J"),
+        Column("deg C", "ran.temperature_c", ".0f"),
+        Column("  throttled", _throttled, "<"),
+    ]
+    changes = [
+        Column(f"{unit} requested", _clocked("clock_s"), ".0f"),
+        Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
+        Column("iterations with lower clocks", "ran.lowered"),
+        Column("changes", "ran.changes_asked"),
+        Column("set", "ran.changes_set"),
+        Column("late", "ran.changes_late"),
+        Column("overtaken", "ran.changes_overtaken"),
+        Column("off clock %", lambda each: _share(each.ran.off_clock_s, each.ran.busy_s), "%"),
+    ]
+    yield "Ranks, per iteration", lay_out(summary.per_rank, *rank, *mean, digits=3)
+    yield "Clocks and their changes", lay_out(summary.per_rank, *rank, *changes, digits=3)
+    attempts, columns = _attempts(summary.totals, saves=True)
+    yield "All attempts", lay_out(attempts, *columns, digits=3)

@@ -27,6 +27,7 @@ from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runs.autopilot import STATE_FILE, AutopilotStatus
 from perseus_planner.runs.run import Run
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import (
@@ -38,7 +39,12 @@ from perseus_planner.views.context import (
     origin_label,
     share,
 )
-from perseus_planner.views.run import RunSummary, summarize_run
+from perseus_planner.views.run import (
+    RunSummary,
+    UnplannedRun,
+    summarize_run,
+    summarize_unplanned,
+)
 
 if TYPE_CHECKING:
     from perseus_planner.plans.replay import Span
@@ -98,7 +104,7 @@ class Sources:
             parts[name] = plan.profile_digest, plan.iteration.without_modes
         if self.profile is not None:
             parts["the profile"] = self.profile.digest, None
-        for name, run in self.runs.items():
+        for name, run in self.planned_runs.items():
             for plan in run.plans.values():
                 parts[name] = plan.profile_digest, plan.iteration.without_modes
         return parts
@@ -109,9 +115,23 @@ class Sources:
         return None if self.frontier is None else self.frontier.baseline_plan
 
     @cached_property
+    def planned_runs(self) -> dict[str, Run]:
+        """Name -> run, of those by plans."""
+        return {name: run for name, run in self.runs.items() if run.versions}
+
+    @cached_property
     def summaries(self) -> dict[str, RunSummary]:
-        """Name -> the run beside its plans."""
-        return {name: summarize_run(run) for name, run in self.runs.items()}
+        """Name -> the run beside its plans, of those by plans."""
+        return {name: summarize_run(run) for name, run in self.planned_runs.items()}
+
+    @cached_property
+    def unplanned(self) -> dict[str, UnplannedRun]:
+        """Name -> the run as it ran, of those without a plan."""
+        return {
+            name: summarize_unplanned(run, run.autopilot or AutopilotStatus())
+            for name, run in self.runs.items()
+            if not run.versions
+        }
 
     @property
     def unlike_plan(self) -> str | None:
@@ -125,7 +145,7 @@ class Sources:
         """The first plan, or else one of a run; all plans agree on everything but clocks and
         deadline.
         """
-        of_runs = (plan for run in self.runs.values() for plan in run.plans.values())
+        of_runs = (plan for run in self.planned_runs.values() for plan in run.plans.values())
         return next(chain(self.plans.values(), of_runs), None)
 
     @property
@@ -195,14 +215,33 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
     runs, frontiers, profiles, jobs, kareus = (sources[reader] for reader in readers.values())
     plans = sources[Plan.load]
     job, profile = _only(jobs, "job file"), _only(profiles, "profile")
-    if profile is None and job is not None and not (frontiers or plans or runs):
+    is_planned = any(run.versions for run in runs.values())
+    if profile is None and job is not None and not (frontiers or plans or is_planned):
         if len(job.profiles) > 1:
             kinds = len(job.profiles)
             raise UsageError(f"the job file has {kinds} kinds of pipelines; {_ONE_KIND}")
         profile = job.profiles[0]
+    if profile is None and not (frontiers or plans or is_planned):
+        profile = _learnt(runs)
     configurations = tuple(chain.from_iterable(kareus.values()))
     frontier = _only(frontiers, "frontier")
     return Sources(profile, frontier, plans, runs, job, configurations, tuple(names))
+
+
+def _learnt(runs: Mapping[str, Run]) -> Profile | None:
+    """Return what the only run has learnt; None if there are more, or it keeps that elsewhere."""
+    if len(runs) != 1:
+        return None
+    (run,) = runs.values()
+    path = next(
+        (
+            path
+            for folder in (run.folder, run.folder.resolve().parent)
+            if (path := folder / STATE_FILE).exists()
+        ),
+        None,
+    )
+    return None if path is None else Profile.load(path)
 
 
 def _only(sources: Mapping[str, Any], what: str) -> Any:
@@ -318,7 +357,7 @@ def savings_of(sources: Sources, rates: EnergyRates, size: IterationSize) -> tup
         return ()
     of_runs = (
         saving
-        for name, run in sources.runs.items()
+        for name, run in sources.planned_runs.items()
         for saving in _run_saving(name, run, sources.summaries[name], rates, size)
     )
     of_plans = (_plan_saving(name, plan, rates, size) for name, plan in sources.plans.items())
@@ -480,7 +519,8 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         bottleneck = find_bottleneck(sources.frontier, sources.before, before)
     planned = next((energy_of_plan(name, plan) for name, plan in sources.plans.items()), None)
     runs = (
-        _energy_of_run(name, run, sources.summaries[name]) for name, run in sources.runs.items()
+        _energy_of_run(name, run, sources.summaries[name])
+        for name, run in sources.planned_runs.items()
     )
     ran = next(filter(None, runs), None)
     sentences = _sentences(savings, before, planned, ran, bottleneck)

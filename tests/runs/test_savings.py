@@ -137,7 +137,7 @@ def check_nothing_saved(rng: Random, folder: Path) -> None:
         assert all(abs(each.saved_j) < 1e-6 and each.per_run.gpu_j == 0.0 for each in savings)
     else:
         found = summarize_unplanned(run, run.autopilot or AutopilotStatus())
-        text, total = unplanned_text(found), found["total"]
+        text, total = unplanned_text(found), found.total
     if total.energy_is is not None and not (run.versions and summary.unlike_plan):
         assert NOTHING_SAVED in text
     printed = loaded(f"show {folder}")

@@ -23,6 +23,7 @@ from perseus_planner.engines.releases import TESTED, untested
 SHARE = float(os.environ.get("PLANNER_FAULT_SHARE", "0.08"))
 """Share of the faults that are tried; 1 for all."""
 SEED = os.environ.get("PLANNER_FAULT_SEED", "1")
+SUPPORT = Path(__file__).parents[1] / "support"
 ENGINES = ["torch", "deepspeed", "megatron", "whole"]
 WAYS = [*ENGINES, "torch autopilot", "torch work", "deepspeed work"]
 
@@ -82,6 +83,8 @@ def test_faults_of_a_recording_end_no_training_and_say_why_there_is_no_profile(
 class FakeHook:
     """Counts what it is shown; its methods in `broken` raise."""
 
+    lane = None
+
     def __init__(self) -> None:
         self.broken: set[str] = set()
         self.calls: list[str] = []
@@ -122,7 +125,7 @@ def _iterate(guard: HookGuard, count: int = 1) -> None:
         return "result"
 
     for _ in range(count):
-        run = guard.around(compute, before=lambda _: guard.begin(), after=guard.end_computation)
+        run = guard.computing(compute, lambda _: guard.begin())
         begin = lambda _: guard.show(1)  # noqa: E731
         assert guard.run(lambda run=run: run(1), begin) == "result"
         assert not guard.is_inside
@@ -260,19 +263,76 @@ def test_a_name_that_an_upgrade_took_away_is_refused_or_one_warning(lost: str, t
     assert "releases that" in warning or "use torch 2.6 or later" in warning
 
 
-@pytest.mark.parametrize("way", WAYS)
+def test_a_second_engine_of_a_process_is_refused_by_name_of_the_first(tmp_path: Path):
+    _needs("torch")
+    from launching import results_of
+
+    for each in results_of("guard_programs:twice", 2, tmp_path):
+        assert "plans another engine already" in each["refused"], each["refused"]
+        assert "leave the block" in each["refused"]
+        assert each["problem"] is None
+
+
+def test_an_iteration_that_raised_is_recorded_as_that(tmp_path: Path):
+    _needs("torch")
+    from launching import results_of
+
+    from perseus_planner import Run
+    from perseus_planner.runtime.hook import RAISED
+
+    (result,) = results_of("guard_programs:raises", 1, tmp_path, "6", "3")
+    assert result["raised"] == 1
+    (rank,) = Run.load(tmp_path / "run").ranks
+    said = [row.deviation for row in rank.iterations]
+    assert said == [RAISED if number == 3 else None for number in range(6)]
+
+
+OFTEN = {"torch", "torch work", "deepspeed"}
+"""Ways of running whose standard error is looked at each time; the others are soaks."""
+DOCUMENTED = {" run": "planner: autopilot: "}
+"""End of the name of a way -> lines that are documented for it: `planner run` writes the log."""
+QUIET = [
+    *(f"{engine}{by}" for engine in ENGINES[:3] for by in ("", " autopilot", " work", " run")),
+    "whole",
+]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in OFTEN else pytest.mark.soak) for way in QUIET]
+)
 def test_stderr_of_a_run_is_that_of_its_script(way: str, tmp_path: Path):
     """Also of what torch itself prints while ranks wait for each other."""
     _needs(way)
-    from launching import ranks
-
+    ran = _ran_by_the_command if way.endswith(" run") else _ran_in_a_block
     lines = []
-    for planned in ("alone", "planned"):
-        arguments = (str(tmp_path / "state"), way, planned)
-        everyone = ranks("guard_programs:quiet", 2, tmp_path, *arguments, torch_says="WARNING")
+    for planned in (False, True):
+        everyone = ran(way, tmp_path, planned=planned)
         assert [each.code for each in everyone] == [0, 0], everyone
         # Numbers of processes, sockets and times differ.
         texts = [re.sub(r"\d+", "0", each.stderr) for each in everyone]
         lines.append([set(text.splitlines()) for text in texts])
-    for alone, planned in zip(*lines, strict=True):
-        assert planned - alone == set()
+    more = [line for alone, planned in zip(*lines, strict=True) for line in planned - alone]
+    documented = [text for end, text in DOCUMENTED.items() if way.endswith(end)]
+    more = [line for line in more if not any(line.startswith(text) for text in documented)]
+    assert more == []
+
+
+def _ran_in_a_block(way: str, folder: Path, *, planned: bool) -> list[Any]:
+    from launching import ranks
+
+    arguments = (str(folder / "state"), way, "planned" if planned else "alone")
+    return ranks("guard_programs:quiet", 2, folder, *arguments, torch_says="WARNING")
+
+
+def _ran_by_the_command(way: str, folder: Path, *, planned: bool) -> list[Any]:
+    """Run a script that knows nothing of the planner, by itself or by `planner run`."""
+    import sys
+
+    from launching import by_themselves
+
+    (folder / "state").mkdir(exist_ok=True)
+    script = [str(SUPPORT / "tiny_training.py"), way.partition(" ")[0], str(folder)]
+    options = ["--gpu", "emulated:a100-sxm?call=0"]
+    command = ["-m", "perseus_planner", "run", *options, "--", sys.executable] if planned else []
+    state = {"PLANNER_STATE_DIR": str(folder / "state"), "TORCH_CPP_LOG_LEVEL": "WARNING"}
+    return by_themselves(2, folder, *command, *script, **state)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from large_jobs import LargeJob
 from stepped_ranks import Counted
+from torch import distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from perseus_planner.base.errors import PlanError, RankError
@@ -100,6 +103,20 @@ def test_a_late_rank_goes_on_by_itself(
     assert own.plan == PLAN
     assert own.own == (late % 2, False)
     own.finish("plans", own.wait_at("plans", 60.0))
+
+
+def test_ranks_that_never_come_are_waited_for_a_third_of_the_time_out_of_the_process_group(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+):
+    dist.init_process_group(
+        "gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=0.6)
+    )
+    stack.callback(dist.destroy_process_group)
+    begun_s = time.monotonic()
+    meeting = met(HashStore(), 0, stack, 2)
+    assert time.monotonic() - begun_s < rendezvous.RENDEZVOUS_S / 2
+    assert meeting.part.present == 1
+    assert "rank 1 had not joined within 0.2 s" in caplog.text
 
 
 def test_a_rank_without_others_begins_at_once(stack: ExitStack):

@@ -57,7 +57,7 @@ class Device:
     written: list[tuple[int, int]] = field(default_factory=list)  #: when, request
     words: Sequence[int] = ()
     begun: tuple[int, int] = (0, 0)
-    times_ns: list[int] = field(default_factory=list)
+    spans_ns: list[tuple[int, int]] = field(default_factory=list)
     timed: list[IterationTimes] = field(default_factory=list)
 
     def load(self, words: Sequence[int]) -> None:
@@ -66,17 +66,20 @@ class Device:
     def request(self, index: int, part: int = 0) -> None:
         self.written.append((self.now_ns, self.words[index] | part))
 
-    def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> None:
-        self.begun, self.times_ns = (number, self.now_ns), []
+    def write(self, _: int, request: int) -> None:
+        self.written.append((self.now_ns, request))
 
-    def begin(self) -> None:
-        self.times_ns.append(self.now_ns)
+    def now(self) -> int:
+        return self.now_ns
 
-    end = begin
+    def begin_iteration(
+        self, number: int, *, follows_evaluation: bool = False
+    ) -> list[tuple[int, int]]:
+        self.begun, self.spans_ns = (number, self.now_ns), list[tuple[int, int]]()
+        return self.spans_ns
 
     def end_iteration(self) -> None:
-        spans = tuple(zip(self.times_ns[0::2], self.times_ns[1::2], strict=True))
-        self.timed.append(IterationTimes(*self.begun, spans, self.now_ns))
+        self.timed.append(IterationTimes(*self.begun, tuple(self.spans_ns), self.now_ns))
 
     def finished(self) -> list[IterationTimes]:
         return self.timed

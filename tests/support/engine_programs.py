@@ -38,6 +38,8 @@ V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
 class Watched(Hook):
     """A real hook, whose request is read when each computation begins."""
 
+    lane = None  # so that each begin is a call
+
     def __init__(self, program: Program) -> None:
         self.word = memoryview(bytearray(8)).cast("Q")
         self.seen: list[tuple[int | None, int]] = []

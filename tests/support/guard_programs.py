@@ -338,6 +338,47 @@ def upgraded(state: str, lost: str) -> None:
         result |= outcome(planner, warning_log)
 
 
+def twice(state: str) -> None:
+    """Plan a second engine of this process while the first one is planned."""
+    with job(state) as result:
+        plan = plan_of(schedule_of("1f1b", 2, MICROBATCHES))
+        first, second = Torch("1f1b", MICROBATCHES), Torch("1f1b", MICROBATCHES)
+        with planner_runtime(first.engine, plan=plan, gpu=GPU) as planner:
+            first.step()
+            try:
+                with planner_runtime(second.engine, plan=plan, gpu=GPU):
+                    result["refused"] = None
+            except PlannerError as error:
+                result["refused"] = str(error)
+            first.step()
+            result["problem"] = planner.problem
+
+
+def raises(state: str, iterations: str, place: str) -> None:
+    """Train, alone, by iterations of which one raises, which the script takes."""
+    with job(state) as result:
+        plan = plan_of(schedule_of("1f1b", 1, MICROBATCHES))
+        pipeline = Torch("1f1b", MICROBATCHES)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("of the training")
+
+        result["raised"] = 0
+        with planner_runtime(pipeline.engine, plan=plan, gpu=GPU, record="run"):
+            for number in range(int(iterations)):
+                failing = [
+                    module.register_forward_pre_hook(fail)
+                    for module in pipeline.engine._stage.submod.children()
+                    if number == int(place)
+                ]
+                try:
+                    pipeline.step()
+                except RuntimeError:  # torch wraps it
+                    result["raised"] += 1
+                for each in failing:
+                    each.remove()
+
+
 def quiet(state: str, name: str, is_planned: str) -> None:
     """Train a few iterations, in which later ranks wait for the first, and print nothing."""
     with job(state) as result, _way(name, Path.cwd()) as (make, options):

@@ -94,6 +94,8 @@ class Recorder:
         problems: Why it was shown nothing more.
     """
 
+    lane = None  # so that each begin and end is a call
+
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.iterations: list[dict[str, Any]] = []

@@ -336,7 +336,7 @@ const charts = (() => {
 
   function lineTable(chart, marks) {
     const rows = [...marks.map((mark) => [mark.name, mark.x, mark.y]), ...chart.series.flatMap((each) => each.x.map((x, index) => [each.name, x, each.y[index]]))];
-    return table(["", axisText(chart.x), axisText(chart.y)], rows);
+    return table(["curve", axisText(chart.x), axisText(chart.y)], rows);
   }
 
   // --- Bars ----------------------------------------------------------------------------------------------------------

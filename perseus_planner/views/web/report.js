@@ -373,7 +373,10 @@ const timelines = (() => {
 
   function description(timeline, { rank, index, waits }, unit) {
     const lane = timeline.lanes[rank], ms = (us) => charts.quantity(us / 1000, "ms", 3);
-    if (waits) return `Rank ${rank} waits ${ms(waits[1] - waits[0])} at ${charts.quantity(lane.waiting_w, "W")}, from ${ms(waits[0])}`;
+    if (waits) {
+      const power = lane.waiting_w === null ? "" : ` at ${charts.quantity(lane.waiting_w, "W")}`;
+      return `Rank ${rank} waits ${ms(waits[1] - waits[0])}${power}, from ${ms(waits[0])}`;
+    }
     const parts = [described(lane.names[index], rank), `${ms(lane.times_us[index])} from ${ms(lane.begins[index])}`];
     if (lane.clocks[index] !== null) parts.push(charts.quantity(lane.clocks[index], unit));
     if (lane.powers_w !== null) parts.push(charts.quantity(lane.powers_w[index], "W"));
@@ -471,6 +474,20 @@ const timelines = (() => {
     });
   }
 
+  /** Draws a value of the iterations of a run without a plan, one after the other. */
+  function course(place, found, key, label, unit) {
+    const known = found[key].flatMap((value, index) => value === null ? [] : [index]);
+    const x = known.map((index) => found.iterations[index]), y = known.map((index) => found[key][index]);
+    const series = [{ name: label, color: 1, x, y }];
+    if (key === "times_s" && found.reference_s !== null && x.length) {
+      series.push({ name: "at full clocks", color: 5, x: [x[0], x[x.length - 1]], y: [found.reference_s, found.reference_s] });
+    }
+    charts.line(place, {
+      description: `${label} of ${x.length} points from iteration ${x[0]} to ${x[x.length - 1]}; the table below has the numbers`,
+      x: { label: "iteration", unit: "" }, y: { label, unit }, series, table: true, height: 200,
+    });
+  }
+
   /** Adds the table of a kind of computation when it is opened: it may have thousands of rows. */
   function numbers(details) {
     details.addEventListener("toggle", () => {
@@ -493,6 +510,9 @@ const timelines = (() => {
     if (at("energy-phases")) energies(at("energy-phases"), "phases", "phase", data.phases, 240);
   }
   if (at("frontier")) frontier(at("frontier"), data.frontier);
+  data.courses.forEach((found, index) => {
+    for (const place of document.querySelectorAll(`[data-course="${index}"]`)) course(place, found, place.dataset.key, place.dataset.label, place.dataset.unit);
+  });
   if (at("timelines")) timelines.show(at("timelines"), data.iterations, data.unit);
   if (at("changes")) changes(at("changes"), data.ranks);
   inTurn(data.curves.flatMap((each, index) => at(`curve-${index}`) ? [() => curve(at(`curve-${index}`), each)] : []));

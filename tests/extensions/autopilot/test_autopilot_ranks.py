@@ -5,56 +5,129 @@ emulated GPUs.
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import run
+from browsing import IMPACTS, barriers, chromium, opened
+from commands import done, run
 from launching import results_of
 
-from perseus_planner import Profile
+from perseus_planner import Profile, Run
 
 pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize(
-    ("engine", "ranks"),
-    [
-        ("torch", 2),
-        pytest.param(
-            *("deepspeed", 4),  # two data-parallel pipelines
-            marks=[
-                pytest.mark.soak,
-                pytest.mark.skipif(
-                    find_spec("deepspeed") is None, reason="deepspeed is not installed"
-                ),
-            ],
-        ),
-    ],
-)
+@pytest.fixture(scope="module", name="trained")
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Train by torch without a plan, once for all tests that look at the run."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, results_of("autopilot_programs:learns", 2, folder, "torch")
+
+
 def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
-    engine: str, ranks: int, tmp_path: Path
+    trained: tuple[Path, list[dict[str, Any]]],
 ):
-    imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
-    for result in results_of("autopilot_programs:learns", ranks, tmp_path, engine, imports=imports):
+    folder, results = trained
+    _check_learnt(folder, results, "2 ranks")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_two_pipelines_of_deepspeed_learn_too(tmp_path: Path):
+    results = results_of(
+        "autopilot_programs:learns", 4, tmp_path, "deepspeed", imports=["deepspeed.pipe"]
+    )
+    _check_learnt(tmp_path, results, "4 ranks, 2 pipelines")
+
+
+def _check_learnt(folder: Path, results: list[dict[str, Any]], who: str) -> None:
+    for result in results:
         assert result["equal"]
         assert result["phases"][:1] == ["watching"]
         assert "reference" in result["phases"]
         assert result["warnings"] == []
         assert result["state"]
-    profile = Profile.load(tmp_path / "run" / "autopilot.yaml")
+    profile = Profile.load(folder / "run" / "autopilot.yaml")
     assert profile.origin == "simulated"
     assert profile.gpu == "simulated a100-sxm slower=1000000"
     assert max(map(len, profile.measurements.values())) > 1
     assert all(row.evidence is not None for rows in profile.measurements.values() for row in rows)
-    shown = run(f"show {tmp_path / 'run'}")
-    who = "2 ranks" if ranks == 2 else "4 ranks, 2 pipelines"
+    shown = run(f"show {folder / 'run'}")
     assert f"Run of {who}, without a plan." in shown.stdout, shown.stderr
     assert "energy simulated, saved against all clocks at maximum" in shown.stdout
-    status = json.loads(run(f"show {tmp_path / 'run'} --json").stdout)["autopilot"]
+    status = json.loads(run(f"show {folder / 'run'} --json").stdout)["autopilot"]
     assert status["reference_s"] > 0.0
-    refused = run(f"calibrate {tmp_path / 'run' / 'autopilot.yaml'} {tmp_path / 'run'}")
+    refused = run(f"calibrate {folder / 'run' / 'autopilot.yaml'} {folder / 'run'}")
     assert "was trained without a plan" in refused.stderr
+
+
+def test_a_report_shows_a_run_without_a_plan_as_it_ran(
+    trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+):
+    folder = trained[0] / "run"
+    ran = Run.load(folder)
+    reported = run(f"report {folder} -o {tmp_path / 'report.html'}")
+    assert f"{folder.name}: Run of 2 ranks, without a plan." in reported.stdout, reported.stderr
+    content = json.loads(run(f"report {folder} -o {tmp_path / 'again.html'} --json").stdout)
+    # What nobody planned has no section.
+    assert (content["runs"], content["savings"], content["ranks"]) == ({}, [], [])
+    assert content["where"]["iterations"] == []
+    (course,) = content["courses"]
+    assert course["each"] == 1
+    assert course["iterations"] == [row.iteration for row in ran.ranks[0].iterations]
+    slowest_s = [
+        max(row.time_s for row in rows)
+        for rows in zip(*(rank.iterations for rank in ran.ranks), strict=True)
+    ]
+    assert course["times_s"] == pytest.approx(slowest_s)
+    own_j = [row.energy_j for row in ran.ranks[0].iterations]
+    other_j = [row.energy_j for row in ran.ranks[1].iterations]
+    assert course["energies_j"] == [
+        None if None in pair else pytest.approx(sum(pair))
+        for pair in zip(own_j, other_j, strict=True)
+    ]
+    (recorded,) = content["iterations"]
+    last = max(ran.ranks[0].computations)
+    assert recorded["note"].startswith(f"recorded: iteration {last} without a plan")
+    names = [[str(each.computation) for each in rank.computations[last]] for rank in ran.ranks]
+    assert [each.split() for each in recorded["programs"]] == names
+    learnt = Profile.load(folder / "autopilot.yaml")
+    assert len(content["curves"]) == len(learnt.measurements)
+    html = (tmp_path / "report.html").read_text()
+    for heading in ("Energy of a training run", "Recorded run without a plan", "as learnt"):
+        assert heading in html
+    for heading in ("Where the energy goes", "Clock changes of each GPU", "planned</th>"):
+        assert heading not in html
+    without_state = tmp_path / "run"
+    shutil.copytree(folder, without_state)
+    (without_state / "autopilot.yaml").unlink()
+    content = json.loads(run(f"report {without_state} -o {tmp_path / 'again.html'} --json").stdout)
+    assert (content["context"], content["curves"]) == (None, [])
+    assert len(content["iterations"]) == 1
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_of_a_run_without_a_plan_has_all_figures_and_no_barrier(
+    theme: str, trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+):
+    path = tmp_path / "report.html"
+    done(f"report {trained[0] / 'run'} -o {path}")
+    with chromium() as browser, opened(browser, path.as_uri(), color_scheme=theme) as page:
+        page.locator("#curve-0 svg").wait_for()
+        assert page.locator("[data-course] svg[role=img]").count() == 3
+        assert page.locator("#timelines .timeline").count() == 1
+        first = page.locator("#timelines canvas").first
+        first.focus()
+        page.keyboard.press("ArrowRight")
+        status = page.locator("#timelines .readout").first
+        assert status.inner_text().startswith("Rank 0, 0F0: forward of microbatch 0, stage 0")
+        page.locator("[data-course] summary").first.click()
+        rows = page.locator("[data-course]").first.locator("tbody tr")
+        assert rows.count() >= len(Run.load(trained[0] / "run").ranks[0].iterations)
+        assert barriers(page, IMPACTS) == []
 
 
 # in real time: with other work on the processors, trials of a mode may take minutes
