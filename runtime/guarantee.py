@@ -75,7 +75,7 @@ class Tuning:
     # Audits. Shares are of all iterations.
     #: Iterations of an audit. The first one still feels those before it and is not compared. The
     #: median of three others is not moved by one late loader, which hides half of what single ones
-    #: tell. Chosen by `pytest tests/runtime/test_autopilot_noise.py -k expectation`.
+    #: tell. Chosen by `pytest tests/extensions/autopilot/test_autopilot_noise.py -k expectation`.
     audit: int = 4
     #: The first iteration of the first audit, counted from the first plan: when most of the saving
     #: is reached (benchmark 22: within 20 iterations).
