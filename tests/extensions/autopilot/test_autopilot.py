@@ -476,7 +476,7 @@ def _check_pairs(ranks: Any, modes: Any) -> None:
 def test_a_mode_that_takes_twice_as_long_is_tried_within_the_ledger_and_left():
     truth = nanobatched("computation", longer=2.0)
     full_s, _ = steady(truth, job_of(truth, 8).iteration, Physics(), full_clocks(LARGER, 8))
-    done = train(truth, 40, microbatches=8, late=3)
+    done = train(truth, 48, microbatches=8, late=3)  # of which audits take some
     counts = [sum(rank.count(NANO) for rank in each[0]) for each in done.modes]
     assert 0 < sum(counts) < 60
     assert max(counts[-8:]) <= 4  # a trial
