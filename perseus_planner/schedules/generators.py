@@ -557,5 +557,7 @@ def _generator(name: str) -> Generator:
         return Generator(_whole, 1)
     if name not in NAMES:
         advice = did_you_mean(name, NAMES) or f"give one of {', '.join(NAMES)}"
+        if "." in name:
+            advice = "the name of a text grid ends in .csv or .txt"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
     return NAMES[name]
