@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
-_SEARCHES = 7  #: plans within a switch budget at most, to find the least margin that is enough
+_SEARCHES = 5  #: plans within a switch budget at most, to find the least margin that is enough
 _CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
 _FIRST = 1.4  #: margin that is tried after 0, standard errors
 _INSIDE = 0.1  #: part of an interval that is left at both ends
