@@ -31,6 +31,7 @@ import measured_runs
 import model_fit
 import modes
 import noisy_plans
+import other_gpus
 import other_pipelines
 import plan_gaps
 import plan_times
@@ -83,6 +84,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     modes.NUMBER: modes.measure,
     learnt_modes.NUMBER: learnt_modes.measure,
     stated_savings.NUMBER: stated_savings.measure,
+    other_gpus.NUMBER: other_gpus.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

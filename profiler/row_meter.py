@@ -136,6 +136,7 @@ def merge(rows: Sequence[Measurement]) -> Measurement:
             sum(windows),
             mean(each.temperature_c for each in evidence),
             _ordered({reason for each in evidence for reason in each.throttle}),
+            evidence[0].order,
         ),
     )
 
@@ -271,6 +272,8 @@ class RowMeter:
         window_s: The length of a window, seconds.
         achieved_mhz: The mean SM clock of this GPU while the last row was measured; 0 before the
             first.
+        spreads: How far the replicas were apart in each row, a relative standard deviation; empty
+            if there is one.
         slow: Slow replica -> by which share it was slower at most, see `slow_replicas`.
         disagreements: GPU of the group -> how far its energy counter and its power sensor were
             apart in a row, in words.
@@ -304,6 +307,7 @@ class RowMeter:
         )
         self._heated_c = gpu.temperature_c()
         self.achieved_mhz = 0.0
+        self.spreads: list[float] = []
         self.slow: dict[int, float] = {}
         self.disagreements: dict[str, str] = {}
         self._powers_w: list[tuple[float, float]] = []  #: by counter and sensor, in this row
@@ -370,6 +374,11 @@ class RowMeter:
             if is_enough(without_outliers(accepted)):
                 break
         self.achieved_mhz = fmean(clocks_mhz)
+        if len(self._group.replicas) > 1:
+            of_replicas = [
+                fmean(window.time_s for window in own) for own in zip(*measured, strict=True)
+            ]
+            self.spreads.append(stdev(of_replicas) / fmean(of_replicas))
         for found in self._group.gather(self._disagreement()):
             if found is not None:
                 self.disagreements.setdefault(*found)

@@ -88,6 +88,8 @@ class StageRows:
     control: str  #: What was set for each row
     #: The relative errors that all rows share, of times and of energies; see `Profile`.
     shared_errors: tuple[float, float] = (0.0, 0.0)
+    #: How far its replicas were apart, as `Profile.gpu_spread`; None if there is one.
+    gpu_spread: float | None = None
     #: As `Stage.memory`, the most of the stage's GPUs.
     memory: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     shared_by: str = SHARED_BY[0]  #: As in `Stage`
@@ -163,6 +165,7 @@ def assemble_profile(
         control=stages[0].control,
         shared_time_error=one_or_each(stage.shared_errors[0] for stage in stages),
         shared_energy_error=one_or_each(stage.shared_errors[1] for stage in stages),
+        gpu_spread=together([stage.gpu_spread for stage in stages if stage.gpu_spread is not None]),
         modes=_modes(stages),
         iteration=iteration or {},
         conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
@@ -183,6 +186,12 @@ def _modes(stages: Sequence[StageRows]) -> Modes | None:
             kept, more = zip(*(stage.memory[name] for stage in stages), strict=True)
             ways[name] = replace(ways[name], kept_bytes=kept, backward_bytes=more)
     return Modes(ways, max((stage.shared_by for stage in stages), key=SHARED_BY.index))
+
+
+def together(spreads: Sequence[float]) -> float | None:
+    """Return one relative standard deviation of several, their root mean square; None of none."""
+    squares = [spread**2 for spread in spreads]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else None
 
 
 def with_one_power(rows: Sequence[StageRows]) -> list[StageRows]:

@@ -22,7 +22,7 @@ from perseus_planner.base.wires import Record, decode, encode
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merge, subtract
-from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows
+from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows, together
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.plausible import Doubt, find_doubts, row_name
@@ -273,6 +273,7 @@ class _Sweep:
             origin=self.gpu.origin,
             control=self.settings.control,
             shared_errors=(self._drift("time_s"), self._drift("energy_j")),
+            gpu_spread=together(self.meter.spreads),
             memory=_most(self.group.gather(dict(self.stage.memory))),
             shared_by=self.stage.shared_by,
             reordering=self.stage.reordering,
@@ -516,6 +517,8 @@ class _Sweep:
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
 
     def _add(self, kind: str, setting: int, row: Measurement, expected: int) -> None:
+        if row.evidence is not None:
+            row = replace(row, evidence=replace(row.evidence, order=self._done))
         self._visits[kind].setdefault(setting, []).append(row)
         if self.kept is not None:
             self.kept.write(self._visits)

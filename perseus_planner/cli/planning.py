@@ -130,6 +130,12 @@ class SettingOptions:
         "Power limit of each GPU, e.g. 500W, if it is lower than when it was profiled; clocks "
         "that it would cap are not used.",
     ]
+    gpu_spread: Annotated[
+        Tolerance | None,
+        "By how much the times of GPUs differ from those of the profiled ones (standard "
+        "deviation), e.g. 2%; 0% if the job runs on the very GPUs that were profiled.  [default: "
+        "the profile's, else 1%]",
+    ]
     overhead_s: Annotated[
         Overhead | None,
         "Constant part of the iteration time that the replay does not explain, e.g. 120ms, as "

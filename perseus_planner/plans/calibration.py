@@ -206,8 +206,9 @@ class _PlanOfJob:
         plan, rows = self.measured.plan, self._profile.measurements
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
         points = {}
+        scale = 1.0 if plan.on_time is None else plan.on_time.time_scale
         for key, clocks in plan.measurements.items():
-            factor = correction.time_factors.get(key[1][0], 1.0)
+            factor = scale * correction.time_factors.get(key[1][0], 1.0)
             points[key] = {
                 row.clock_mhz: replace(row, time_s=factor * row.time_s)
                 for row in rows[key]

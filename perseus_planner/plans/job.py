@@ -127,6 +127,8 @@ class Settings(Checked, error=JobError):
     correction: Correction = field(default_factory=Correction)
     #: calibrated jitter of computations, a relative standard deviation; replaces the profile's.
     jitter: Share | None = None
+    #: by how much equal GPUs differ, relative; replaces the profile's.
+    gpu_spread: Share | None = None
     clock_change: ClockChange | None = None  #: the cost of a clock change; replaces the profile's
     #: the pipelines; empty for one.
     replicas: Annotated[tuple[ReplicaSettings, ...], Reader(_replicas)] = ()
@@ -394,7 +396,8 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
     """Return the profile at `path`, with the fields that the job replaces."""
-    instead = {name: getattr(settings, name) for name in ("overhead_s", "jitter", "clock_change")}
+    names = ("overhead_s", "jitter", "gpu_spread", "clock_change")
+    instead = {name: getattr(settings, name) for name in names}
     given = {name: value for name, value in instead.items() if value is not None}
     return replace(Profile.load(path, blocking_power_w=power_w), **given)
 

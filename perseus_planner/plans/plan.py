@@ -87,6 +87,17 @@ class OnTime:
     has_errors: bool
     #: the jitter of computations that it is on time with, a relative standard deviation.
     jitter: float = 0.0
+    #: by how much the GPUs of a stage may differ from the profiled ones, a relative standard
+    #: deviation; 0.0 in plans of 0.4.
+    gpu_spread: float = 0.0
+    #: whether that is assumed, as only one GPU of a stage was measured.
+    is_spread_assumed: bool = False
+    #: the longest expected iteration time, over that with all clocks at their maximum; None if the
+    #: limit is a power, and in plans of 0.4.
+    expected_limit_ratio: float | None = None
+    #: what the expected times of the rows were multiplied by, so that an iteration with all clocks
+    #: at their maximum takes as long as measured.
+    time_scale: float = 1.0
 
 
 _FORMAT = "perseus-planner/plan"
@@ -105,7 +116,7 @@ _NUMBERS = (
     "baseline_energy_j",
     "clock_change",
 )
-_OPTIONAL = ("point_bound_j", "on_time", "torch", "baseline", "remarks")
+_OPTIONAL = ("point_bound_j", "on_time", "torch", "baseline", "remarks", "made_with")
 _KEYS = ("profile", *_ORIGIN, "schedule", *_NUMBERS, "changes", "measurements", "ranks")
 _OPTIONAL_KEYS = (*ITERATION_KEYS, *_OPTIONAL, "full_clocks", "min_dwell_s")
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -158,6 +169,9 @@ class Plan(Checked, error=PlanError):
     torch: str | None = None  #: the version of torch of the profile, if it has one
     #: with what it is compared: all clocks at maximum, or as near to them as was measured.
     baseline: str = ALL_MAXIMUM
+    #: with which Python and numpy it was made, as the last digits of both decide which of nearly
+    #: equal plans is found; None in plans of 0.4. Plans that differ only in it are equal.
+    made_with: str | None = field(default=None, compare=False)
     #: what a reader may not expect of the profile.
     remarks: tuple[str, ...] = ()
     #: (stage, kind in the profile) -> the measurement at its highest clock, in the training's own

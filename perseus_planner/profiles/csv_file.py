@@ -11,7 +11,7 @@ from typing import NamedTuple
 from perseus_planner.base.errors import ProfileError, shown
 from perseus_planner.base.fields import rules
 from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
-from perseus_planner.base.units import CLOCK, COMPUTED, ENERGY, LIMIT, STAGE, TIME
+from perseus_planner.base.units import CLOCK, COMPUTED, ENERGY, INDEX, LIMIT, STAGE, TIME
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name, mode_of
 
@@ -41,6 +41,7 @@ _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
 KIND_IN_MODE = re.compile(r"[FBIW](\.[a-z0-9_-]+)?(@[a-z0-9_-]+)?")
 """The kind of a computation in a profile."""
 _FEW_GHZ = re.compile(r"[0-9]\.[0-9]+")  #: how a clock in GHz is written
+_ORDER = "order"  #: the column of `Evidence.order`, which only swept profiles have
 _MODE = "mode"  #: the column, which only a profile with modes has
 
 
@@ -98,13 +99,16 @@ _MODE_NAME = Text(
 def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     """Return the CSV file that holds `rows`; reading it gives the same floats."""
     has_evidence = any(row.evidence is not None for row in rows)
+    has_order = any(row.evidence and row.evidence.order is not None for row in rows)
     has_modes = any(mode_of(row.kind) != OWN for row in rows)
     header = ["stage", "instruction", *[_MODE] * has_modes, CONTROLS[control], "time", "energy"]
     lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
+    lines[0] += [_ORDER] * has_order
     for row in rows:
         mode = [mode_of(row.kind)] if has_modes else []
         cells = [row.stage, word_of(in_mode(row.kind, OWN)), *mode, *row[2:5]]
         lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])
+        lines[-1] += [row.evidence.order if row.evidence else None] * has_order
     return csv_text(lines).encode()
 
 
@@ -132,7 +136,7 @@ def read_table(path: Path) -> Table:
     if len(controls) > 1:
         both = " and ".join(repr(CONTROLS[control]) for control in controls)
         raise ProfileError(f"{table.where}: has the columns {both}; keep the one that was set")
-    table.refuse_twice([*columns, _MODE, *_EVIDENCE.values()])
+    table.refuse_twice([*columns, _MODE, _ORDER, *_EVIDENCE.values()])
     (control,) = controls
     rows = []
     seen: dict[tuple[int, str, int], str] = {}
@@ -181,7 +185,8 @@ def _evidence(cells: CsvRow) -> Evidence | None:
     fields = rules(Evidence).items()
     numbers = {name: cells.read(_EVIDENCE[name], field.rule) for name, field in fields}
     throttle = tuple(filter(None, cells.cells.get("throttle", "").split("+")))
-    return Evidence(**numbers, throttle=throttle)
+    order = cells.read(_ORDER, INDEX) if cells.cells.get(_ORDER) else None
+    return Evidence(**numbers, throttle=throttle, order=order)
 
 
 def unit_of(control: str) -> str:

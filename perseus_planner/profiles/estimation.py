@@ -32,12 +32,23 @@ Rows = Mapping[Key, tuple[Measurement, ...]]
 P = TypeVar("P")
 """What holds the rows: a profile."""
 _UNIT = 0.7  #: the x of the model is ln(highest clock / clock) over this: about 0 to 1
-_TIME = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=0.003)
-_ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=0.3, noise=0.003)
+_NOISE = {"noise": 0.003, "drift": 0.002, "length": 8.0}
+_TIME = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, **_NOISE)
+_ENERGY = Scales(bend=1.0, kink=0.05, step=0.005, level=0.03, slope=0.02, shape=0.3, **_NOISE)
 # Standard deviations of the logarithms of these: a factor of e either way is nothing unusual. That
 # of the shape is smaller, as stages that look alike to the last bit in some profiles are not in
 # others.
-_DOUBT = Scales(bend=1.0, kink=1.0, step=1.0, level=1.0, slope=1.0, shape=0.4, noise=0.2)
+_DOUBT = Scales(
+    bend=1.0,
+    kink=1.0,
+    step=1.0,
+    level=1.0,
+    slope=1.0,
+    shape=0.4,
+    noise=0.2,
+    drift=1.0,
+    length=0.7,
+)
 _NO_ERRORS = 1.5  #: that of the noise if rows have no standard errors
 _LEAST_J = 1e-300  #: of a logarithm
 _LEAST_NOISE = 1e-5  #: relative
@@ -144,6 +155,31 @@ def exact_draws(rows: Rows) -> Draws:
             place = clocks.index(row.clock_mhz)
             time_s[key][place], energy_j[key][place] = row.time_s, row.energy_j
     return Draws(clocks, time_s, energy_j)
+
+
+def on_other_gpus(
+    draws: Draws, gpu_of: Mapping[int, int], spread: float, count: int, seed: int = 0
+) -> Draws:
+    """Return draws on other GPUs than those that were profiled: all rows of a GPU take so many
+    times as long, at the same power, its highest clock's too.
+
+    Args:
+        draws: `count` of them, or one for all.
+        gpu_of: stage -> the number of its GPU.
+        spread: the relative standard deviation of these factors; with 0 the draws stay as they are.
+        count: the number of draws.
+        seed: of the factors.
+    """
+    if not spread:
+        return draws
+    random = np.random.default_rng([seed, 1])
+    gpus = dict.fromkeys(sorted(gpu_of.values()))
+    longer = {gpu: np.exp(spread * random.standard_normal(count)) for gpu in gpus}
+    time_s, energy_j = (
+        MappingProxyType({key: rows * longer[gpu_of[key[0]]] for key, rows in table.items()})
+        for table in (draws.time_s, draws.energy_j)
+    )
+    return Draws(draws.clocks_mhz, time_s, energy_j)
 
 
 def estimate_rows(
@@ -256,17 +292,33 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}
     places = [np.array([index[row.clock_mhz] for row in key_rows]) for key_rows in rows]
+    orders = list(map(_order, rows))
     curves = []
     for quantity, guess in (("time_s", _TIME), ("energy_j", _ENERGY)):
         values = [np.log([getattr(row, quantity) for row in key_rows]) for key_rows in rows]
         noise, variances = pooled_errors(rows, quantity)
-        points = list(map(Points, places, values, variances))
+        points = list(map(Points, places, values, variances, orders))
         if noise is None:
             curves.append(Curves(x, points, guess, _DOUBT._replace(noise=_NO_ERRORS)))
         else:
             curves.append(Curves(x, points, guess._replace(noise=max(noise, _LEAST_NOISE)), _DOUBT))
     lowest = max(int(place.max()) for place in places)
     return _Kind(keys, clocks, lowest, *curves)
+
+
+def _order(rows: Sequence[Measurement]) -> Floats:
+    """Return the place of each row among those of its computation, in the order in which they were
+    measured: as they say, else from the highest clock down, as most sweeps go.
+    """
+    orders = [
+        row.evidence.order
+        for row in rows
+        if row.evidence is not None and row.evidence.order is not None
+    ]
+    if len(orders) < len(rows):
+        return np.arange(len(rows), dtype=float)
+    ranks: Floats = np.argsort(np.argsort(orders, kind="stable")).astype(np.float64)
+    return ranks
 
 
 def pooled_errors(

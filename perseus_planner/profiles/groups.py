@@ -86,7 +86,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
 
     Raises:
         ProfileError: If there are none, one lacks its stage, or they differ in `gpus_per_stage`,
-            `overhead_s`, `jitter`, `clock_change` or `control`.
+            `overhead_s`, `jitter`, `gpu_spread`, `clock_change` or `control`.
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
@@ -98,7 +98,14 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
                 f"the profile of stage {stage} has only {profile.stages} stages; give one that has "
                 "it"
             )
-        for name in ("gpus_per_stage", "overhead_s", "jitter", "clock_change", "control"):
+        for name in (
+            "gpus_per_stage",
+            "overhead_s",
+            "jitter",
+            "gpu_spread",
+            "clock_change",
+            "control",
+        ):
             if getattr(profile, name) != getattr(first, name):
                 raise ProfileError(
                     f"the profiles of stage 0 and stage {stage} differ in {name}; give both the "

@@ -48,6 +48,9 @@ class Evidence(Checked, error=ProfileError):
     temperature_c: Celsius  #: core temperature, degrees Celsius, mean over the windows
     #: the reasons of `gpu.THROTTLE_REASONS` that were seen, in their order.
     throttle: tuple[str, ...] = ()
+    #: how many rows of the sweep were measured before it, as errors of rows that are measured one
+    #: after another may go together; None if it is not known.
+    order: int | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,20 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 _OF_STAGES = ("blocking_power_w", "shared_time_error", "shared_energy_error")
 DOUBTS = "doubts"
 """The condition that holds what is unusual about the rows of a file."""
-_EVIDENCE = ("iteration", "conditions", "shared_time_error", "shared_energy_error", "jitter")
+_EVIDENCE = (
+    "iteration",
+    "conditions",
+    "shared_time_error",
+    "shared_energy_error",
+    "jitter",
+    "gpu_spread",
+)
+ASSUMED_SPREAD = 0.01
+"""The `Profile.gpu_spread` that plans assume where none was measured, by hand.
+
+Equal GPUs under a power limit differ more: by 8 % in the mean of five clusters, and by up to 22 %
+(Sinha et al., "Not All GPUs Are Created Equal", SC'22).
+"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,10 @@ class Profile(Checked, error=ProfileError):
     #: calibration: the relative standard deviation of a computation's time from one time it runs
     #: to the next, each for itself; 0.0 if it was not measured.
     jitter: Share = 0.0
+    #: by how much equal GPUs differ: the relative standard deviation of the times of all rows of a
+    #: stage together, its highest clock's too, on another GPU than the one that was profiled. None
+    #: if it was not measured; see `assumed_spread`.
+    gpu_spread: Share | None = field(default=None, compare=False, repr=False)
     #: what the modes of the measurements set, and how they are tied; None if each computation runs
     #: in one way.
     modes: Annotated[Modes | None, CheckedBy(_checked_modes)] = None
@@ -190,6 +207,15 @@ class Profile(Checked, error=ProfileError):
             _of_stage(self.shared_time_error, stage),
             _of_stage(self.shared_energy_error, stage),
         )
+
+    @property
+    def assumed_spread(self) -> float:
+        """The `gpu_spread` that plans leave a margin for: as measured or given, else
+        `ASSUMED_SPREAD`; 0.0 of rows that are exact, as they are of a model and not of a GPU.
+        """
+        if self.gpu_spread is not None:
+            return self.gpu_spread
+        return 0.0 if self.is_exact else ASSUMED_SPREAD
 
     @cached_property
     def digest(self) -> str:

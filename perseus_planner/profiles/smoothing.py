@@ -1,8 +1,10 @@
 """Curves of like stages over the clock, estimated together from noisy points: a Gaussian process,
 with numpy alone.
 
-The logarithm of a quantity of stage s at a clock is shared(x) + own_s(x) + noise, where x grows
-from 0 at the highest clock as the clock falls. Both curves are a straight line, plus a smooth bend
+The logarithm of a quantity of stage s at a clock is shared(x) + own_s(x) + noise + drift, where x
+grows from 0 at the highest clock as the clock falls. Noise is independent from point to point. The
+drift is correlated over the order in which the points were measured, by exp(-distance / length): an
+Ornstein-Uhlenbeck process. Both curves are a straight line, plus a smooth bend
 (the cubic smoothing spline: Wahba 1990), plus kinks and plateaus (Brownian motion), plus a step at
 each clock (GPUs run other kernels at some clocks). How large each of these is follows from the
 points, by maximum a posteriori; so like stages share nearly everything, and unlike ones little. See
@@ -59,6 +61,8 @@ class Scales(NamedTuple):
     slope: float  #: of their own slopes
     shape: float  #: of their own bend, kink and step, relative to the shared ones
     noise: float  #: of a point of variance 1
+    drift: float  #: of what points that were measured one after another share
+    length: float  #: over which it is correlated, points; not of a logarithm
 
 
 class Points(NamedTuple):
@@ -67,6 +71,7 @@ class Points(NamedTuple):
     place: Integers  #: (k,) index on the grid
     value: Floats  #: (k,) logarithms
     variance: Floats  #: (k,) of their noise, relative to the other points
+    order: Floats  #: (k,) when they were measured, in points
     unlike: float = 1.0  #: how much more its own the curve's shape is than that of most
 
 
@@ -123,11 +128,8 @@ class Curves:
                 own[i] = root @ random.standard_normal((n, count))
         missed = []
         for curve_points, value, curve in zip(self._points, self._values, own, strict=True):
-            noise = (
-                random.standard_normal((len(value), count))
-                * self.scales.noise
-                * np.sqrt(curve_points.variance)[:, None]
-            )
+            covariance = _noise(self.scales, curve_points.variance, curve_points.order)
+            noise = np.linalg.cholesky(covariance) @ random.standard_normal((len(value), count))
             missed.append(
                 value[:, None] - shared[curve_points.place] - curve[curve_points.place] - noise
             )
@@ -150,7 +152,8 @@ class Curves:
             for unlike, improbable in _UNLIKE.items():
                 own = self._parts.own(self.scales, unlike) + uncertain
                 own = own[np.ix_(given.place, given.place)]
-                inverse = np.linalg.inv(own + np.diag(noise * given.variance))
+                drift = _noise(self.scales, np.zeros_like(given.variance), given.order)
+                inverse = np.linalg.inv(own + drift + np.diag(noise * given.variance))
                 left_out = inverse @ missed / np.diag(inverse)
                 far = np.abs(left_out) * np.sqrt(np.diag(inverse))
                 wrong = int(np.argmax(far))
@@ -160,7 +163,7 @@ class Curves:
                     doubted[wrong] += left_out[wrong] ** 2 / noise
                     tried.append((improbable + _WRONG, doubted))
                 for cost, variance in tried:
-                    root = np.linalg.cholesky(own + np.diag(noise * variance))
+                    root = np.linalg.cholesky(own + drift + np.diag(noise * variance))
                     pulled = np.linalg.solve(root, missed)
                     cost += float(np.log(np.diag(root)).sum() + 0.5 * pulled @ pulled)
                     options[cost] = given._replace(variance=variance, unlike=unlike)
@@ -249,16 +252,18 @@ class _Alike(NamedTuple):
 
     place: Integers
     variance: Floats
+    order: Floats
     unlike: float
     curves: list[int]
 
 
 def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
-    groups: dict[tuple[bytes, bytes, float], _Alike] = {}
+    groups: dict[tuple[bytes, bytes, bytes, float], _Alike] = {}
     for i in curves:
-        place, _, variance, unlike = points[i]
-        group = _Alike(place, variance, unlike, [])
-        groups.setdefault((place.tobytes(), variance.tobytes(), unlike), group).curves.append(i)
+        place, _, variance, order, unlike = points[i]
+        group = _Alike(place, variance, order, unlike, [])
+        key = place.tobytes(), variance.tobytes(), order.tobytes(), unlike
+        groups.setdefault(key, group).curves.append(i)
     return list(groups.values())
 
 
@@ -273,10 +278,9 @@ class _Model:
             Floats
         ] = []  # of the covariance of each group's points about the shared curve
         self.half_log, precision = 0.0, np.zeros((n, n))
-        for (place, variance, _, curves), own in zip(alike, self.own, strict=True):
-            root = np.linalg.cholesky(
-                own[np.ix_(place, place)] + np.diag(scales.noise**2 * variance)
-            )
+        for (place, variance, order, _, curves), own in zip(alike, self.own, strict=True):
+            covariance = _noise(scales, variance, order)
+            root = np.linalg.cholesky(own[np.ix_(place, place)] + covariance)
             half = np.linalg.inv(root)
             self.inverses.append(half.T @ half)
             self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
@@ -287,7 +291,7 @@ class _Model:
     def misfit(self, values: Sequence[Floats]) -> float:
         """Return minus the log probability of the values of the curves, but for a constant."""
         squares, weighed = 0.0, np.zeros(len(self.root))
-        for (place, _, _, curves), inverse in zip(self.alike, self.inverses, strict=True):
+        for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
             value = np.stack([values[i] for i in curves], axis=1)
             pulled = inverse @ value
             squares += float(np.sum(value * pulled))
@@ -307,17 +311,25 @@ class _Model:
         values of each curve.
         """
         weighed = np.zeros((len(self.root), values[0].shape[1]))
-        for (place, _, _, curves), inverse in zip(self.alike, self.inverses, strict=True):
+        for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
             weighed[place] += inverse @ np.sum([values[i] for i in curves], axis=0)
         inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
         own = np.zeros((len(values), *weighed.shape))
-        for (place, _, _, curves), inverse, covariance in zip(
+        for (place, *_, curves), inverse, covariance in zip(
             self.alike, self.inverses, self.own, strict=True
         ):
             for i in curves:
                 own[i] = covariance[:, place] @ (inverse @ (values[i] - shared[place]))
         return shared, own
+
+
+def _noise(scales: Scales, variance: Floats, order: Floats) -> Floats:
+    """Return the (k, k) covariance of the noise and the drift of points."""
+    apart = np.abs(np.subtract.outer(order, order))
+    covariance: Floats = scales.drift**2 * np.exp(-apart / scales.length)
+    covariance[np.diag_indices_from(covariance)] += scales.noise**2 * variance
+    return covariance
 
 
 def _root(covariance: Floats) -> Floats:

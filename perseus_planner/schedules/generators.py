@@ -567,6 +567,8 @@ def _generator(name: str) -> Generator:
     if place is None:
         advice = did_you_mean(name, schedule_names())
         advice = advice or f"give one of {', '.join(schedule_names())}"
+        if "." in name:
+            advice = "the name of a text grid ends in .csv or .txt"
         raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
     generator = extensions.load(place)
     assert isinstance(generator, Generator)

@@ -86,6 +86,9 @@ def write_frontier(
             [getattr(row, name) if row else np.nan for name in rules(Evidence)] for row in rows
         ]
         arrays["evidence"] = np.array(evidence, dtype=np.float64)
+        orders = [-1 if row is None or row.order is None else row.order for row in rows]
+        if max(orders) >= 0:
+            arrays["orders"] = np.array(orders, dtype=np.int64)
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
         np.savez_compressed(file, **arrays)
@@ -189,10 +192,12 @@ def _digest(arrays: dict[str, Any]) -> str:
 def _parts(arrays: dict[str, Any]) -> Parts:
     header = json.loads(arrays["header"].tobytes())
     _need(isinstance(header["schedule"], str), "schedule", "is not a name")
-    evidence = iter(arrays["evidence"].tolist() if "evidence" in arrays else ())
+    numbers = arrays["evidence"].tolist() if "evidence" in arrays else []
+    orders = arrays["orders"].tolist() if "orders" in arrays else [-1] * len(numbers)
+    evidence = iter(list(map(_evidence, numbers, orders)))
     measurements = {
         parse_stage_kind(text): tuple(
-            Measurement(clock, time_s, energy_j, _evidence(next(evidence, None)))
+            Measurement(clock, time_s, energy_j, next(evidence, None))
             for clock, time_s, energy_j in points
         )
         for text, points in header["measurements"].items()
@@ -220,14 +225,15 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     return dag, (arrays["times"], arrays["powers"]), guides
 
 
-def _evidence(numbers: Sequence[float] | None) -> Evidence | None:
+def _evidence(numbers: Sequence[float], order: int) -> Evidence | None:
     """Return the evidence of a row without its throttle reasons, which no plan depends on; None
     if it has none.
     """
-    if numbers is None or np.isnan(numbers).any():
+    if np.isnan(numbers).any():
         return None
     achieved_mhz, time_s, energy_j, windows, temperature_c = numbers
-    return Evidence(achieved_mhz, time_s, energy_j, int(windows), temperature_c)
+    number = None if order < 0 else order
+    return Evidence(achieved_mhz, time_s, energy_j, int(windows), temperature_c, order=number)
 
 
 _MOST = 2**60  #: no time or flow is larger
@@ -539,7 +545,8 @@ class Frontier(TimeEnergyCurve):
         if on_time is None:
             return False
         PROBABILITY.check(on_time, "on_time")
-        return self.profile.jitter > 0.0 or not self.profile.is_exact
+        profile = self.profile
+        return profile.assumed_spread > 0.0 or profile.jitter > 0.0 or not profile.is_exact
 
     def _no_slower_than_saves(self, deadline_s: float, **limits: Any) -> Plan:
         """Return the plan for a deadline, or an earlier one at which energy is least, in the modes

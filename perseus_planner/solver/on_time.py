@@ -2,13 +2,18 @@
 uncertain.
 
 A plan's time is compared with that of all clocks at their maximum under the same joint draw, so
-that what is common to both cancels out. Plans are made as if computations below the maximum clock
-took some standard errors longer than they are expected to; the least such margin is searched with
-which a plan is on time in enough draws. The maximum clock takes no margin, so a plan that is no
-slower than all clocks at maximum stays possible.
+that what is common to both cancels out. A draw has times of the rows, and a factor for each GPU on
+all of its rows, the maximum clock's too: a job runs on other GPUs than those that were profiled,
+and which stage is the slowest is uncertain as well.
 
-The plans of the search are not polished and have no switch budget; the plan with the margin that is
-found has both.
+Plans are made as if computations below the maximum clock took some standard errors longer than they
+are expected to. The maximum clock takes no margin, so a plan that is no slower than all clocks at
+maximum stays possible. A plan that is late in too many draws, or in their mean, is repaired: what
+is on the longest path of late draws gets faster clocks. With a switch budget, the least margin is
+searched instead with which a plan within the budget is on time.
+
+Expected times and energies are scaled by two numbers, near 1, such that an iteration with all
+clocks at their maximum takes what it takes with the measured rows: there is one baseline.
 """
 
 from __future__ import annotations
@@ -23,37 +28,47 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleDeadline
+from perseus_planner.base.prefixes import si
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
-from perseus_planner.profiles.estimation import exact_draws
+from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpus
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
+from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.profiles.estimation import Draws, Estimate, Key
+    from perseus_planner.profiles.estimation import Estimate, Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
     from perseus_planner.schedules.iteration import Iteration
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
-_SEARCHES = 8  #: rough plans at most, to find the least margin that is enough
+_SEARCHES = 5  #: plans within a switch budget at most, to find the least margin that is enough
 _CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
 _FIRST = 1.4  #: margin that is tried after 0, standard errors
 _INSIDE = 0.1  #: part of an interval that is left at both ends
-_STEP = 1.5  #: from a margin that is not enough to the next one, while none is known to be
-_TRIES = 4  #: plans with all effort at most, each with a little more margin
-_LEAST = 0.1  #: of that little, standard errors
+_STEP = 2.0  #: from a margin that is not enough to the next one, while none is known to be
+_MARGINS = (0.0, 0.7, 1.4)  #: of rough plans without a switch budget, standard errors
+_REPAIRS = 60  #: rounds at most, in each of which what makes a plan late gets faster
+_LATEST = 64  #: draws that a round looks at
+_AT_ONCE = 0.1  #: of the computations that may get faster in a round
+_LEAST_J = 1e-12  #: of what a faster operating point costs
 # No model of a GPU's curves is exact, so intervals are wider than those of the draws: their ends
 # are so many times as far from the mean, and at least so far. `python benchmarks/run.py --only 19`
 # counts how often the truth is in them.
 _WIDER_TIME = 1.25
 _LEAST_DOUBT = 7e-4  #: of a ratio or a share
 _ROUNDING = 1e-9
+# No draw is faster than all clocks at maximum, so a mean of exactly 1 would allow no draw that is
+# slower. A mean that is 1.0000 in the digits that are printed does.
+_EXPECTED = 4.9e-5
+_SCALINGS = 20  #: rounds at most, to find the scale of times
+_SAME = 1e-13  #: relative
 
 
 class _Drawn(NamedTuple):
@@ -63,6 +78,13 @@ class _Drawn(NamedTuple):
     margin: float | None
     time_s: Floats
     energy_j: Floats
+
+
+class _Faster(NamedTuple):
+    """The next faster operating point of a computation."""
+
+    clock_mhz: int
+    gain_s_per_j: float  #: of the time that it saves, for the effective energy that it costs
 
 
 class OnTimePlanner:
@@ -94,10 +116,11 @@ class OnTimePlanner:
     ) -> Plan:
         ratio = deadline_s / self.curve.baseline_time_s
         limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
-        within_s = limit * self._mean.baseline_time_s
+        within_s = deadline_s  # what is expected takes no part of the tolerance
 
         def lateness(drawn: _Drawn) -> float:
-            return self._likely_ratio(drawn, probability) / limit - 1 - _ROUNDING
+            likely = self._likely_ratio(drawn, probability) / limit - _ROUNDING
+            return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
 
         def is_on_time(drawn: _Drawn) -> bool:
             return lateness(drawn) <= 0.0
@@ -111,28 +134,42 @@ class OnTimePlanner:
             except InfeasibleDeadline:
                 return None
 
-        is_free = max_changes is None and self.curve.profile.clock_change is None
-        rough = _search(partial(make, is_rough=True), lateness)
-        enough = min((drawn.margin or 0.0 for drawn in rough if is_on_time(drawn)), default=None)
-        tried = list(rough) if is_free else []
-        if enough is not None:
-            for number in range(_TRIES):
-                drawn = make(enough + number * max(_CLOSE * enough, _LEAST), is_rough=False)
-                tried += [drawn] if drawn else []
-                if drawn and is_on_time(drawn):
-                    break
-            if enough and not is_free and number == 0:  # few clocks leave time of their own
-                tried += filter(None, [make(enough / 2, is_rough=False)])
+        if max_changes is None and self.curve.profile.clock_change is None:
+            tried = [drawn for margin in _MARGINS if (drawn := make(margin, is_rough=True))]
+            unsafe = tried[0] if tried else self._at_maximum
+            tried = [self._repaired(drawn, ratio, lateness) for drawn in tried]
+            found = [drawn for drawn in tried if is_on_time(drawn)]
+            if found:  # with all effort once
+                margin = min(found, key=self._effective_j).margin or 0.0
+                drawn = make(margin, is_rough=False)
+                tried += [self._repaired(drawn, ratio, lateness)] if drawn else []
+        else:
+            # A switch budget is inside the search: few clocks need other margins than many.
+            tried = _search(partial(make, is_rough=False), lateness)
+            unsafe = tried[0] if tried else self._at_maximum
+            tried.append(self._steady(lateness))
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
         if not on_time:
             least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
-        free_best = min(filter(is_on_time, rough), key=self._effective_j, default=self._at_maximum)
-        safety_j = float(np.mean(free_best.energy_j - rough[0].energy_j)) if rough else 0.0
+        safety_j = float(np.mean(best.energy_j - unsafe.energy_j))
         plan = self._plan_of(best)
-        certainty = replace(self._certainty(plan, best, probability, safety_j), limit_ratio=limit)
-        return replace(plan, deadline_s=max(within_s, plan.time_s), on_time=certainty)
+        certainty = replace(
+            self._certainty(plan, best, probability, safety_j),
+            limit_ratio=limit,
+            expected_limit_ratio=ratio,
+        )
+        plan = replace(plan, deadline_s=max(deadline_s, plan.time_s), on_time=certainty)
+        measured_j = self.curve.bound_j(max(plan.time_s, self.curve.min_time_s))
+        if plan.energy_j >= measured_j * (1 - _ROUNDING):
+            return plan
+        # `planner solve` knows the measured rows alone, and its reader would wonder.
+        why = (
+            f"It takes less than {si(measured_j, 'J', 6)}, the bound of the measured rows: its "
+            "operating points are estimates from all rows."
+        )
+        return replace(plan, remarks=(*plan.remarks, why))
 
     def plan_within_power(
         self, power_w: float, probability: float, max_changes: int | None
@@ -166,9 +203,20 @@ class OnTimePlanner:
 
     @cached_property
     def _draws(self) -> Draws:
-        if self._estimate is None:
-            return exact_draws(self.curve.profile.measurements)
-        return self._estimate.draws(_DRAWS)
+        """What times and energies may really be, scaled as the expected ones."""
+        iteration, spread = self.curve.dag.iteration, self.curve.profile.assumed_spread
+        rows = exact_draws(self.curve.profile.measurements)
+        if self._estimate is not None:
+            drawn = self._estimate.draws(_DRAWS)
+            longer, dearer = self._scales
+            rows = Draws(
+                drawn.clocks_mhz,
+                {key: longer * table for key, table in drawn.time_s.items()},
+                {key: dearer * table for key, table in drawn.energy_j.items()},
+            )
+        pairs = zip(iteration.keys, iteration.rank_of, strict=False)  # operations come last
+        gpu_of = {stage: rank for (stage, _), rank in pairs}
+        return on_other_gpus(rows, gpu_of, spread, _DRAWS)
 
     @cached_property
     def _jitter(self) -> Floats | None:
@@ -203,7 +251,27 @@ class OnTimePlanner:
         """The curve of the expected times."""
         if self._estimate is None:
             return self.curve
-        return TimeEnergyCurve.of(self.curve.dag.with_profile(self._estimate.mean))
+        profile = _scaled(self._estimate.mean, *self._scales)
+        return TimeEnergyCurve.of(self.curve.dag.with_profile(profile))
+
+    @cached_property
+    def _scales(self) -> tuple[float, float]:
+        """What expected times and energies are multiplied by for the baseline of measured rows."""
+        if self._estimate is None:
+            return 1.0, 1.0
+        wanted_s, wanted_j = self.curve.baseline_time_s, self.curve.baseline_energy_j
+        overhead_s = self.curve.profile.overhead_s
+        base = baseline(self.curve.dag.with_profile(self._estimate.mean))
+        rows, longer = base.baseline_measurements(), 1.0
+        # Newton's method: transfers and other fixed times do not scale, so once is not enough.
+        for _ in range(_SCALINGS):
+            scaled = [replace(row, time_s=longer * row.time_s) for row in rows]
+            time_s, energy_j = time_and_energy(base, scaled)
+            if abs(time_s - wanted_s) <= _SAME * wanted_s:
+                break
+            longer *= max(0.5, 1 + (wanted_s - time_s) / (time_s - overhead_s))
+        dearer = 1 + (wanted_j - energy_j) / sum(row.energy_j for row in rows)
+        return longer, dearer if dearer > 0.0 else 1.0
 
     def _planner(self, margin: float) -> Planner:
         """Return the planner for the expected times plus the margin."""
@@ -213,8 +281,8 @@ class OnTimePlanner:
         return self._planners[margin]
 
     def _slower(self, margin: float) -> Profile:
-        """Return the expected profile with times that are longer by `margin` standard errors
-        against the top clock, and jitter.
+        """Return the expected profile with times that are longer by `margin` standard errors, and
+        jitter; those of the top clock stay.
         """
         longer = {key: np.exp(margin * doubt).tolist() for key, doubt in self._doubts.items()}
         measurements = {
@@ -228,18 +296,163 @@ class OnTimePlanner:
 
     @cached_property
     def _doubts(self) -> dict[Key, Floats]:
-        """(stage, kind) -> the standard error of each row's log time against the top clock, with
-        jitter.
+        """(stage, kind) -> the standard error of each row's log time against that of an iteration
+        with all clocks at their maximum, with jitter.
         """
-        index, doubts = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}, {}
+        base = np.log(self._at_maximum.time_s)
+        index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
+        doubts: dict[Key, Floats] = {}
         for key, rows in self._mean.profile.measurements.items():
             if not rows[0].has_work:
                 doubts[key] = np.zeros(len(rows))
                 continue
             logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
-            doubts[key] = np.hypot(np.std(logs - logs[:1], axis=1), self.curve.profile.jitter)
+            doubts[key] = np.hypot(np.std(logs - base, axis=1), self.curve.profile.jitter)
             doubts[key][0] = 0.0
         return doubts
+
+    def _repaired(self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]) -> _Drawn:
+        """Return the plan with faster clocks for what makes it late; as it is if it is on time.
+
+        Slack is the difference of two long paths, of which the uncertainty is a share of their
+        whole length, however short the computation is that uses the slack. A margin on that
+        computation's time alone would have to be many times as large. So the computations that are
+        on the longest path in late draws get the next faster of their operating points, those
+        first that cost the least energy for the time that they save, until the plan is on time.
+        """
+        dag, index = self._mean.dag, {mhz: i for i, mhz in enumerate(self._draws.clocks_mhz)}
+        iteration, clocks = dag.iteration, list(drawn.clocks_mhz)
+        fixed_s = [operation.time_s for operation in iteration.operations]
+        for _ in range(_REPAIRS):
+            if lateness(drawn) <= 0.0:
+                break
+            excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
+            latest = np.argsort(-excess, kind="stable")[:_LATEST]
+            latest = latest[excess[latest] > 0.0]
+            places = latest if len(drawn.time_s) > 1 else np.zeros(len(latest), np.int64)
+            duration_s = np.empty((len(iteration.names), len(latest)))
+            for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
+                row = np.broadcast_to(self._draws.time_s[key][index[mhz]], drawn.time_s.shape)
+                duration_s[place] = row[latest]
+            duration_s[len(clocks) :] = np.array(fixed_s)[:, None]
+            if self._jitter is not None:
+                some = places % self._jitter.shape[1]
+                duration_s[: len(clocks)] *= self._jitter[:, some]
+            late_by = _on_longest_path(iteration, duration_s) @ excess[latest]
+            scores = list[tuple[float, int, int]]()
+            for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
+                faster = self._faster[key].get(mhz)
+                if faster is not None and late_by[place] > 0.0:
+                    scores.append((late_by[place] * faster.gain_s_per_j, place, faster.clock_mhz))
+            if not scores:
+                break
+            scores.sort(key=lambda each: (-each[0], each[1]))
+            for _score, place, mhz in scores[: math.ceil(len(scores) * _AT_ONCE)]:
+                clocks[place] = mhz
+            drawn = self._replayed(clocks, drawn.margin)
+        return drawn
+
+    def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
+        """Return the best plan found with one clock for each rank, by local search on the draws.
+
+        It begins with the slowest common pace that is on time, and with all clocks at their
+        maximum. Then each rank in turn gets its slowest clock that is on time, those first that
+        have most to save.
+        """
+        options, iteration = self._paces, self._mean.dag.iteration
+        keys, rank_of = iteration.keys, iteration.rank_of
+
+        def drawn_of(chosen: Sequence[int]) -> _Drawn:
+            clocks = [options[rank][chosen[rank]][2] for rank in rank_of[: len(keys)]]
+            return self._replayed(clocks, 0.0)
+
+        def slowest(low: int, high: int, chosen_of: Callable[[int], list[int]]) -> int:
+            """Return the last number that is on time, where `low` is, by halving."""
+            while low < high:
+                middle = (low + high + 1) // 2
+                if lateness(drawn_of(chosen_of(middle))) <= 0.0:
+                    low = middle
+                else:
+                    high = middle - 1
+            return low
+
+        loads_s = sorted({load_s for own in options for load_s, _, _ in own})
+
+        def at_pace(number: int) -> list[int]:
+            within_s = loads_s[number]
+            return [max(0, sum(load_s <= within_s for load_s, _, _ in own) - 1) for own in options]
+
+        def with_rank(chosen: Sequence[int], rank: int, number: int) -> list[int]:
+            return [*chosen[:rank], number, *chosen[rank + 1 :]]
+
+        found = [self._at_maximum]
+        for start in ([0] * len(options), at_pace(slowest(0, len(loads_s) - 1, at_pace))):
+            if lateness(drawn_of(start)) > 0.0:
+                continue
+            gain_j = [own[place][1] - own[-1][1] for own, place in zip(options, start, strict=True)]
+            chosen = list(start)
+            for rank in sorted(range(len(options)), key=lambda rank: -gain_j[rank]):
+                of_rank = partial(with_rank, tuple(chosen), rank)
+                chosen[rank] = slowest(chosen[rank], len(options[rank]) - 1, of_rank)
+            found.append(drawn_of(chosen))
+        return min(found, key=self._effective_j)
+
+    @cached_property
+    def _paces(self) -> list[list[tuple[float, float, int]]]:
+        """For each rank, the (seconds, effective joules, clock) of all that it runs at one clock,
+        fastest first, without those that are dominated.
+        """
+        dag, profile, options = self._mean.dag, self._mean.profile, []
+        tables = {
+            key: {row.clock_mhz: row for row in profile.measurements[key]}
+            for key in set(dag.iteration.keys)
+        }
+        for program in dag.iteration.programs:
+            own = Counter(dag.iteration.keys[i] for i in program if i < len(dag.iteration.keys))
+            clocks = set.intersection(*(set(tables[key]) for key in own))
+            top = max(clocks)
+            loads = []
+            for mhz in clocks:
+                rows = [(count, key, tables[key][mhz]) for key, count in own.items()]
+                load_s = math.fsum(count * row.time_s for count, _, row in rows)
+                load_j = math.fsum(
+                    count * (row.energy_j - profile.blocking_w(key[0]) * row.time_s)
+                    for count, key, row in rows
+                )
+                loads.append((load_s, load_j, mhz))
+            # The top clock stays, with which all plans are compared.
+            kept = [next(load for load in loads if load[2] == top)]
+            for load in sorted(loads):
+                if load[0] > kept[-1][0] and load[1] < kept[-1][1]:
+                    kept.append(load)
+            options.append(kept)
+        return options
+
+    @cached_property
+    def _faster(self) -> dict[Key, dict[int, _Faster]]:
+        """(stage, kind) -> clock -> the next faster operating point, for clocks that have one that
+        is at most the top clock.
+        """
+        steps: dict[Key, dict[int, _Faster]] = {}
+        for key in set(self._mean.dag.iteration.keys):
+            rows = self._mean.profile.measurements[key]
+            points, top = self._mean.dag.points[key], rows[0]
+            waiting_w = self._mean.profile.blocking_w(key[0])
+            own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
+            steps[key] = {}
+            for row in rows[1:]:
+                quicker = [point for point in points if point.time_s < row.time_s * (1 - _SAME)]
+                if quicker:
+                    time_s, effective_j, mhz = max(
+                        (point.time_s, point.effective_j, point.clock_mhz) for point in quicker
+                    )
+                elif top.time_s <= row.time_s:
+                    time_s, effective_j, mhz = top.time_s, own_j[top.clock_mhz], top.clock_mhz
+                else:
+                    continue
+                cost_j = max(effective_j - own_j[row.clock_mhz], _LEAST_J)
+                steps[key][row.clock_mhz] = _Faster(mhz, (row.time_s - time_s) / cost_j)
+        return steps
 
     def _replayed(self, clocks_mhz: list[int], margin: float | None) -> _Drawn:
         """Return the replays of these clocks, as if clock changes cost nothing."""
@@ -269,7 +482,17 @@ class OnTimePlanner:
         """Return the plan of these clocks with their expected times."""
         plan = self.mean_planner.plan_of(drawn.clocks_mhz, None)
         profile = self.curve.profile
-        return replace(plan, profile_digest=profile.digest, remarks=profile.remarks)
+        return replace(
+            plan,
+            profile_digest=profile.digest,
+            remarks=profile.remarks,
+            baseline_time_s=self.curve.baseline_time_s,
+            baseline_energy_j=self.curve.baseline_energy_j,
+        )
+
+    def _expected_ratio(self, drawn: _Drawn) -> float:
+        """Return the mean time over that with all clocks at their maximum."""
+        return float(np.mean(drawn.time_s / self._baseline.time_s))
 
     def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
         """Return the time that the plan keeps with this probability, over that with all clocks
@@ -298,7 +521,21 @@ class OnTimePlanner:
             interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
             has_errors=self._estimate is not None and self._estimate.has_errors,
             jitter=self.curve.profile.jitter,
+            gpu_spread=self.curve.profile.assumed_spread,
+            is_spread_assumed=self.curve.profile.gpu_spread is None,
+            time_scale=self._scales[0],
         )
+
+
+def _scaled(profile: Profile, longer: float, dearer: float) -> Profile:
+    """Return the profile with times and energies that are multiplied."""
+    measurements = {
+        key: tuple(
+            replace(row, time_s=longer * row.time_s, energy_j=dearer * row.energy_j) for row in rows
+        )
+        for key, rows in profile.measurements.items()
+    }
+    return replace(profile, measurements=measurements)
 
 
 def _search(
@@ -375,6 +612,24 @@ def replay_draws(
         time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
+
+
+def _on_longest_path(iteration: Iteration, duration_s: Floats) -> Floats:
+    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0, given the
+    (places, draws) seconds of each.
+    """
+    end_s = np.zeros_like(duration_s)
+    start_s = np.zeros_like(duration_s)
+    for place in iteration.order:
+        for i, lag_s in iteration.waits[place]:
+            np.maximum(start_s[place], end_s[i] + lag_s, out=start_s[place])
+        end_s[place] = start_s[place] + duration_s[place]
+    on_path = (end_s >= end_s.max(axis=0)) & (end_s > 0.0)
+    for place in reversed(iteration.order):
+        for i, lag_s in iteration.waits[place]:
+            on_path[i] |= on_path[place] & (end_s[i] + lag_s >= start_s[place])
+    shown: Floats = on_path.astype(np.float64)
+    return shown
 
 
 def _replayed_s(iteration: Iteration, duration_s: Sequence[Floats]) -> Floats:

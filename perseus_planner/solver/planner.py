@@ -8,6 +8,7 @@ with that cost and compared; plans that it makes late are made again for an earl
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from perseus_planner.solver.network import Integers
     from perseus_planner.solver.point_problem import PointProblem, Window
 
+_MADE_WITH = f"Python {platform.python_version()}, numpy {np.__version__}"
 _MOVES = (3000, 3_000_000)  #: moves of each computation, and of all of them at most
 _HEAT = (
     0.1,
@@ -705,6 +707,7 @@ class Planner:
             baseline=baseline_name(self.profile),
             remarks=self.profile.remarks,
             full_clocks=self._full_clocks,
+            made_with=_MADE_WITH,
         )
         if plan.clock_change is None:
             return plan

@@ -254,12 +254,18 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
     alone, if it waits for a straggler.
     """
     probability, interval = f"{100 * sure.probability:g} %", f"{100 * INTERVAL:g} %"
+    ratio, saved = sure.time_ratio, sure.saved_share
+    expected = ""
     if sure.limit_ratio is not None:
         limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"
+        if sure.expected_limit_ratio is not None:
+            expected = (
+                f" is expected at {ratio.expected:.4f}x (at most {sure.expected_limit_ratio:.4f}x) "
+                "and"
+            )
     else:
         limit = f"draws at most {si(sure.limit_power_w or 0.0, 'W', 6)}"
-    ratio, saved = sure.time_ratio, sure.saved_share
-    notes = [f"It {limit} with a probability of {probability} or more."]
+    notes = [f"It{expected} {limit} with a probability of {probability} or more."]
     if not waits:
         notes.append(
             f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
@@ -282,6 +288,16 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
     if not sure.has_errors:
         notes.append(
             "The profile has no standard errors: its noise is taken from how its rows scatter."
+        )
+    if sure.gpu_spread:
+        source = (
+            "assumed, as one GPU of each stage was measured (--gpu-spread of `planner solve`)"
+            if sure.is_spread_assumed
+            else "as measured or given"
+        )
+        notes.append(
+            f"GPUs are taken to differ from the profiled ones by {100 * sure.gpu_spread:g} % of "
+            f"time (standard deviation): {source}."
         )
     if not sure.jitter:
         notes.append(

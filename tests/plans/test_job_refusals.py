@@ -20,8 +20,8 @@ JOB = (
     "format: perseus-planner/job\nversion: 1\nprofile: two.yaml\nschedule: 1f1b\nmicrobatches: 3\n"
 )
 KNOWN = (
-    "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, jitter, "
-    "microbatch_group, microbatches, operations, overhead_s, profile, ranks, replicas, "
+    "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, gpu_spread, "
+    "jitter, microbatch_group, microbatches, operations, overhead_s, profile, ranks, replicas, "
     "samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
     "tokens_per_iteration, transfer, variants, version, virtual_stages"
 )

@@ -161,6 +161,8 @@ def test_a_full_sweep_measures_every_clock_in_random_order_and_the_top_one_three
     for kind in "FB":
         assert [row.clock_mhz for row in rows[kind]] == list(A100.clocks_mhz)
     order = [clock for clock, _ in itertools.groupby(clocks)]
+    in_order = sorted(rows["F"], key=lambda row: row.evidence.order if row.evidence else -1)
+    assert [row.clock_mhz for row in in_order] == list(dict.fromkeys(filter(None, order)))
     top, *others = A100.clocks_mhz
     assert sorted(filter(None, order), reverse=True) == [top] * 3 + others
     assert [at for at, clock in enumerate(order) if clock == top] == [0, len(others) // 2 + 1, 82]

@@ -303,7 +303,7 @@ def test_a_csv_is_read_however_it_was_written(folder: Path, text: str):
     assert profile.measurements[0, "B"] == (Measurement(1410, 0.1, 40.0),)
 
 
-EVIDENCE = Evidence(1391.5, 2e-5, 0.01, 3, 61.25, ("sw-power-cap", "hw-thermal"))
+EVIDENCE = Evidence(1391.5, 2e-5, 0.01, 3, 61.25, ("sw-power-cap", "hw-thermal"), order=7)
 
 
 def test_evidence_comes_back_from_the_table_and_changes_no_identity(folder: Path):

@@ -8,8 +8,18 @@ import pytest
 from perseus_planner.profiles import smoothing
 from perseus_planner.profiles.smoothing import Curves, Points, Scales
 
-GUESS = Scales(bend=0.5, kink=0.05, step=0.01, level=0.05, slope=0.03, shape=0.3, noise=0.01)
-SURE = Scales(*[1e-6] * 7)  #: doubt of the guess: the scales stay as they are
+GUESS = Scales(
+    bend=0.5,
+    kink=0.05,
+    step=0.01,
+    level=0.05,
+    slope=0.03,
+    shape=0.3,
+    noise=0.01,
+    drift=0.02,
+    length=2.0,
+)
+SURE = Scales(*[1e-6] * len(GUESS))  #: doubt of the guess: the scales stay as they are
 X = np.array([0.0, 0.1, 0.25, 0.4, 0.45, 0.8])
 
 
@@ -19,7 +29,8 @@ def some_points(seed: int, curves: int) -> list[Points]:
     for _ in range(curves):
         place = np.sort(random.choice(len(X), random.integers(1, len(X) + 1), replace=False))
         value = 0.7 * X[place] + 0.03 * random.standard_normal(len(place)) - 3
-        points.append(Points(place, value, random.uniform(0.3, 3, len(place))))
+        order = random.permutation(len(place)).astype(float)
+        points.append(Points(place, value, random.uniform(0.3, 3, len(place)), order))
     return points
 
 
@@ -45,9 +56,16 @@ def dense(points: list[Points], scales: Scales) -> tuple[np.ndarray, np.ndarray]
     (shared, own), n = covariances(scales), len(X)
     prior = np.kron(np.ones((len(points), len(points))), shared) + np.kron(np.eye(len(points)), own)
     at = np.concatenate([i * n + each.place for i, each in enumerate(points)])
-    noise = scales.noise**2 * np.concatenate([each.variance for each in points])
+    noise = np.diag(scales.noise**2 * np.concatenate([each.variance for each in points]))
+    first = 0
+    for each in points:  # each curve has a drift of its own
+        for i, a in enumerate(each.order):
+            for j, b in enumerate(each.order):
+                drift = scales.drift**2 * np.exp(-abs(a - b) / scales.length)
+                noise[first + i, first + j] += drift
+        first += len(each.order)
     value = np.concatenate([each.value for each in points])
-    gain = np.linalg.solve(prior[np.ix_(at, at)] + np.diag(noise), prior[at]).T
+    gain = np.linalg.solve(prior[np.ix_(at, at)] + noise, prior[at]).T
     mean = value.mean() + gain @ (value - value.mean())
     return mean.reshape(len(points), n), prior - gain @ prior[at]
 
@@ -86,10 +104,12 @@ def test_scales_are_found_from_the_points():
             np.arange(40),
             shared + 0.1 * random.standard_normal() + 0.02 * random.standard_normal(40),
             np.ones(40),
+            np.arange(40.0),
         )
         for _ in range(8)
     ]
-    found = Curves(x, points, GUESS, Scales(*[1.0] * 7)).scales
+    guess = GUESS._replace(drift=2e-3, length=8.0)
+    found = Curves(x, points, guess, Scales(*[1.0] * len(guess))).scales
     assert found.noise == pytest.approx(0.02, rel=0.1)
     assert 0.04 < found.level < 0.25
 
@@ -98,10 +118,35 @@ def test_a_curve_unlike_the_others_is_not_pulled_towards_them():
     x, random = np.linspace(0, 1, 30), np.random.default_rng(2)
     logs = np.array([0.5 * x + (0.03 * np.sin(40 * x) if i == 9 else 0.0) for i in range(10)])
     points = [
-        Points(np.arange(30), each + 2e-3 * random.standard_normal(30), np.ones(30))
+        Points(
+            np.arange(30),
+            each + 2e-3 * random.standard_normal(30),
+            np.ones(30),
+            np.arange(30.0),
+        )
         for each in logs
     ]
-    guess = Scales(bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, shape=0.3, noise=2e-3)
-    off = Curves(x, points, guess, Scales(*[1.0] * 5, 0.4, 0.2)).mean() - logs
+    guess = GUESS._replace(
+        bend=0.3, kink=0.03, step=0.003, level=0.03, slope=0.02, noise=2e-3, drift=2e-3
+    )
+    doubt = Scales(*[1.0] * len(guess))._replace(shape=0.4, noise=0.2)
+    off = Curves(x, points, guess, doubt).mean() - logs
     assert np.sqrt(np.mean(off[9] ** 2)) < 3e-3
     assert np.sqrt(np.mean(off[:9] ** 2)) < 1.5e-3
+
+
+def test_the_length_of_a_drift_is_found_in_the_order_of_measurement():
+    x, random = np.linspace(0, 1, 40), np.random.default_rng(4)
+    points = []
+    for _ in range(8):
+        drift = [random.standard_normal()]
+        for _ in range(39):
+            drift.append(0.8 * drift[-1] + 0.6 * random.standard_normal())
+        order = random.permutation(40)
+        noise = 0.01 * np.array(drift)[order] + 1e-3 * random.standard_normal(40)
+        points.append(Points(np.arange(40), 0.5 * x + noise, np.ones(40), order.astype(float)))
+    guess = GUESS._replace(noise=1e-3, drift=2e-3, length=8.0)
+    doubt = Scales(*[1.0] * len(guess))._replace(noise=0.2)
+    found = Curves(x, points, guess, doubt).scales
+    assert found.drift == pytest.approx(0.01, rel=0.35)
+    assert found.length == pytest.approx(-1 / np.log(0.8), rel=0.5)

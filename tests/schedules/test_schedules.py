@@ -215,6 +215,10 @@ def test_a_name_gives_its_schedule(name: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            {"name": "order.grid"},
+            "there is no schedule 'order.grid'; the name of a text grid ends in .csv or .txt",
+        ),
         ({"name": "1f1B"}, "there is no schedule '1f1B'; did you mean 1f1b?"),
         (
             {"name": "best"},

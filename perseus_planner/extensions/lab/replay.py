@@ -714,7 +714,8 @@ class UnlikeJob:
         return lambda work, target_s: planner.plan_of(work, clocks, target_s)
 
     def _wary_frontier(self) -> Frontier:
-        profile = replace(self.frontier.profile, jitter=self.lengths.spread)
+        # The cluster is replayed from the very rows of the profile.
+        profile = replace(self.frontier.profile, jitter=self.lengths.spread, gpu_spread=0.0)
         return solve_dag(PipelineDag(profile, self.frontier.dag.iteration))
 
     def reordered_s(self) -> tuple[float, float]:

@@ -188,7 +188,8 @@ class ServiceSettings:
         if (
             sure is not None and sure.limit_ratio is not None
         ):  # the plan's own is that of estimated times
-            deadline_s = sure.limit_ratio * frontier.baseline_time_s
+            ratio = sure.expected_limit_ratio or sure.limit_ratio
+            deadline_s = ratio * frontier.baseline_time_s
         return Registration(
             name=self.name,
             pipelines=pipelines,
