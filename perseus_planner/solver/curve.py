@@ -103,12 +103,14 @@ class TimeEnergyCurve:
             np.diff(as_array[1], prepend=0) != 0
         )  # the slope is the same where the walk only stopped
         bends[[0, -1]] = True
-        return cls(
+        curve = cls(
             dag,
             as_array[0, bends],
             as_array[1, bends],
             Guides(*map(np.array, zip(*guides, strict=True))),
         )
+        vars(curve)["scaled"] = scaled  # laid out once
+        return curve
 
     @property
     def profile(self) -> Profile:
