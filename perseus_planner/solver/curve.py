@@ -69,7 +69,7 @@ class TimeEnergyCurve:
                 be scaled.
         """
         # Loaded here with Numba, which whoever looks at a frontier does not need.
-        from perseus_planner.solver.mincut import slowest_state, walk
+        from perseus_planner.solver.mincut import slowest_tree, walk
 
         scaled = scaled_network(dag)
         fastest_s = _replayed_s(dag, 0)
@@ -79,8 +79,8 @@ class TimeEnergyCurve:
                 f"that replays to {si(fastest_s, 's', 6)} at its fastest; calibrate with an "
                 "iteration of this schedule"
             )
-        state = slowest_state(scaled.network)
-        slowest = int(state.event[scaled.network.sink])
+        tree = slowest_tree(scaled.network)
+        slowest = int(tree.event[scaled.network.sink])
         fastest = int(fastest_s / scaled.tick_s)
         near, far_parts = min(_NEAR * fastest, slowest), _PARTS - _NEAR_PARTS
         if near == slowest:
@@ -89,7 +89,7 @@ class TimeEnergyCurve:
         targets = ends.astype(np.int64).tolist()
         count, times, powers = len(dag.keys), [slowest], [0]
         guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
-        for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], state)):
+        for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], tree)):
             times[-1:], powers[-1:] = step.times, step.powers
             end_s = np.asarray(
                 step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32
@@ -103,12 +103,14 @@ class TimeEnergyCurve:
             np.diff(as_array[1], prepend=0) != 0
         )  # the slope is the same where the walk only stopped
         bends[[0, -1]] = True
-        return cls(
+        curve = cls(
             dag,
             as_array[0, bends],
             as_array[1, bends],
             Guides(*map(np.array, zip(*guides, strict=True))),
         )
+        vars(curve)["scaled"] = scaled  # laid out once
+        return curve
 
     @property
     def profile(self) -> Profile:

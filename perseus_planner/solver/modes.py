@@ -273,16 +273,16 @@ class ModeProblem:
         """Return by how much an iteration in these modes is late at its fastest, seconds, and the
         prices of time in its cheapest relaxed one.
         """
-        from perseus_planner.solver.mincut import slowest_state, walk
+        from perseus_planner.solver.mincut import slowest_tree, walk
 
         fixed = in_modes(self.dag, modes)
         scaled = scaled_network(fixed)
         network = scaled.network
         durations_s = [fixed.points[key][0].time_s for key in fixed.iteration.keys]
         fastest_s = max(end_times(fixed, durations_s))
-        state = slowest_state(network)
+        tree = slowest_tree(network)
         target = 1 + int(max(within_s, fastest_s * (1 + _NEAR)) / scaled.tick_s)
-        step = next(walk(network, [min(target, int(state.event[network.sink]))], state))
+        step = next(walk(network, [min(target, int(tree.event[network.sink]))], tree))
         flow_w = step.state.flow * scaled.power_unit_w
         count = len(fixed.order)
         nodes = np.empty(count)
