@@ -14,8 +14,8 @@ _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)]+)\)")
 
 
 def described() -> str:
-    """Return the README with the addresses of files in the repository, at the tag of this
-    version.
+    """Return the README with the addresses of files in the repository, at the tag of this version;
+    on the main branch before its release.
     """
     source = re.search(r'^Source = "(.+)"$', (HERE / "pyproject.toml").read_text(), re.MULTILINE)
     version = re.search(
@@ -26,9 +26,11 @@ def described() -> str:
     if source is None or version is None:
         raise ValueError("pyproject.toml has no Source, or base/__init__.py no __version__")
 
+    reference = "main" if ".dev" in version[1] else f"v{version[1]}"
+
     def absolute(link: re.Match[str]) -> str:
         image, text, path = link.groups()
-        return f"{image}{text}({source[1]}/{'raw' if image else 'blob'}/v{version[1]}/{path})"
+        return f"{image}{text}({source[1]}/{'raw' if image else 'blob'}/{reference}/{path})"
 
     return _LINK.sub(absolute, (HERE / "README.md").read_text())
 

@@ -1,3 +1,3 @@
 """What all rooms stand on: errors, numbers with units, strict files, other processes."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"

@@ -112,8 +112,9 @@ def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(envi
     ours = f"{urls['Source']}/"
     links = re.findall(r"\]\(([^)]+)\)", about.get_payload())
     assert [link for link in links if not link.startswith("https://")] == []
+    reference = "main" if ".dev" in __version__ else f"v{__version__}"
     files = [
-        re.fullmatch(rf"(?:blob|raw)/v{__version__}/([^#]+)(?:#.*)?", link.removeprefix(ours))
+        re.fullmatch(rf"(?:blob|raw)/{reference}/([^#]+)(?:#.*)?", link.removeprefix(ours))
         for link in links
         if link.startswith(ours)
     ]
@@ -122,12 +123,22 @@ def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(envi
 
 
 def test_the_changelog_begins_with_this_version():
-    releases = re.findall(
-        r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert releases[0] == __version__
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", text, re.MULTILINE)
+    next_version, _, development = __version__.partition(".dev")
+    if development:  # what comes after the last release
+        assert f"## [Unreleased]\n\n{next_version} " in text
+        assert releases[0] != next_version
+    else:
+        assert releases[0] == __version__
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == __version__
+    assert cited["version"] == releases[0]
+
+
+def test_a_release_has_at_most_forty_lines_in_the_changelog():
+    _, *releases = re.split(r"^## \[", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    long = [each.partition("]")[0] for each in releases if len(each.splitlines()) > 40]
+    assert long == []
 
 
 def test_the_source_distribution_holds_all_and_its_tests_run(tmp_path: Path):
