@@ -122,9 +122,17 @@ def test_options_are_read_as_they_were_written():
     }
 
 
-def test_every_option_is_an_argument_of_the_runtime_and_each_but_six_is_an_option():
+def test_every_option_is_an_argument_of_the_runtime_and_each_but_seven_is_an_option():
     arguments = {*inspect.signature(runtime.planner_runtime).parameters} - {"engine"}
-    scripts_only = {"max_changes_per_s", "on_straggling", "modes", "may_reorder", "log", "strict"}
+    scripts_only = {
+        "max_changes_per_s",
+        "on_straggling",
+        "modes",
+        "may_reorder",
+        "log",
+        "strict",
+        "decider",
+    }
     options = arguments - scripts_only
     assert {each.name for each in run_command.params} - {"command"} == options
     assert {*read_options({variable(name): "1" for name in arguments})} == options

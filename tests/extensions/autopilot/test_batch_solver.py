@@ -253,7 +253,7 @@ import sys
 import threading
 import time
 sys.path[:0] = sys.argv[1:]
-from test_batch import *
+from test_batch_solver import *
 profile, schedule = smooth_profile(3), schedules.one_f_one_b(3, 6)
 planner = planner_of(profile, schedule, laws_of(profile, 0), max_changes=4)
 plan = planner.plan(work_of(7, 6), 1.1 * planner.full_clocks_s(work_of(7, 6)))
