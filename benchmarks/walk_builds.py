@@ -1,7 +1,7 @@
 """How long another build of the planner takes to solve the same iterations, beside this one.
 
 Run as a program, with the checkout of the other build:
-`python benchmarks/walk_builds.py CHECKOUT -o benchmarks/results/walk_builds.md`. Each build solves
+`python benchmarks/walk_builds.py CHECKOUT -o walk-builds.md`. Each build solves
 in turn, in a process of its own, so that both have the same machine. Not a part of `run.py`, as it
 needs the other checkout.
 """

@@ -14,6 +14,7 @@ import pytest
 from resiliency_report import Report
 
 from perseus_planner.runtime import Runtime
+from perseus_planner.runtime.decider import Decider
 from perseus_planner.runtime.hook import Program
 
 TOP_MHZ = 1410
@@ -57,7 +58,8 @@ def runtime_at(clocks_mhz: Sequence[int], control: str = "clock", top: int = 0) 
     """Return the runtime of rank 0 in a job that was sent these clocks."""
     sent = SimpleNamespace(rank_clocks=lambda pipeline: clocks_mhz[2 * pipeline :][:2])
     program = Program(1, (), (), 1.0, top=top, sent=sent)
-    context: Any = SimpleNamespace(control=control, positions=[(0, 0), (0, 1), (1, 0), (1, 1)])
+    positions = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    context: Any = SimpleNamespace(control=control, positions=positions, decider=Decider())
     follower: Any = SimpleNamespace(program=program, problem=None)
     nothing: Any = None
     return Runtime(context, follower, nothing, nothing, nothing, nothing)

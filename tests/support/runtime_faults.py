@@ -39,7 +39,7 @@ from runtime_training import (
 )
 
 from perseus_planner.base.loops import LONGEST_PAUSE_S, Backoff
-from perseus_planner.runtime import Runtime, background, planner_runtime, rendezvous, telemetry
+from perseus_planner.runtime import Runtime, background, options, planner_runtime, telemetry
 from perseus_planner.runtime.switching import Rejection
 
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
@@ -165,7 +165,7 @@ def no_permission_any_more(state: str, environment: str, script: str) -> None:
     """Let the driver refuse to set clocks from some point on."""
     os.environ.update(json.loads(environment))
     gpu = f"nvml:{os.environ['RANK']}"
-    with job(state) as result, mock.patch.object(rendezvous, "gpu_text", return_value=gpu):
+    with job(state) as result, mock.patch.object(options, "gpu_text", return_value=gpu):
         warning_log, watch = WarningLog(), Watch()
         watch.takes_s = 0.005
         pipeline = Torch("1f1b", 4, watch)
