@@ -62,9 +62,9 @@ OFFERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "kernels": ("explore", "measures kernels for `planner calibrate --kernels`"),
         "kareus": ("lab", "reads a folder of plans of Kareus"),
         "other planners": ("lab", "chooses clocks as other planners do, for `planner report`"),
-        "client": ("service", "`perseus_planner.Client`"),
+        "client": ("service", "has `perseus_planner.Client`"),
         "service link": ("service", "follows a service while training"),
-        "sequence work": ("autopilot", "`perseus_planner.runtime.sequence_work`"),
+        "sequence work": ("autopilot", "has `perseus_planner.runtime.sequence_work`"),
         "warm up": ("autopilot", "compiles what training without a plan needs"),
     }
 )
