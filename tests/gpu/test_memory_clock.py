@@ -121,8 +121,8 @@ def test_the_memory_clock_of_an_emulated_gpu_is_seen_by_all_processes():
         assert isinstance(gpu, EmulatedGpu)
         modes["mem-1593"]()
         assert gpu.memory_mhz() == 1593
-        gpu.start(OpCost(flops=0.0, bytes=1e9))
         begin_s = gpu.now_s()
+        gpu.start(OpCost(flops=0.0, bytes=1e9))
         gpu.finish()
         assert gpu.now_s() - begin_s > 1.5 * gpu.model.load(OpCost(0.0, 1e9)).time_s(1410)
     with open_gpu(EMULATED) as gpu:

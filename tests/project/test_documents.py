@@ -19,6 +19,8 @@ from perseus_planner.cli import main
 
 pytestmark = pytest.mark.usefixtures("less_effort")
 DOCS = PAGES[1:]
+#: Pages of releases tell of commands that were, so what they name need not exist today.
+OF_TODAY = [page for page in PAGES if page.parent.name != "releases"]
 
 
 def _before(command: str) -> None:
@@ -74,10 +76,10 @@ def test_a_page_runs_as_written_after_the_readme(
 
 
 def test_every_command_is_shown_somewhere():
-    assert commands_of(PAGES) == set(main.commands)
+    assert commands_of(OF_TODAY) == set(main.commands)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.stem)
 def test_commands_in_the_text_exist(page: Path):
     for command in inline_commands(page):
         check_inline(command)
