@@ -51,7 +51,7 @@ core-alone: .venv/installed-test ## run the tests of the core without any extens
 	rm -rf build/core-alone/perseus_planner/extensions build/core-alone/tests/extensions
 	cd build/core-alone && env PYTHONPATH=$(CURDIR)/build/core-alone OMP_NUM_THREADS=1 \
 		$(CURDIR)/$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder \
-		tests/base tests/profiles tests/schedules tests/plans tests/solver tests/gpu tests/engines tests/runs tests/views tests/cli \
+		tests/base tests/profiles tests/schedules tests/plans tests/solver tests/gpu tests/runs tests/views tests/cli \
 		tests/profiler tests/runtime
 
 lint: .venv/installed-test ## check style, format and types

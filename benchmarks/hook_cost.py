@@ -25,7 +25,7 @@ from perseus_planner.extensions.autopilot.batches.decider import BatchesDecider
 from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat
 from perseus_planner.extensions.autopilot.decider import AutopilotDecider
 from perseus_planner.extensions.autopilot.ranks.messages import Noted
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook, Program

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.wires import Message
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs.status import DeciderStatus
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
@@ -67,7 +67,7 @@ class ServiceExchange:
 
     def __init__(self) -> None:
         self.learnt: Learnt | None = None
-        self.status = AutopilotStatus()
+        self.status = DeciderStatus("watching", "watching")
         self.waits_s: tuple[float, ...] = ()
         self.calm_s: tuple[float, ...] = ()
 
@@ -97,7 +97,7 @@ class Context:
     ended_s: Callable[[], float | None]  #: Seconds of the iteration that ended last, if known
     latest: LatestStarts | None  #: Where the controller reads by when computations must start
     service: ServiceExchange | None  #: With rank 0's part in a service; None without one
-    on_status: Callable[[AutopilotStatus], None]  #: Records what the decider knows, on rank 0
+    on_status: Callable[[DeciderStatus], None]  #: Records what the decider knows, on rank 0
 
 
 class Decider:
@@ -212,7 +212,7 @@ class Decider:
         return program.busy_s
 
     @property
-    def status(self) -> AutopilotStatus | None:
+    def status(self) -> DeciderStatus | None:
         """What it knows now, for `Runtime.autopilot`; any thread reads it. None for nothing."""
         return None
 

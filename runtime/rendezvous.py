@@ -73,12 +73,6 @@ _LOCAL_PAUSE_S = 0.05  #: the same at memory
 _LOOKS_PER_S = 40_000.0  #: at the store, at most, if each rank has a node of its own
 _NAMED = 16  #: absent ranks
 
-_OWN_DECIDERS = {
-    "autopilot": "learns clocks while training runs without a plan",
-    "batches": "has clocks follow each batch (work=)",
-}
-"""Deciders of this distribution, and what each does."""
-
 
 class RankInfo(Record, frozen=True, array_like=True):
     """What a rank tells rank 0."""
@@ -500,8 +494,8 @@ def decider_of(options: RuntimeOptions, *, has_plan: bool) -> Decider:
         decider = extensions.load(place)()
         assert isinstance(decider, Decider)
         return decider
-    if name in _OWN_DECIDERS:
-        missing = extensions.missing_text("autopilot", _OWN_DECIDERS[name])
+    if name in extensions.DECIDERS:
+        missing = extensions.missing_text(*extensions.DECIDERS[name])
         raise UsageError(f"{missing}, or give planner_runtime a plan")
     known = extensions.places("deciders")
     advice = did_you_mean(name, known) or f"give one of {', '.join(known)}"

@@ -17,7 +17,7 @@ from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Reject
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runs import IterationRecord
-    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.follower import Follower
     from perseus_planner.runtime.telemetry import Telemetry
@@ -53,7 +53,7 @@ class Runtime:
         return None if program is None else program.plan
 
     @property
-    def autopilot(self) -> AutopilotStatus | None:
+    def autopilot(self) -> DeciderStatus | None:
         """What the autopilot knows; on other ranks than 0, what it knew at their newest program.
         None with a plan.
         """

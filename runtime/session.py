@@ -24,8 +24,8 @@ from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import as_tested, sharded_torch
 from perseus_planner.profiles.modes import OWN, ModeFunctions
 from perseus_planner.profiles.sharding import difference
-from perseus_planner.runs.autopilot import STATE_FILE
 from perseus_planner.runs.recording import RankFiles
+from perseus_planner.runs.status import STATE_FILE
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection

@@ -42,9 +42,9 @@ from perseus_planner.runtime.controller.scheduler import RESET
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
-    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.savings import RankCosts
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
 
@@ -184,7 +184,7 @@ class RunRecorder:
         self._writes_plans, self._own_plans = writes_plans, own_plans
         self._version = 0  #: of the plan that was written last
         self._period: int | None = None
-        self._status: AutopilotStatus | None = None  #: not written yet
+        self._status: DeciderStatus | None = None  #: not written yet
         self._write_s = now_s()  #: when rows are written next; the first one at once
 
     def add(
@@ -211,8 +211,8 @@ class RunRecorder:
             self._replace_computations(computations)
         self._period = period
 
-    def take_status(self, status: AutopilotStatus) -> None:
-        """Take what the autopilot knows, which is written with the next rows."""
+    def take_status(self, status: DeciderStatus) -> None:
+        """Take what the decider knows, which is written with the next rows."""
         self._status = status
 
     def write_if_due(self) -> None:
@@ -232,7 +232,7 @@ class RunRecorder:
     def _write_status(self) -> None:
         status, self._status = self._status, None
         if status is not None:
-            self._do(lambda files: files.save_autopilot(status))
+            self._do(lambda files: files.save_status(status))
 
     def _replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
         if computations:
@@ -431,8 +431,8 @@ class Telemetry:
         """
         return self._checkpoints.kept
 
-    def on_status(self, status: AutopilotStatus) -> None:
-        """Record what the autopilot knows; called on rank 0."""
+    def on_status(self, status: DeciderStatus) -> None:
+        """Record what the decider knows; called on rank 0."""
         if self._recorder is not None:
             self._recorder.take_status(status)
 

@@ -70,6 +70,14 @@ OFFERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Name of an offer -> the extension of this distribution that makes it, and what it does."""
 
+DECIDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "autopilot": ("autopilot", "learns clocks while training runs without a plan"),
+        "batches": ("autopilot", "has clocks follow each batch, for the option work"),
+    }
+)
+"""Likewise, of the deciders that the options of a training ask for."""
+
 
 @cache
 def extensions() -> Mapping[str, Extension]:

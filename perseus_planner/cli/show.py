@@ -238,7 +238,7 @@ def _run_view(folder: Path) -> _View:
     def csv() -> bytes:
         return values_csv(run)
 
-    if run.autopilot is None or run.versions:
+    if run.decider is None or run.versions:
         summary = summarize_run(run)
         return _View(
             summary,
@@ -248,7 +248,7 @@ def _run_view(folder: Path) -> _View:
             csv,
         )
 
-    unplanned = summarize_unplanned(run, run.autopilot)
+    unplanned = summarize_unplanned(run)
     return _View(unplanned, unplanned_text(unplanned), csv=csv)
 
 

@@ -6,7 +6,7 @@ began, in UTC.
     totals-3.csv                       rank 3: sums over iterations whose rows are gone, by attempt
                                        and plan
     attempt-20261122T133502/
-        autopilot.json                 what the autopilot knew last, if there was no plan
+        decider.json                   what the decider knew last, if there was no plan
         plan-1.yaml                    a plan; plan-1-pipeline-0.yaml if each pipeline has its own
         iterations-3.csv               the last iterations of rank 3, a row for each
         iterations-3.old.csv           the rows before these, once there are many
@@ -53,15 +53,15 @@ from perseus_planner.base.tables import Text, csv_text
 from perseus_planner.base.units import Rule
 from perseus_planner.gpu.protocol import THROTTLE_REASONS
 from perseus_planner.runs.account import Entry, fold
-from perseus_planner.runs.autopilot import save_status
 from perseus_planner.runs.records import ComputationRecord, IterationRecord
+from perseus_planner.runs.status import save_status
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.status import DeciderStatus
 
 _MAX_READ_BYTES = 64 * 2**20  #: far above the size of a file that a run writes
 _THROTTLED = "throttled_s_"  #: before a throttle reason, as the name of a column
@@ -358,8 +358,8 @@ class RankFiles:
         while len(self._plans) > PLANS_KEPT:
             self._plans.pop(min(self._plans)).unlink(missing_ok=True)
 
-    def save_autopilot(self, status: AutopilotStatus) -> None:
-        """Replace what the autopilot knew last."""
+    def save_status(self, status: DeciderStatus) -> None:
+        """Replace what the decider knew last."""
         self._path.mkdir(parents=True, exist_ok=True)
         save_status(self._path, status)
 
@@ -379,7 +379,7 @@ class RankFiles:
                 # The last of the other ranks may remove the folder meanwhile.
                 with suppress(FileNotFoundError):
                     for name in os.listdir(path):
-                        if name.startswith(("plan-", "autopilot.")):
+                        if name.startswith(("plan-", "decider.", "autopilot.")):
                             (path / name).unlink(missing_ok=True)
             with suppress(OSError):  # other ranks still have files there
                 path.rmdir()

@@ -22,7 +22,6 @@ from perseus_planner.plans.calibration import MeasuredPlan
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.account import Account, Entry, fold
-from perseus_planner.runs.autopilot import AutopilotStatus, read_status
 from perseus_planner.runs.recording import (
     COMPUTATIONS,
     ITERATIONS,
@@ -35,6 +34,7 @@ from perseus_planner.runs.recording import (
     ranks_in,
     read_totals,
 )
+from perseus_planner.runs.status import DeciderStatus, read_status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,8 +138,8 @@ class Run:
     attempt: int  #: Number of the attempt
     #: What ran by each plan in each attempt, oldest first.
     totals: tuple[Entry, ...] = field(repr=False)
-    #: What the autopilot knew last; None if the attempt was trained by plans.
-    autopilot: AutopilotStatus | None = None
+    #: What the decider knew last; None if the attempt was trained by plans.
+    decider: DeciderStatus | None = None
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
@@ -259,7 +259,7 @@ class Run:
                     f"{self.folder}: has no iterations of rank {number}, but of other ranks; "
                     f"{_REMEDY}"
                 )
-        if not self.versions and self.autopilot is None:
+        if not self.versions and self.decider is None:
             raise RunError(f"{self.folder}: no iteration has run by a plan; try again when one has")
         rank_counts = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
         for pipeline, _ in list(rank_counts):

@@ -47,7 +47,7 @@ def course_of(run: Run) -> RunCourse:
         tuple(fmean(max(row.time_s for row in ranks) for ranks in point) for point in rows),
         tuple(_mean([_energy_j(ranks) for ranks in point]) for point in rows),
         tuple(_mean([_clock(ranks) for ranks in point]) for point in rows),
-        None if run.autopilot is None else run.autopilot.reference_s,
+        None if run.decider is None else run.decider.reference_s,
     )
 
 

@@ -27,9 +27,9 @@ from perseus_planner.views.plan import summarize_plan
 if TYPE_CHECKING:
     from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.autopilot import AutopilotStatus
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import Run
+    from perseus_planner.runs.status import DeciderStatus
 
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""
@@ -606,7 +606,8 @@ class UnplannedRun:
 
     ranks: int  #: number of ranks
     pipelines: int  #: number of pipelines
-    autopilot: AutopilotStatus  #: what the autopilot knew last
+    #: what its decider knew last; None if it has recorded nothing yet
+    decider: DeciderStatus | None
     gpu: str | None  #: name of the first rank's GPU; None if it is not known
     gpu_origin: str | None  #: as in `RunSummary`
     total: Account  #: the sum of all totals
@@ -616,13 +617,13 @@ class UnplannedRun:
     per_rank: tuple[UnplannedRank, ...]  #: what each rank ran in the newest attempt
 
 
-def summarize_unplanned(run: Run, status: AutopilotStatus) -> UnplannedRun:
+def summarize_unplanned(run: Run) -> UnplannedRun:
     """Return the summary of a run without a plan."""
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return UnplannedRun(
         ranks=len(run.ranks),
         pipelines=len({rank.pipeline for rank in run.ranks}),
-        autopilot=status,
+        decider=run.decider,
         gpu=next((rank.iterations[-1].gpu for rank in run.ranks), None),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
         total=run.total,
@@ -646,14 +647,14 @@ def summarize_unplanned(run: Run, status: AutopilotStatus) -> UnplannedRun:
 
 def unplanned_text(summary: UnplannedRun) -> str:
     """Return the text that `planner show` prints of it."""
-    status = summary.autopilot
+    status = summary.decider
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     lines = [
         f"Run of {counted(summary.ranks, 'rank')}{pipelines}, without a plan.",
         "",
-        f"Autopilot: {status}.",
+        f"Autopilot: {'watching' if status is None else status}.",
     ]
-    if status.reference_s is not None:
+    if status is not None and status.reference_s is not None:
         lines.append(
             f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
         )

@@ -27,8 +27,8 @@ from perseus_planner.plans.job import Job
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.profiles.profiles import Profile
-from perseus_planner.runs.autopilot import STATE_FILE, AutopilotStatus
 from perseus_planner.runs.run import Run
+from perseus_planner.runs.status import STATE_FILE
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import (
     Comparison,
@@ -128,9 +128,7 @@ class Sources:
     def unplanned(self) -> dict[str, UnplannedRun]:
         """Name -> the run as it ran, of those without a plan."""
         return {
-            name: summarize_unplanned(run, run.autopilot or AutopilotStatus())
-            for name, run in self.runs.items()
-            if not run.versions
+            name: summarize_unplanned(run) for name, run in self.runs.items() if not run.versions
         }
 
     @property

@@ -26,6 +26,7 @@ from perseus_planner.runs import ComputationRecord, IterationRecord, Run
 from perseus_planner.runs.recording import COMPUTATIONS, ITERATIONS
 from perseus_planner.runs.records import change_statistics
 from perseus_planner.runs.run import calibration_of
+from perseus_planner.runs.status import DeciderStatus, read_status, save_status
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
 from perseus_planner.views.run import predict_records, summarize_run
@@ -331,3 +332,24 @@ def test_a_folder_that_is_no_whole_run_is_refused(plan: Plan, folder: Path):
         with pytest.raises(RunError) as refusal:
             Run.load(name)
         assert str(refusal.value) == f"{name}: {message}"
+
+
+def test_the_status_that_0_3_wrote_is_read(tmp_path: Path):
+    (tmp_path / "autopilot.json").write_text(
+        '{"phase": "learning", "iteration": 41, "reference_s": 1.25, "saving": 0.1, "owed_s": 0.0,'
+        ' "batches": {"waiting": 0.2, "spread": null}}'
+    )
+    status = read_status(tmp_path)
+    assert status == DeciderStatus(
+        "learning",
+        "learning",
+        41,
+        1.25,
+        {"saving": 0.1, "owed_s": 0.0, "batches.waiting": 0.2, "batches.spread": None},
+    )
+    newer = replace(status, text="learning, and following")
+    save_status(tmp_path, newer)
+    assert read_status(tmp_path) == newer
+    (tmp_path / "decider.json").write_text('{"phase": "learning"')
+    with pytest.raises(RunError, match=r"decider\.json: is damaged"):
+        read_status(tmp_path)

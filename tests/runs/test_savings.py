@@ -21,9 +21,9 @@ from perseus_planner.extensions.service.agent.outbox import added_up
 from perseus_planner.extensions.service.jobs import add_counters
 from perseus_planner.extensions.service.text import _telemetry
 from perseus_planner.runs import Account
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.recording import Attempt, RankFiles
 from perseus_planner.runs.savings import NOTHING, Cost, RankCosts, Savings
+from perseus_planner.runs.status import DeciderStatus
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
@@ -114,7 +114,7 @@ def drawn_run(rng: Random, folder: Path) -> tuple[list[Telemetry], bool]:
         for rank, each in enumerate(made):
             if rank == 0 and not has_plan:
                 files = RankFiles(folder, 0, ranks, attempt)
-                files.save_autopilot(AutopilotStatus())
+                files.save_status(DeciderStatus("watching", "watching"))
             each.telemetry.close()
     return [each.telemetry for each in made], has_plan
 
@@ -136,7 +136,7 @@ def check_nothing_saved(rng: Random, folder: Path) -> None:
         savings = savings_of(Sources(runs={"run": run}), EnergyRates(), IterationSize())
         assert all(abs(each.saved_j) < 1e-6 and each.per_run.gpu_j == 0.0 for each in savings)
     else:
-        found = summarize_unplanned(run, run.autopilot or AutopilotStatus())
+        found = summarize_unplanned(run)
         text, total = unplanned_text(found), found.total
     if total.energy_is is not None and not (run.versions and summary.unlike_plan):
         assert NOTHING_SAVED in text

@@ -60,7 +60,7 @@ def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tm
     assert set(learnt.measurements) == {(0, "F")}
     shown = done(f"show {run}")
     assert "Run of 2 ranks, 2 pipelines, without a plan." in shown
-    assert json.loads(done(f"show {run} --json"))["autopilot"]["reference_s"] > 0.0
+    assert json.loads(done(f"show {run} --json"))["decider"]["reference_s"] > 0.0
     done(f"report {run / 'autopilot.yaml'} -o {tmp_path / 'report.html'}")
 
 

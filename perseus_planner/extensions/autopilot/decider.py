@@ -18,10 +18,11 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
 )
 from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.extensions.autopilot.ranks.rank_ledger import Ended, RankLedger
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime.decider import Context, Decider, Seat
 
 if TYPE_CHECKING:
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.controller.protocol import ToRank
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.marks import IterationTimes
@@ -138,12 +139,13 @@ class AutopilotDecider(Decider):
             self._rank.look(times, messages)
 
     @property
-    def status(self) -> AutopilotStatus | None:
+    def status(self) -> DeciderStatus:
         """What the autopilot knows; on other ranks than 0, what it knew at their newest program."""
         if self._rank is not None and self._rank.coordinator is not None:
             return self._rank.coordinator.status
         note = None if self._newest is None else self._newest.note
-        return note.status if isinstance(note, Noted) else AutopilotStatus()
+        known = note.status if isinstance(note, Noted) else AutopilotStatus()
+        return known.shown
 
     def end(self) -> None:
         """See `Decider.end`."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     AwareDatetime,
     BeforeValidator,
     ConfigDict,
@@ -37,7 +38,7 @@ from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageE
 from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.runs.status import DeciderStatus, upgraded
 
 if TYPE_CHECKING:
     from perseus_planner.solver.frontier import Frontier
@@ -135,6 +136,22 @@ _ScopeValue = Annotated[
         "validation",
     ),
 ]
+_MOST_COLUMNS = 64
+_MOST_TEXT = 1_024  #: characters of a column, or of its name
+
+
+def _bounded(status: DeciderStatus) -> DeciderStatus:
+    texts = [status.phase, *status.columns]
+    texts += [value for value in status.columns.values() if isinstance(value, str)]
+    if len(status.columns) > _MOST_COLUMNS:
+        raise ValueError(f"more than {_MOST_COLUMNS} columns")
+    if max(map(len, texts)) > _MOST_TEXT or len(status.text) > 2 * _MOST_TEXT:
+        raise ValueError("a text is too long")
+    return status
+
+
+SentStatus = Annotated[DeciderStatus, BeforeValidator(upgraded), AfterValidator(_bounded)]
+"""What the decider of a job knows; 0.3 has sent it in another form."""
 STRICT = ConfigDict(extra="ignore", allow_inf_nan=False, val_json_bytes="base64")
 """For values that clients send: numbers that are not finite are refused, and fields that a newer
 client may send are ignored."""
@@ -634,7 +651,7 @@ class Counters(_Running):
 
     run: Key  #: Names the run. A restarted job counts from 0 under another name.
     #: What the autopilot of the run knows; null for a run by plans.
-    autopilot: AutopilotStatus | None = None
+    autopilot: SentStatus | None = None
     #: The least power limit of its GPUs that is below their default and that the planner has not
     #: set; null if none is. The job is planned again whenever it changes.
     gpu_power_limit_w: Watts | None = None
@@ -884,7 +901,7 @@ class JobStatus:
     expected: Expected
     telemetry: JobTelemetry | None  #: null if the job has sent none.
     #: What the job's autopilot last knew; null if it runs by plans.
-    autopilot: AutopilotStatus | None = None
+    autopilot: SentStatus | None = None
     #: Why no saving by its plans can be stated, in a sentence; null if it can.
     unlike_plan: str | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.

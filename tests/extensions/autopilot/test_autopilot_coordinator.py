@@ -40,7 +40,7 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     Waits,
     order_number,
 )
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime.decider import Learnt, ServiceExchange
 from perseus_planner.runtime.options import AutopilotSettings
 

@@ -44,7 +44,7 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
 from perseus_planner.extensions.autopilot.ranks.observer import Observer
 from perseus_planner.extensions.autopilot.ranks.planner import Planner
 from perseus_planner.extensions.autopilot.ranks.rank_ledger import RankLedger
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
 from perseus_planner.runtime.decider import Learnt

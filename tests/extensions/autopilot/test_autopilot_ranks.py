@@ -58,7 +58,7 @@ def _check_learnt(folder: Path, results: list[dict[str, Any]], who: str) -> None
     shown = run(f"show {folder / 'run'}")
     assert f"Run of {who}, without a plan." in shown.stdout, shown.stderr
     assert "energy simulated, saved against all clocks at maximum" in shown.stdout
-    status = json.loads(run(f"show {folder / 'run'} --json").stdout)["autopilot"]
+    status = json.loads(run(f"show {folder / 'run'} --json").stdout)["decider"]
     assert status["reference_s"] > 0.0
     refused = run(f"calibrate {folder / 'run' / 'autopilot.yaml'} {folder / 'run'}")
     assert "was trained without a plan" in refused.stderr

@@ -38,7 +38,7 @@ from perseus_planner.extensions.service.serve import Address
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.text import jobs_text, status_text, totals_text
 from perseus_planner.runs import Account
-from perseus_planner.runs.autopilot import AutopilotStatus, read_status, save_status
+from perseus_planner.runs.status import DeciderStatus, read_status, save_status
 
 httpx = pytest.importorskip("httpx")
 
@@ -552,17 +552,9 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
 
 
 def test_a_job_in_autopilot_says_what_the_autopilot_knows(place: Path, tmp_path: Path):
-    knows = AutopilotStatus(
-        *("learning", 41, 1.25, 0.123, 0.004, -0.002, 0.006, 3, 124, 0.12),
-        untold=0.0084,
-        longest=0.013,
-    )
-    says = (
-        "learning, planned to save 12.3 ± 0.4 % of the energy at full clocks, 3 operating points "
-        "tried in iteration 41 and 124 not known yet, the ledger owes -2 ms of at most 6 ms, "
-        "it uses 12 % of a core; on this job, effects below 0.84 % cannot be told by now, and "
-        "iterations were at most 1.30 % longer than at full clocks"
-    )
+    says = "learning, planned to save 12.3 ± 0.4 % of the energy at full clocks"
+    columns = {"saving": 0.123, "owed_s": -0.002, "trials": 3.0, "core_share": None}
+    knows = DeciderStatus("learning", says, 41, 1.25, columns)
     with (
         service_at(place) as service,
         serving(service, Address(port=0)) as url,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.engines.guard import Microbatches
     from perseus_planner.extensions.autopilot.batches.exchange import Key
-    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.extensions.autopilot.status import AutopilotStatus
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.hook import Order
@@ -532,7 +532,7 @@ class Batches:
         service, leader = self._service, self._leader
         if service is None or leader is None or not self.leads_job:
             return 1.0
-        service.status = leader.status
+        service.status = leader.status.shown
         service.learnt = service.learnt or leader.learnt
         if service.learnt is None:
             return 1.0

@@ -15,7 +15,7 @@ from perseus_planner.runtime.options import check_work
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import Microbatches
     from perseus_planner.extensions.autopilot.batches.batches import Batches
-    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.extensions.autopilot.status import AutopilotStatus
     from perseus_planner.runtime.controller.protocol import ToRank
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
@@ -145,7 +145,7 @@ class BatchesDecider(Decider):
         status = self.batches.status
         if status is not None and status != self._recorded and self._context is not None:
             self._recorded = status
-            self._context.on_status(status)
+            self._context.on_status(status.shown)
 
     def busy_s(self, iteration: int, program: Program) -> float | None:
         """See `Decider.busy_s`; by the work of the batch."""

@@ -23,7 +23,7 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     runs_of,
 )
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
-from perseus_planner.runs.autopilot import AutopilotStatus, BatchStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger, Reference, is_drawn
 from perseus_planner.schedules import Computation, Schedule

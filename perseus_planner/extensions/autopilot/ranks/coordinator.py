@@ -35,12 +35,13 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     Waits,
     order_number,
 )
-from perseus_planner.runs.autopilot import AutopilotStatus
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime.decider import Learnt
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.switching import Agreement
@@ -199,8 +200,8 @@ class Coordinator:
         self._differ_since: int | None = (
             None  #: iteration since which pipelines run different orders
         )
-        self.status = AutopilotStatus()
-        self.on_status: Callable[[AutopilotStatus], None] | None = None
+        self.status = AutopilotStatus().shown
+        self.on_status: Callable[[DeciderStatus], None] | None = None
         self._process: AutopilotProcess | None = None
         self._backoff = Backoff()
         self._looked_s = -1.0
@@ -365,7 +366,7 @@ class Coordinator:
             if isinstance(message, Programs):
                 self._agreement.propose(encode(message))
             elif isinstance(message, Status):
-                self.status = message.status
+                self.status = message.status.shown
                 if self.on_status is not None:
                     self.on_status(self.status)
                 if self._exchange is not None:

@@ -20,8 +20,8 @@ from perseus_planner.extensions.autopilot.job import (
     RankObservation,
     RankRow,
 )
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.profiles.modes import OWN
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runs.savings import Cost, RankCosts
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger

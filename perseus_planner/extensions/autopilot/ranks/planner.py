@@ -36,8 +36,8 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     order_of,
     program_runs,
 )
+from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.profiles.measurement import ClockChange
-from perseus_planner.runs.autopilot import AutopilotStatus
 from perseus_planner.runtime.controller.protocol import SETTLE_NS
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.schedules import WHOLE, Schedule, check_pipeline

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from perseus_planner.extensions.service.models import PipelineStatus, PlanSet, Registration
-    from perseus_planner.runs.autopilot import AutopilotStatus
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runs.verdict import StragglerDetection
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.decider import Learnt, ServiceExchange
@@ -328,7 +328,7 @@ class Agent:
             service.telemetry(self._name, replace(counters, autopilot=self._autopilot()))
         return counters is not None
 
-    def _autopilot(self) -> AutopilotStatus | None:
+    def _autopilot(self) -> DeciderStatus | None:
         return None
 
     def _taken(self) -> tuple[PlanSet, Acceptance] | None:
@@ -484,7 +484,7 @@ class LearningAgent(Agent):
         waits_s = tuple(wait_s if wait_s > own_s * (1 + _LONGER) else 0.0 for wait_s in allowed_s)
         return waits_s if any(waits_s) else ()
 
-    def _autopilot(self) -> AutopilotStatus:
+    def _autopilot(self) -> DeciderStatus:
         return self._exchange.status
 
 

@@ -113,7 +113,8 @@ function originOf({ telemetry }, frontier) {
 function showAutopilot(autopilot) {
   show(byId("autopilot"), autopilot !== null);
   if (autopilot === null) return;
-  const { phase, iteration, reference_s, saving, saving_stderr, owed_s, burst_s, trials, unknown } = autopilot;
+  const { phase, iteration, reference_s, columns } = autopilot;
+  const { saving = null, saving_stderr = null, owed_s = 0, burst_s = 0, trials, unknown } = columns;
   const error = saving_stderr === null ? "" : ` ± ${number(100 * saving_stderr, 1)}`;
   const saved = saving === null ? "not known yet" : `${number(100 * saving, 1)}${error}\u00a0% of the energy at full clocks`;
   say(byId("autopilot-phase"), `This job learns while it trains, without a plan. Phase: ${phase}.`);

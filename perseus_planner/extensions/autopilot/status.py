@@ -1,22 +1,11 @@
-"""What the autopilot of a training without a plan knows, and the file in which a run keeps the
-last of it.
-"""
+"""What the autopilot of a training without a plan knows, and how it hands that over."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from perseus_planner.base.errors import RunError
-from perseus_planner.base.files import reading, replacing
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.wires import decode
-
-STATE_FILE = "autopilot.yaml"
-"""What was learnt, a profile, in the folder of a run or where rank 0 was started."""
-_NAME = "autopilot.json"
-_STRICT = {"extra": "forbid", "allow_inf_nan": False}  #: as the service takes it
+from perseus_planner.runs.status import DeciderStatus
 
 
 @dataclass(frozen=True)
@@ -24,8 +13,6 @@ class BatchStatus:
     """How unequal the batches of the last iterations were, where clocks follow them; all are
     shares.
     """
-
-    __pydantic_config__ = _STRICT
 
     waiting: float  #: Of GPU time that waits for the slowest pipeline at full clocks
     #: Standard deviation of the times of the first pipeline's microbatches, of their mean; None
@@ -55,8 +42,6 @@ class BatchStatus:
 class AutopilotStatus:
     """What the autopilot knew when it made a program."""
 
-    __pydantic_config__ = _STRICT
-
     #: "watching" until the first program; then "reference", "learning", "following", "audit" or
     #: "paying"; "stopped" if the autopilot cannot go on.
     phase: str = "watching"
@@ -81,6 +66,15 @@ class AutopilotStatus:
     #: By how much iterations by now were longer than at full clocks, at most, as far as noise
     #: tells, as a share; holds in 19 of 20 jobs. None before that is known.
     longest: float | None = None
+
+    @property
+    def shown(self) -> DeciderStatus:
+        """What the core and a service show of it."""
+        columns = asdict(self)
+        own = {name: columns.pop(name) for name in ("phase", "iteration", "reference_s")}
+        batches = columns.pop("batches") or {}
+        columns |= {f"batches.{name}": value for name, value in batches.items()}
+        return DeciderStatus(text=str(self), columns=columns, **own)
 
     def __str__(self) -> str:
         if self.batches is not None:
@@ -109,32 +103,3 @@ class AutopilotStatus:
             f"iterations were at most {100 * max(0.0, self.longest):.2f} % longer than at full "
             "clocks"
         )
-
-
-def save_status(attempt: Path, status: AutopilotStatus) -> None:
-    """Replace the status in the folder of an attempt.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    with replacing(attempt / _NAME) as file:
-        file.write(json.dumps(asdict(status), indent=1).encode() + b"\n")
-
-
-def read_status(attempt: Path) -> AutopilotStatus | None:
-    """Return the status in the folder of an attempt; None if it was trained by plans.
-
-    Raises:
-        RunError: If the file is damaged.
-    """
-    path = attempt / _NAME
-    if not path.exists():
-        return None
-    with reading(path, RunError):
-        data = path.read_bytes()
-    try:
-        return decode(data, AutopilotStatus)
-    except ValueError as error:
-        raise RunError(
-            f"{path}: is damaged: {error}; remove it to see the rest of the run"
-        ) from error
