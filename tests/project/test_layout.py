@@ -15,12 +15,16 @@ from house import (
     EDGE,
     FOLDERS,
     LEAVES,
+    LONG_FUNCTION,
     ROOMS,
     ROOT,
     Graph,
+    Legibility,
+    Source,
     circles,
     import_graph,
     imported,
+    legibility_of,
     room_of,
     sources_of_product,
 )
@@ -207,3 +211,23 @@ def test_the_tests_mirror_the_tree():
     }
     assert folders <= {*ROOMS, *LEAVES, *(room.rpartition(".")[2] for room in EDGE)}
     assert [file for file in sources("tests") if file.name == "__init__.py"] == []
+
+
+def test_what_is_slow_to_read_is_counted():
+    long = "\n".join(f"    x{number} = {number}" for number in range(LONG_FUNCTION))
+    text = f'''
+# of the module, so it does not count
+def short(self, a, b, c, d, e, f):
+    """Six parameters, and a docstring of
+    two lines.
+    """
+    # why the two belong together
+    a, b = b, a
+    c = d  # type: ignore[assignment]
+
+def long(a, b, c, d, e, f, g):
+{long}
+'''
+    counts = legibility_of(Source("made", text, list(ast.walk(ast.parse(text)))))
+    assert counts == Legibility(counts.tokens, 1, 1, 1, 0, 1)
+    assert counts.per_thousand(1) == f"{1000 / counts.tokens:.2f}"

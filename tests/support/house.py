@@ -1,5 +1,5 @@
-"""Measure the source: `make size` prints how large product and tests are, and which imports run in
-circles or up.
+"""Measure the source: `make size` prints how large product and tests are, how the product reads,
+and which imports run in circles or up.
 
 Code tokens are what a reader reads, whatever the width of lines: those of `tokenize` without
 comments, line ends, indents and docstrings. An f-string is one token, as before Python 3.12. Code
@@ -95,6 +95,81 @@ def size_of(source: Source) -> Size:
         tokens += depth == 0
         depth += _FSTRING_STEPS.get(tokenize.tok_name[token.type], 0)
     return Size(1, tokens, len(lines))
+
+
+class Legibility(NamedTuple):
+    """What makes code slow to read, counted in one file or more."""
+
+    tokens: int = 0  #: code tokens
+    pairs: int = 0  #: assignments of a tuple to a tuple, several in one line
+    comments: int = 0  #: comments in bodies of functions
+    long_functions: int = 0  #: functions over `LONG_FUNCTION` lines
+    long_files: int = 0  #: files over `LONG_FILE` lines
+    many_parameters: int = 0  #: functions of more than `MANY_PARAMETERS` parameters
+
+    def per_thousand(self, count: int) -> str:
+        """Return a count for 1,000 code tokens, as text."""
+        return f"{1000 * count / self.tokens:.2f}" if self.tokens else "-"
+
+
+LONG_FUNCTION = 50
+"""Lines of signature and body, without the docstring."""
+LONG_FILE = 500
+"""Lines of a file."""
+MANY_PARAMETERS = 6
+"""Parameters of a function, without `self` and `cls`."""
+
+
+def legibility_of(source: Source) -> Legibility:
+    """Return the counts of a file."""
+    functions = [
+        node for node in source.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    inside = set[int]()  # lines of bodies
+    for function in functions:
+        inside.update(range(function.lineno, (function.end_lineno or 0) + 1))
+    comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        is_note = token.type == tokenize.COMMENT and not _is_directive(token.string)
+        comments += is_note and token.start[0] in inside
+    return Legibility(
+        tokens=size_of(source).tokens,
+        pairs=sum(map(_is_pair, source.nodes)),
+        comments=comments,
+        long_functions=sum(lines_of(function) > LONG_FUNCTION for function in functions),
+        long_files=int(len(source.text.splitlines()) > LONG_FILE),
+        many_parameters=sum(parameters_of(each) > MANY_PARAMETERS for each in functions),
+    )
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function's signature and body, without its docstring."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of parameters of a function, without `self` and `cls`."""
+    taken = function.args
+    named = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs]
+    return sum(each.arg not in ("self", "cls") for each in named)
+
+
+def _is_pair(node: ast.AST) -> bool:
+    """Return whether a statement assigns a tuple to a tuple."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(target, ast.Tuple) for target in node.targets)
+    )
+
+
+def _is_directive(comment: str) -> bool:
+    """Return whether a comment speaks to a tool."""
+    return comment.lstrip("# ").startswith(("type:", "noqa", "fmt:", "pragma:"))
 
 
 def total(sizes: Iterable[Size]) -> Size:
@@ -225,6 +300,7 @@ def print_sizes(root: Path) -> None:
         _print_row(f"  {name}", *total(size for place, size in sizes if place == room))
     _print_row("tests", *total(map(size_of, tests)))
 
+    print_legibility(product)
     _print_row("\n(without blanks)", "files", "characters", "lines")
     for title, folders in (("pages", FOLDERS), ("pages of tests", ("tests",))):
         files = [file for folder in folders for file in (root / folder).rglob("*")]
@@ -237,6 +313,31 @@ def print_sizes(root: Path) -> None:
     ups = [" -> ".join(pair) for pair in arrows_up(graph)]
     print(f"\ncircles of files: {len(rings)}", *rings, sep="\n  ")
     print(f"arrows up between rooms: {len(ups)}", *ups, sep="\n  ")
+
+
+def print_legibility(product: Collection[Source]) -> None:
+    """Print how the product reads, room by room."""
+    counts = [(room_of(source.module), legibility_of(source)) for source in product]
+    heads = ("pairs /1,000", "notes /1,000", f"> {LONG_FUNCTION} lines", f"> {LONG_FILE} lines")
+    print()
+    _print_row("how it reads", *heads, f"> {MANY_PARAMETERS} given")
+    _print_reading("product", (each for _, each in counts))
+    for room in (*CORE, *EDGE):
+        title = f"  {room.removeprefix(f'{EXTENSIONS}.')}"
+        _print_reading(title, (each for place, each in counts if place == room))
+
+
+def _print_reading(title: str, counts: Iterable[Legibility]) -> None:
+    # Of all files together, a count is the sum of theirs.
+    read = Legibility(*map(sum, zip(Legibility(), *counts, strict=True)))
+    _print_row(
+        title,
+        read.per_thousand(read.pairs),
+        read.per_thousand(read.comments),
+        read.long_functions,
+        read.long_files,
+        read.many_parameters,
+    )
 
 
 def _print_row(title: str, *cells: int | str) -> None:
