@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click import ClickException
 from command_options import ROOT, check_inline
+from command_pages import PAGE, page_text
 from documents import PAGES, Reader, blocks, commands_of, free_port, inline_commands, starts_service
 from made_runs import write_run
 from yaml import YAMLError
@@ -77,6 +78,11 @@ def test_a_page_runs_as_written_after_the_readme(
 
 def test_every_command_is_shown_somewhere():
     assert commands_of(OF_TODAY) == set(main.commands)
+
+
+def test_every_option_of_every_command_stands_on_the_page_of_commands():
+    remedy = "run python tests/support/command_pages.py"
+    assert PAGE.read_text(encoding="utf-8") == page_text(), remedy
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.stem)
