@@ -43,7 +43,10 @@ test-oldest: ## run the demo with the oldest releases of all that it needs
 		sh -c 'mkdir -p build/oldest && $(MAKE) -C build/oldest -f ../../Makefile \
 		--assume-old=.venv/installed-plot demo BIN=$(CURDIR)/.venv-oldest/bin'
 
-# A copy without extensions and their tests: what the core's tests need of extensions is left out, and said.
+# A copy without extensions and their tests. Tests of the core that need an extension say so (`needs`), and are skipped
+# there. FOLDERS=... runs fewer: CI takes those that do not start ranks, as `make test` runs the others with extensions.
+CORE := base profiles schedules plans solver gpu runs views cli profiler runtime
+FOLDERS ?= $(CORE)
 core-alone: .venv/installed-test ## run the tests of the core without any extension
 	rm -rf build/core-alone
 	mkdir -p build/core-alone
@@ -51,8 +54,7 @@ core-alone: .venv/installed-test ## run the tests of the core without any extens
 	rm -rf build/core-alone/perseus_planner/extensions build/core-alone/tests/extensions
 	cd build/core-alone && env PYTHONPATH=$(CURDIR)/build/core-alone OMP_NUM_THREADS=1 \
 		$(CURDIR)/$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder \
-		tests/base tests/profiles tests/schedules tests/plans tests/solver tests/gpu tests/runs tests/views tests/cli \
-		tests/profiler tests/runtime
+		$(FOLDERS:%=tests/%)
 
 lint: .venv/installed-test ## check style, format and types
 	$(BIN)/ruff check

@@ -43,8 +43,21 @@ FIRST = (
 )
 
 
+def installed_names() -> set[str]:
+    """Return the names of the extensions of this distribution that are there."""
+    import perseus_planner
+
+    folder = Path(perseus_planner.__file__).parent / "extensions"
+    return {file.parent.name for file in folder.glob("*/__init__.py")}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(FIRST)}
+    for item in items:
+        needed = {name for marker in item.iter_markers("needs") for name in marker.args}
+        missing = sorted(needed - installed_names())
+        if missing:
+            item.add_marker(pytest.mark.skip(f"without the extension {', '.join(missing)}"))
     items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem}", len(order)))
 
 

@@ -103,6 +103,7 @@ def test_an_extension_that_cannot_be_loaded_is_named(tmp_path: Path):
     assert done.stderr.rstrip().endswith("mend it, or uninstall it")
 
 
+@pytest.mark.needs("explore")
 def test_an_extension_does_not_replace_what_is_there():
     found = extensions.extensions()
     twice = Extension(commands={"Site": {"explore": "site_planner:explore"}})

@@ -60,6 +60,7 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
     )
 
 
+@pytest.mark.needs("explore", "service")
 @pytest.mark.parametrize(
     ("line", "end"),
     [
@@ -141,6 +142,7 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     )
 
 
+@pytest.mark.needs("explore")
 @pytest.mark.parametrize(
     ("words", "last", "found"),
     [

@@ -206,6 +206,7 @@ def work(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.needs("explore", "lab", "service")
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
 def test_the_planner_refuses_in_one_line(work: Path, command: str, message: str):
     assert refused(command) == message

@@ -85,6 +85,7 @@ def test_a_gpu_without_an_energy_counter_is_found(fault: str, problem: str):
     assert problem in found
 
 
+@pytest.mark.needs("lab")
 def test_ranks_are_rehearsed_by_three_checks_of_an_acceptance(tmp_path: Path):
     command = ("-m", "perseus_planner", "doctor", "--rehearse", "--json")
     result = ended(torchrun(2, tmp_path, *command, "emulated:a100-sxm?slower=20000"))

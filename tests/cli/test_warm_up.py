@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from commands import done
 from strategies import smooth_profile
 
@@ -31,6 +32,7 @@ print(len(compiled), [each.__name__ for each in kernels if len(each.signatures) 
 """
 
 
+@pytest.mark.needs("autopilot")
 def test_after_it_nothing_is_compiled_and_nothing_was_twice(folder: Path):
     smooth_profile(2).save("profile.yaml")
     ran = subprocess.run(

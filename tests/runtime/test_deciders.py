@@ -144,6 +144,7 @@ def test_a_decider_of_others_decides_the_clocks_of_real_ranks(decider: str, tmp_
         assert told["top"] == 1410
 
 
+@pytest.mark.needs("autopilot")
 def test_a_decider_that_nobody_has_is_refused_by_name():
     from types import SimpleNamespace
 

@@ -37,6 +37,7 @@ def _needs(way: str) -> None:
         pytest.importorskip("megatron.core")
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize("way", WAYS)
 def test_faults_in_whatever_the_training_thread_enters_end_no_training(way: str, tmp_path: Path):
     _needs(way)
@@ -51,6 +52,7 @@ def test_faults_in_whatever_the_training_thread_enters_end_no_training(way: str,
             assert each["counted"] == each["steps"]
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize("way", ENGINES)
 def test_a_fault_that_stays_is_said_once_in_the_job(way: str, tmp_path: Path):
     _needs(way)
@@ -297,6 +299,7 @@ QUIET = [
 ]
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[] if way in OFTEN else pytest.mark.soak) for way in QUIET]
 )

@@ -205,6 +205,7 @@ def test_no_clock_is_locked_two_seconds_after_a_kill(victims: tuple[str, ...], f
             assert re.search("has ended, and (its GPUs are reset|rank . has re)", job.warnings()[0])
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     "victims",
     [("rank 0",), ("rank 1",), ("launcher",), ("autopilot", "controller")],

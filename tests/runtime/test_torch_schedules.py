@@ -96,6 +96,7 @@ def test_the_truth_is_unequal() -> None:
     assert TRUTH == [[12, 144], [12, 72], [12, 48], [12, 36]]
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     "call", ["whole", pytest.param("split", marks=needs_split)], ids=lambda call: f"{call} batches"
 )

@@ -102,6 +102,7 @@ def locked_mhz(rank: int) -> int | None:
         return gpu.locked_mhz
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     ("engine", "launch", "plan", "attempts"),
     [
@@ -188,6 +189,7 @@ def test_the_page_has_an_example_of_each_kind_that_has_never_heard_of_the_planne
         assert "perseus" not in (EXAMPLES / f"{helper}.py").read_text().lower(), helper
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     "name",
     [
@@ -257,6 +259,7 @@ def test_megatron_lm_itself_trains_by_a_plan_and_evaluates_between_iterations(fo
     ] * 2
 
 
+@pytest.mark.needs("autopilot")
 def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path):
     run = [*PLANNER, "--plan", "plan-2.yaml", "--gpu", GPU, "--"]
     (rank,) = processes(folder, run, "torch", 1)
@@ -269,6 +272,7 @@ def test_a_plan_that_does_not_fit_is_said_once_and_training_goes_on(folder: Path
     assert results(folder, 1) == forked(folder, "torch", 1)
 
 
+@pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     ("engine", "plan"),
     [

@@ -27,6 +27,7 @@ from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.attachment import control_of, power_limits
 
 
+@pytest.mark.needs("autopilot")
 def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tmp_path: Path):
     server, run = Serving(tmp_path), tmp_path / "run"
     server.start()
@@ -73,6 +74,7 @@ def test_a_gpu_whose_clocks_cannot_be_locked_gets_power_limits():
     assert [control_of(each) for each in (text, "simulated:a100-sxm")] == ["power-limit", "clock"]
 
 
+@pytest.mark.needs("autopilot")
 def test_iterations_that_the_caller_shows_run_by_a_plan_and_are_recorded_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

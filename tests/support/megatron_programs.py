@@ -523,6 +523,7 @@ def packs() -> None:
     """The lengths of packed microbatches are shown on every stage, in each iteration those of its
     batch; results are the same, and nothing is left behind.
     """
+
     name = "megatron.core.datasets.data_schedule"
     module = ModuleType(name)
     vars(module).update(torch=torch, accumulate=accumulate)

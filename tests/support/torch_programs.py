@@ -214,15 +214,19 @@ def batches(state: str) -> None:
 
 
 def _work_rows(name: str, call: str, further: dict[str, Any], **options: Any) -> dict[str, Any]:
+    from perseus_planner.extensions.autopilot.batches.leader import Leader
+
     if name == "dualpipe-v":  # needs as many microbatches as stages, and has 4 of them here
         assert 2 * dist.get_world_size() == len(DOCUMENTS)
     log = WarningLog()
     pipelines = [Packed(name, further, loss=summed_loss, **options) for _ in range(2)]
     rows: list[Any] = []
 
+    own = Leader.own
+
     def noted(leader: Leader, iteration: int, work: Any) -> Any:
         rows.append(None if work is None else work.tolist())
-        return _own(leader, iteration, work)
+        return own(leader, iteration, work)
 
     losses = []
     for pipeline, is_planned in zip(pipelines, (True, False), strict=True):
@@ -243,9 +247,6 @@ def _work_rows(name: str, call: str, further: dict[str, Any], **options: Any) ->
         "equal": equal(*losses),
         "is_first": any(stage.is_first for stage in pipelines[0].stages),
     }
-
-
-_own = Leader.own
 
 
 class WithCurriculum(schedules.Schedule1F1B):

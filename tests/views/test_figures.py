@@ -63,6 +63,7 @@ def drawn_rows(axes: Any) -> dict[int, list[tuple[list[tuple[float, float]], Any
     return rows
 
 
+@pytest.mark.needs("lab")
 def test_the_points_are_the_bound_the_chosen_plan_and_other_planners(
     frontier: Frontier, plan: Plan
 ):

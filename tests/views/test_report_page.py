@@ -51,6 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "report.html").as_uri()
 
 
+@pytest.mark.needs("lab")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_has_all_figures_and_no_barrier(browser, report: str, theme: str):
     with opened(browser, report, color_scheme=theme) as page:
@@ -163,6 +164,7 @@ def test_a_forward_and_a_backward_differ_in_shape(browser, report: str):
         assert keys[:2] == ["forward: upper part", "backward: full height"]
 
 
+@pytest.mark.needs("lab")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_point_is_at_its_place_with_a_label_that_nothing_crosses(
     browser, report: str, width: int
