@@ -117,7 +117,6 @@ class Trace:
     kernels: Kernels | None  #: None if the trace has no kernels
     unlaunched: int  #: kernels whose launch is not in the file
     graph_kernels: int  #: kernels that a graph launched, of which no operation is recorded
-    busy_us: float  #: time in which the GPU ran any kernel that is no communication
 
 
 class _Columns:
@@ -225,7 +224,6 @@ def read_trace(path: Path) -> Trace:
         kernels,
         unlaunched,
         columns.graph_kernels,
-        _busy_us(columns),
     )
 
 
@@ -383,15 +381,12 @@ def _kernels(columns: _Columns, offset_us: float) -> tuple[Kernels | None, int]:
     )
 
 
-def _busy_us(columns: _Columns) -> float:
-    """Return how long any kernel ran."""
-    begin = np.frombuffer(columns.kernels["begin"])
-    end = np.frombuffer(columns.kernels["end"])
-    order = np.argsort(begin, kind="stable")
-    busy_us = 0.0
-    if len(order):
-        reached = np.maximum.accumulate(end[order])
-        starts = np.maximum(begin[order][1:], reached[:-1])
-        busy_us = float(np.maximum(end[order][1:] - starts, 0.0).sum())
-        busy_us += float(end[order][0] - begin[order][0])
-    return busy_us
+def union_us(begin_us: Floats, end_us: Floats) -> float:
+    """Return how long at least one of some spans lasts, microseconds."""
+    if not len(begin_us):
+        return 0.0
+    order = np.argsort(begin_us, kind="stable")
+    reached = np.maximum.accumulate(end_us[order])
+    starts = np.maximum(begin_us[order][1:], reached[:-1])
+    more = np.maximum(end_us[order][1:] - starts, 0.0).sum()
+    return float(end_us[order][0] - begin_us[order][0] + more)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.traces.kineto import BACKWARD, FORWARD, TRANSFER
+from perseus_planner.extensions.traces.kineto import BACKWARD, FORWARD, TRANSFER, union_us
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,6 +46,8 @@ class Ran(NamedTuple):
     begin_s: float
     end_s: float
     host_begin_s: float  #: when the host began it
+    #: how long a kernel ran meanwhile, seconds; its whole time in a trace without kernels
+    computing_s: float
 
     @property
     def time_s(self) -> float:
@@ -158,33 +160,39 @@ def _labelled(trace: Trace) -> Iterator[Ran]:
                 part = FORWARD if kind == "F" else BACKWARD
                 own = own & (operations.kind[first:behind] == part)
             places = first + np.nonzero(own)[0]
-            begin_s, end_s = _times_s(trace, places.tolist(), annotated)
-            yield Ran(kind, stage, microbatch, begin_s, end_s, annotated.begin_us / 1e6)
+            begin_s, end_s, computing_s = _times_s(trace, places.tolist(), annotated)
+            host_s = annotated.begin_us / 1e6
+            yield Ran(kind, stage, microbatch, begin_s, end_s, host_s, computing_s)
 
 
-def _times_s(trace: Trace, places: Sequence[int], within: Range | None) -> tuple[float, float]:
-    """Return when operations ran: their kernels, if the trace has any, else they themselves."""
+def _times_s(
+    trace: Trace, places: Sequence[int], within: Range | None
+) -> tuple[float, float, float]:
+    """Return when operations began and ended, and how long they computed: by their kernels, if the
+    trace has any, else by the operations themselves.
+    """
     operations = trace.operations
     if not places:
         assert within is not None
-        return within.begin_us / 1e6, within.begin_us / 1e6
+        # It has no work; its range began before its input was there, and ended behind it.
+        return within.end_us / 1e6, within.end_us / 1e6, 0.0
     begin_us = float(operations.begin_us[places[0]])
     end_us = float(operations.end_us[list(places)].max())
     if trace.kernels is None:
-        return begin_us / 1e6, end_us / 1e6
+        return begin_us / 1e6, end_us / 1e6, (end_us - begin_us) / 1e6
     kernels = trace.kernels
     first, behind = np.searchsorted(kernels.launch_us, (begin_us, end_us)).tolist()
-    of_these = np.arange(first, behind)
-    if len(of_these) and len(places) < places[-1] - places[0] + 1:
+    launched = np.arange(first, behind)
+    if len(launched) and len(places) < places[-1] - places[0] + 1:
         # Others run in between: only launches inside its own operations count.
-        at = np.searchsorted(operations.begin_us, kernels.launch_us[of_these], side="right") - 1
-        of_these = of_these[np.isin(at, places)]
-    if not len(of_these):
-        return begin_us / 1e6, begin_us / 1e6
-    return (
-        float(kernels.begin_us[of_these].min()) / 1e6,
-        float(kernels.end_us[of_these].max()) / 1e6,
-    )
+        at = np.searchsorted(operations.begin_us, kernels.launch_us[launched], side="right") - 1
+        launched = launched[np.isin(at, places)]
+    if not len(launched):
+        return begin_us / 1e6, begin_us / 1e6, 0.0
+    begins_us = kernels.begin_us[launched]
+    ends_us = kernels.end_us[launched]
+    computing_us = union_us(begins_us, ends_us)
+    return float(begins_us.min()) / 1e6, float(ends_us.max()) / 1e6, computing_us / 1e6
 
 
 def _segments(trace: Trace) -> Iterator[Ran]:
@@ -224,9 +232,9 @@ def _segments(trace: Trace) -> Iterator[Ran]:
     for block, first, kind in sorted(runs, key=lambda run: run[0].first):
         places = range(block.first, block.behind)
         own = [place for place in places if trace.operations.kind[place] == block.kind]
-        begin_s, end_s = _times_s(trace, own, None)
+        begin_s, end_s, computing_s = _times_s(trace, own, None)
         host_s = float(trace.operations.begin_us[block.first]) / 1e6
-        yield Ran(kind, None, first, begin_s, end_s, host_s)
+        yield Ran(kind, None, first, begin_s, end_s, host_s, computing_s)
 
 
 def _root(trace: Trace, block: _Block) -> int:
@@ -249,12 +257,14 @@ def _blocks(trace: Trace) -> Iterator[_Block]:
             first, behind = np.searchsorted(operations.begin_us, (each.begin_us, each.end_us))
             is_outside[first:behind] = False
     kinds = np.where(is_outside, operations.kind, TRANSFER).tolist()
+    begins_us = [begin_us for _, begin_us, _ in _windows(trace)]
+    is_first = set(np.searchsorted(operations.begin_us, begins_us).tolist())
     first = None
     last = 0
     for place, kind in enumerate(kinds):
         if kind not in (FORWARD, BACKWARD, TRANSFER):
             continue  # a collective inside a layer does not end it
-        if first is not None and kind != kinds[first]:
+        if first is not None and (kind != kinds[first] or place in is_first):
             yield _Block(kinds[first], first, last + 1)
             first = None
         if kind == TRANSFER:
