@@ -61,6 +61,11 @@ class TracedJob:
         return pipeline_iteration(self.schedule)
 
     @property
+    def has_computing_times(self) -> bool:
+        """Whether it is known when kernels ran inside computations."""
+        return self.has_gpu_times and bool((self.computing_s > 0.0).any())
+
+    @property
     def computations(self) -> tuple[Computation, ...]:
         """The computations, in the order of the arrays."""
         return self.iteration.computations
