@@ -100,7 +100,7 @@ class Profile(Checked, error=ProfileError):
     blocking_power_w: Watts | tuple[Watts, ...]
     #: the GPU's name, one line of printable text.
     gpu: Annotated[str, CheckedBy(_checked_gpu)] | None = None
-    #: the source of the numbers, "measured" or "simulated"; "traced" if they were measured at one clock
+    #: the source of the numbers, "measured" or "simulated"; "traced" if they were seen at one clock
     #: and are estimates at all others; "unknown" of a CSV without a YAML.
     origin: Annotated[str, Choice("measured", "simulated", "traced", "unknown")] = "unknown"
     #: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.

@@ -1,5 +1,5 @@
-"""Make files like those of PyTorch's profiler on GPUs, of a pipeline whose truth is known: hosts that
-run ahead of their GPUs, NCCL kernels that contain the wait, skewed clocks, jitter.
+"""Make files like those of PyTorch's profiler on GPUs, of a pipeline whose truth is known: hosts
+that run ahead of their GPUs, NCCL kernels that contain the wait, skewed clocks, jitter.
 
 No public trace of a pipelined job on GPUs was found, so these stand in for them.
 """
@@ -193,9 +193,7 @@ class _Events:
         self._add("cuda_runtime", "cudaLaunchKernel", tid, at_s, at_s + 2e-6, correlation=number)
         graph = {"graph node id": 7} if self.made.in_graphs else {}
         stream = 20 if name == NCCL else 7
-        self._add(
-            "kernel", name, f"stream {stream}", begin_s, end_s, correlation=number, **graph
-        )
+        self._add("kernel", name, f"stream {stream}", begin_s, end_s, correlation=number, **graph)
 
     def receive(self, host_s: float, until_s: float) -> float:
         """A receive: its kernel runs from its launch until the data is there."""

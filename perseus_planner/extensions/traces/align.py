@@ -52,7 +52,7 @@ def find_offsets(schedule: Schedule, begins_s: Floats, ends_s: Floats) -> Offset
     computations = list(schedule.computations())
     place = {computation: number for number, computation in enumerate(computations)}
     rank_of = [rank for rank, row in enumerate(schedule.ranks) for _ in row]
-    has_work = (ends_s > begins_s).any(axis=0)
+    has_work = (ends_s - begins_s).max(axis=0) > 0.0
     # bounds[a, b]: the most by which the clock of b can be ahead of that of a.
     bounds = np.full((ranks, ranks), np.inf)
     np.fill_diagonal(bounds, 0.0)

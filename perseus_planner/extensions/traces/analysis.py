@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.traces.replaying import learn_gaps, mean_times_s, replay_s
+from perseus_planner.extensions.traces.replaying import (
+    Gaps,
+    learn_gaps,
+    mean_times_s,
+    replay_s,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -16,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.extensions.traces.job import TracedJob
-    from perseus_planner.extensions.traces.replaying import Gaps
 
     Floats: TypeAlias = NDArray[np.float64]
 
@@ -63,6 +67,7 @@ class Analysis:
     jitter: float  #: relative standard deviation of a computation
     varies: bool  #: whether equal computations are too unlike for one plan
     replay_error: float  #: relative error of the replay of iterations by means
+    rest_s: float  #: what an iteration takes beside its replay by mean times
     gaps: Gaps = field(repr=False)
     remarks: tuple[str, ...]  #: what to do first, or not to believe
 
@@ -92,6 +97,7 @@ def analyse(job: TracedJob) -> Analysis:
         jitter=jitter,
         varies=varies,
         replay_error=replay_error,
+        rest_s=_rest_s(job),
         gaps=gaps,
         remarks=(),
     )
@@ -173,15 +179,15 @@ def _even_bubble_share(job: TracedJob) -> float:
     for kind in {kind for _, kind in job.keys}:
         places = [place for place, each in enumerate(job.computations) if each.kind == kind]
         times_s[:, :, places] = job.times_s[:, :, places].mean()
-    from perseus_planner.extensions.traces.replaying import Gaps
-
     length_s = float(replay_s(job, times_s, Gaps(0.0, 0.0, 0.0))[0, 0])
     return 1.0 - float(times_s.sum()) / (length_s * len(job.schedule.ranks))
 
 
 def _bottleneck(job: TracedJob, uses: tuple[RankUse, ...]) -> str:
     ranks = range(len(job.schedule.ranks))
-    shares = [float(np.mean([use.busy_share for use in uses if use.rank == each])) for each in ranks]
+    shares = [
+        float(np.mean([use.busy_share for use in uses if use.rank == each])) for each in ranks
+    ]
     most = int(np.argmax(shares))
     others = (sum(shares) - shares[most]) / max(1, len(shares) - 1)
     stages = next(use.stages for use in uses if use.rank == most)
@@ -204,16 +210,27 @@ def _slow_cost(job: TracedJob, gaps: Gaps) -> float:
     return float(as_is / healed - 1.0)
 
 
-def _with_remarks(job: TracedJob, seen: Analysis) -> Analysis:
-    from dataclasses import replace
+def _rest_s(job: TracedJob) -> float:
+    """Return what an iteration takes beside the replay of the healthy workers' mean times, as a
+    plan replays it: without gaps.
+    """
+    times_s = np.zeros((1, 1, len(job.computations)))
+    for key, of_key_s in healthy_times_s(job).items():
+        times_s[:, :, job.places(key)] = of_key_s.mean()
+    replayed_s = float(replay_s(job, times_s, Gaps(0.0, 0.0, 0.0))[0, 0])
+    healthy = (_slowdowns(job) < _SLOW).all(axis=1)
+    iterations_s = job.iterations_s[healthy] if healthy.any() else job.iterations_s
+    return max(0.0, float(np.median(iterations_s)) - replayed_s)
 
+
+def _with_remarks(job: TracedJob, seen: Analysis) -> Analysis:
     said = list(job.remarks)
-    for use in seen.slow:
-        said.append(
-            f"{use.worker} (stage {use.stages}) is {use.slowdown:.1f} times slower than its peers: "
-            f"mend it first, it costs {100 * seen.slow_cost:.0f} % of an iteration. What follows "
-            "is of the healthy workers."
-        )
+    said.extend(
+        f"{use.worker} (stage {use.stages}) is {use.slowdown:.1f} times slower than its peers: "
+        f"mend it first, it costs {100 * seen.slow_cost:.0f} % of an iteration. The saving is of "
+        "the healthy workers."
+        for use in seen.slow
+    )
     if seen.varies:
         said.append(
             f"Equal computations vary by {100 * seen.jitter:.0f} %: microbatches are unlike, and a "
@@ -240,7 +257,5 @@ def _with_remarks(job: TracedJob, seen: Analysis) -> Analysis:
             "no saving is estimated. Trace with ProfilerActivity.CUDA too."
         )
     if job.widths_s is not None:
-        said.append(
-            f"Clocks of ranks are aligned within {si(float(job.widths_s.max()), 's', 2)}."
-        )
+        said.append(f"Clocks of ranks are aligned within {si(float(job.widths_s.max()), 's', 2)}.")
     return replace(seen, remarks=tuple(said))

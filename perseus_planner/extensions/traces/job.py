@@ -83,7 +83,7 @@ class TracedJob:
     @property
     def steps(self) -> int:
         """The number of steps."""
-        return self.begins_s.shape[1]
+        return int(self.begins_s.shape[1])
 
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
@@ -93,10 +93,25 @@ class TracedJob:
     def places(self, key: tuple[int, str]) -> list[int]:
         """Return the places of the computations of a stage and kind."""
         return [
-            place
-            for place, each in enumerate(self.computations)
-            if (each.stage, each.kind) == key
+            place for place, each in enumerate(self.computations) if (each.stage, each.kind) == key
         ]
+
+    def busy_spans(self) -> list[list[tuple[float, float]]]:
+        """Return when each GPU computed: begin and end of each computation."""
+        rank_of = np.array(self.iteration.rank_of[: len(self.computations)])
+        spans = []
+        for pipeline in range(self.pipelines):
+            for rank in range(len(self.schedule.ranks)):
+                begins_s = self.begins_s[pipeline][:, rank_of == rank].ravel()
+                ends_s = self.ends_s[pipeline][:, rank_of == rank].ravel()
+                spans.append(list(zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
+        return spans
+
+    def span_s(self) -> tuple[float, float]:
+        """Return when the first computation began, and when the last iteration ended."""
+        begin_s = float(self.begins_s.min())
+        last_s = self.begins_s[:, -1].min(axis=-1) + self.iterations_s[:, -1]
+        return begin_s, float(last_s.max())
 
     def of_steps(self, chosen: slice) -> TracedJob:
         """Return the same job with some of its steps."""
@@ -158,10 +173,7 @@ def read_kineto_job(
         )
     ranks.sort(key=lambda rank: (rank.rank is None, rank.rank or 0, rank.name))
     _check_ranks(ranks)
-    if grid is None:
-        layout = find_layout(ranks, pipelines)
-    else:
-        layout = with_grid(ranks, grid, pipelines)
+    layout = find_layout(ranks, pipelines) if grid is None else with_grid(ranks, grid, pipelines)
     if len(set(gpus)) > 1:
         raise UsageError(
             f"the traces are of {gpus[0]} and of {next(g for g in gpus if g != gpus[0])}; GPUs of "
@@ -223,9 +235,7 @@ def _job(
         widths_s[number] = offsets.width_s
         begins_s[number] -= offsets_s[number][rank_of]
         ends_s[number] -= offsets_s[number][rank_of]
-    workers = tuple(
-        tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines
-    )
+    workers = tuple(tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines)
     return TracedJob(
         layout.schedule,
         begins_s,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,8 +126,10 @@ class _Columns:
     def __init__(self) -> None:
         self.operations = {name: array("d") for name in ("begin", "end")}
         self.numbers = {name: array("q") for name in ("thread", "kind", "sequence", "forward")}
-        self.launches = {"ts": array("d"), "correlation": array("q")}
-        self.kernels = {"begin": array("d"), "end": array("d"), "correlation": array("q")}
+        self.launches_us = array("d")
+        self.launched = array("q")  #: correlation of each launch
+        self.kernels = {"begin": array("d"), "end": array("d")}
+        self.correlations = array("q")  #: of each kernel
         self.ranges: list[Range] = []
         self.graph_kernels = 0
         self._threads: dict[int | str, int] = {}
@@ -146,8 +149,8 @@ class _Columns:
                 self.ranges.append(Range(event.name, event.ts, event.ts + event.dur))
             elif category in ("cuda_runtime", "cuda_driver", "Runtime"):
                 if event.args is not None and event.args.correlation is not None:
-                    self.launches["ts"].append(event.ts)
-                    self.launches["correlation"].append(event.args.correlation)
+                    self.launches_us.append(event.ts)
+                    self.launched.append(event.args.correlation)
             elif category in ("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"):
                 self._add_kernel(event)
 
@@ -189,7 +192,7 @@ class _Columns:
             self.graph_kernels += 1
         self.kernels["begin"].append(event.ts)
         self.kernels["end"].append(event.ts + event.dur)
-        self.kernels["correlation"].append(-1 if args.correlation is None else args.correlation)
+        self.correlations.append(-1 if args.correlation is None else args.correlation)
 
 
 def read_trace(path: Path) -> Trace:
@@ -238,15 +241,18 @@ def _kind_of(name: str) -> int:
 
 def _parts(path: Path) -> Iterator[_Head]:
     """Yield the events of a file, piece by piece, and what it says beside them."""
-    opened: IO[bytes] = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[assignment]
-    with opened as file:
-        try:
+    with path.open("rb") as file:
+        if path.suffix != ".gz":
             yield from _decoded(path, file)
-        except (EOFError, gzip.BadGzipFile) as error:
+            return
+        try:
+            with gzip.open(file) as archive:
+                yield from _decoded(path, archive)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UsageError(_cut(path, f"the archive ends early: {error}")) from None
 
 
-def _decoded(path: Path, file: IO[bytes]) -> Iterator[_Head]:
+def _decoded(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[_Head]:
     events = msgspec.json.Decoder(list[_Event])
     whole = msgspec.json.Decoder(_Head)
     text = file.read(_CHUNK)
@@ -357,17 +363,17 @@ def _operations(columns: _Columns, offset_us: float) -> Operations:
 
 def _kernels(columns: _Columns, offset_us: float) -> tuple[Kernels | None, int]:
     """Return the kernels with their launches, and how many have none."""
-    correlation = np.frombuffer(columns.kernels["correlation"], dtype=np.int64)
+    correlation = np.frombuffer(columns.correlations, dtype=np.int64)
     if not len(correlation):
         return None, 0
-    launched = np.frombuffer(columns.launches["correlation"], dtype=np.int64)
+    launched = np.frombuffer(columns.launched, dtype=np.int64)
     order = np.argsort(launched, kind="stable")
     place = np.searchsorted(launched[order], correlation)
     place = np.minimum(place, max(0, len(launched) - 1))
     is_found = np.zeros(len(correlation), dtype=bool)
     if len(launched):
         is_found = launched[order][place] == correlation
-    launch_us = np.frombuffer(columns.launches["ts"])[order[place[is_found]]]
+    launch_us = np.frombuffer(columns.launches_us)[order[place[is_found]]]
     begin_us = np.frombuffer(columns.kernels["begin"])[is_found]
     end_us = np.frombuffer(columns.kernels["end"])[is_found]
     in_time = np.argsort(launch_us, kind="stable")

@@ -131,9 +131,11 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
             f"{ranks[least].name} runs {counted(forwards[least], 'forward')} in a step and "
             f"{ranks[most].name} {forwards[most]}; name traces of one job and of the same steps"
         )
-    wanted = [pipelines] if pipelines else [
-        count for count in range(1, len(ranks) + 1) if len(ranks) % count == 0
-    ]
+    wanted = (
+        [pipelines]
+        if pipelines
+        else [count for count in range(1, len(ranks) + 1) if len(ranks) % count == 0]
+    )
     for count in wanted:
         if len(ranks) % count:
             raise UsageError(
@@ -196,9 +198,7 @@ def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | N
             "one of each rank"
         )
     count = len(ranks) // size
-    places = tuple(
-        tuple(rank * count + number for rank in range(size)) for number in range(count)
-    )
+    places = tuple(tuple(rank * count + number for rank in range(size)) for number in range(count))
     for pipeline in places:
         for row, place in zip(schedule.ranks, pipeline, strict=True):
             rank = ranks[place]

@@ -173,7 +173,7 @@ def _prometheus(path: Path, text: str) -> Rows:
 def _time_s(where: str, text: str) -> float:
     for form in _TIMES:
         try:
-            return datetime.strptime(text, form).timestamp()  # noqa: DTZ007 - logs have no zone
+            return datetime.strptime(text, form).timestamp()
         except ValueError:
             continue
     raise UsageError(
@@ -290,7 +290,7 @@ def _fitted(
         if len(share) < _LEAST_SAMPLES or float(share.std()) < 0.02:
             continue
         design = np.stack([share, 1.0 - share], axis=1)
-        found, *_ = np.linalg.lstsq(design, power, rcond=None)
+        found = np.linalg.lstsq(design, power, rcond=None)[0].astype(np.float64)
         misfit = float(np.mean((design @ found - power) ** 2))
         if best is None or misfit < best[0]:
             best = misfit, found, design, power

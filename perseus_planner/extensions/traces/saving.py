@@ -162,9 +162,7 @@ def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
         sources.append(f"{seen.waiting_w:.0f} W waiting")
     else:
         usual_w = model.blocking_power_w
-        waiting = Spread(
-            (1 - _WAITING_SPREAD) * usual_w, usual_w, (1 + _WAITING_SPREAD) * usual_w
-        )
+        waiting = Spread((1 - _WAITING_SPREAD) * usual_w, usual_w, (1 + _WAITING_SPREAD) * usual_w)
         sources.append(f"{usual_w:.0f} W waiting, assumed")
     return GpuGuess(
         name,
@@ -265,12 +263,14 @@ def _share(plan: Any) -> float:
 
 
 def _planned(job: TracedJob, profile: Profile) -> tuple[Frontier, Any]:
-    """Return the frontier and the plan that is as fast as full clocks."""
+    """Return the frontier and the plan that is as fast as full clocks at the mean times, without a
+    margin for jitter.
+    """
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.frontier import solve_dag
 
     frontier = solve_dag(PipelineDag(profile, job.iteration))
-    return frontier, frontier.plan_for(frontier.baseline_time_s)
+    return frontier, frontier.plan_for(frontier.baseline_time_s, on_time=None)
 
 
 def _drawn(gpu: GpuGuess, count: int) -> list[_Numbers]:
@@ -299,7 +299,7 @@ def _profile(
     rest_s: float,
 ) -> Profile:
     """Return the profile at one choice of numbers."""
-    measurements = {}
+    measurements: dict[Key, tuple[Measurement, ...]] = {}
     waiting_w = min(numbers.waiting_w, 0.9 * numbers.computing_w)
     traced_mhz, clocks_mhz = _clocks(gpu, numbers.clock_mhz)
     for key, of_key_s in times_s.items():

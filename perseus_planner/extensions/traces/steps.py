@@ -282,9 +282,7 @@ def _numbered(step: Sequence[Ran]) -> list[Ran]:
     for each in step:
         if each.kind == "F":
             numbers[each.number] = len(numbers)
-    return [
-        each._replace(number=numbers[each.number]) for each in step if each.number in numbers
-    ]
+    return [each._replace(number=numbers[each.number]) for each in step if each.number in numbers]
 
 
 def _windows(trace: Trace) -> list[tuple[int, float, float]]:
@@ -296,9 +294,7 @@ def _windows(trace: Trace) -> list[tuple[int, float, float]]:
             marked.setdefault(int(match[1]), each)
     if marked:
         return [(number, each.begin_us, each.end_us) for number, each in sorted(marked.items())]
-    ends = [
-        each.end_us for each in trace.ranges if each.name.startswith("Optimizer.step#")
-    ]
+    ends = [each.end_us for each in trace.ranges if each.name.startswith("Optimizer.step#")]
     if not ends:
         raise UsageError(
             f"{trace.path}: has neither steps of the profiler nor an optimizer's; call step() of "
