@@ -314,6 +314,13 @@ class Profile(Checked, error=ProfileError):
                 "there, full clocks are faster than the rows say, and a plan that is no slower "
                 f"than they are may be slower; measure it at {highest} {unit}."
             )
+        if self.origin == "traced":
+            expected = self.conditions.get("traced", "what a plan saves is not known well")
+            said.append(
+                "Rows at other clocks than the highest are estimates from traces of it: "
+                f"{expected}. Profile the stages, or let the autopilot learn, before you count on "
+                "it."
+            )
         if DOUBTS in self.conditions:
             said.append(f"Check the rows: {self.conditions[DOUBTS]}.")
         return tuple(said)

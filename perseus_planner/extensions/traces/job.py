@@ -226,11 +226,23 @@ def _job(
             for pipeline in layout.pipelines
         ]
     )
-    widths_s = np.zeros((len(tables), len(layout.schedule.ranks)))
+    widths_s: Floats | None = np.zeros((len(tables), len(layout.schedule.ranks)))
     offsets_s = np.zeros_like(widths_s)
     rank_of = [rank for rank, row in enumerate(layout.schedule.ranks) for _ in row]
     for number in range(len(tables)):
-        offsets = find_offsets(layout.schedule, begins_s[number], ends_s[number])
+        try:
+            offsets = find_offsets(layout.schedule, begins_s[number], ends_s[number])
+        except UsageError:
+            if has_kernels:
+                raise
+            # Hosts that run ahead of their GPUs begin computations before their input is there.
+            remarks.append(
+                "Hosts run ahead of GPUs here: only the order of computations can be told; trace "
+                "with ProfilerActivity.CUDA too."
+            )
+            widths_s = None
+            break
+        assert widths_s is not None
         offsets_s[number] = offsets.middle_s
         widths_s[number] = offsets.width_s
         begins_s[number] -= offsets_s[number][rank_of]
