@@ -82,6 +82,8 @@ def read_power(path: Path) -> list[Samples]:
     for gpu, of_gpu in sorted(by_gpu.items()):
         table = np.array(sorted(of_gpu))
         table = table[np.isfinite(table[:, 1])]
+        if not len(table):
+            continue
         clocks = table[:, 2] if np.isfinite(table[:, 2]).any() else None
         found.append(Samples(gpu, table[:, 0], table[:, 1], clocks))
     if not found:
@@ -209,7 +211,6 @@ def fit_power(
     share = _mean_share(busy, span_s)
     steps_s = [after - before for log in logs for before, after in pairwise(log.times_s.tolist())]
     step_s = float(np.median(steps_s)) if steps_s else np.inf
-    clock_mhz = _clock_mhz(logs)
     inside = [
         log for log in logs if np.any((log.times_s >= span_s[0]) & (log.times_s <= span_s[1]))
     ]
@@ -219,6 +220,7 @@ def fit_power(
             f"--power: {fewest} samples of GPU {min(logs, key=lambda log: len(log.times_s)).gpu} "
             f"are too few for its watts; log at least {_LEAST_SAMPLES} in training, at 5 a second"
         )
+    clock_mhz = _clock_mhz(logs)
     if inside and step_s <= _LONGEST_S and len(logs) == len(busy):
         fitted = _fitted(logs, busy, span_s, step_s)
         if fitted is not None:

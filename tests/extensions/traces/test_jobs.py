@@ -117,7 +117,9 @@ def test_a_stage_without_a_trace_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match=r"^stage 1 has no trace, though stage 3 has one; add the"):
         read_kineto_job([paths[0], *paths[2:]])
     paths = MADE.write(tmp_path)
-    with pytest.raises(UsageError, match="fits no schedule that is known; is the file of a stage m"):
+    with pytest.raises(
+        UsageError, match="fits no schedule that is known; is the file of a stage m"
+    ):
         read_kineto_job([paths[0], *paths[2:]])
 
 
@@ -129,13 +131,17 @@ def test_an_order_of_its_own_is_refused_until_its_grid_is_given(tmp_path: Path):
     with pytest.raises(UsageError, match="and --schedule GRID if the schedule is the training's o"):
         read_kineto_job(paths)
     assert read_kineto_job(paths, own).schedule == own
-    with pytest.raises(UsageError, match="^rank 1: ran another order than --schedule; give the sch"):
+    with pytest.raises(
+        UsageError, match="^rank 1: ran another order than --schedule; give the sch"
+    ):
         read_kineto_job(paths, FOUR)
 
 
 def test_kernels_of_graphs_are_refused(tmp_path: Path):
     paths = replace(MADE, in_graphs=True).write(tmp_path)
-    with pytest.raises(UsageError, match="were launched by CUDA graphs, which record no operations"):
+    with pytest.raises(
+        UsageError, match="were launched by CUDA graphs, which record no operations"
+    ):
         read_kineto_job(paths)
 
 
@@ -172,7 +178,9 @@ def test_a_slow_worker_is_named_with_what_it_costs(tmp_path: Path):
     assert [use.worker for use in seen.slow] == ["rank 4"]
     assert seen.slow[0].slowdown == pytest.approx(2.3, rel=0.02)
     assert 0.3 < seen.slow_cost < 1.0
-    assert seen.remarks[0].startswith("rank 4 (stage 1) is 2.3 times slower than its peers: mend it")
+    assert seen.remarks[0].startswith(
+        "rank 4 (stage 1) is 2.3 times slower than its peers: mend it"
+    )
 
 
 def test_a_gpu_that_waits_for_its_host_is_said(tmp_path: Path):
