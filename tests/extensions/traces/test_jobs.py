@@ -1,4 +1,4 @@
-"""Made traces of GPUs: order, clocks of ranks, bubbles, slow workers, and what is refused or said."""
+"""Made traces of GPUs: order, clocks of ranks, bubbles, slow workers; what is refused or said."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_ranks_of_different_steps_are_refused(tmp_path: Path):
     paths = _pair(tmp_path, first_step=30)
     with pytest.raises(
         UsageError,
-        match="^rank 0 traced steps 1 to 4 and rank 1 steps 30 to 33; trace the same steps on all",
+        match=r"^rank 0 traced steps 1 to 4 and rank 1 steps 30 to 33; trace the same steps on all",
     ):
         read_kineto_job(paths)
 
@@ -132,7 +132,7 @@ def test_an_order_of_its_own_is_refused_until_its_grid_is_given(tmp_path: Path):
         read_kineto_job(paths)
     assert read_kineto_job(paths, own).schedule == own
     with pytest.raises(
-        UsageError, match="^rank 1: ran another order than --schedule; give the sch"
+        UsageError, match=r"^rank 1: ran another order than --schedule; give the sch"
     ):
         read_kineto_job(paths, FOUR)
 
@@ -147,7 +147,7 @@ def test_kernels_of_graphs_are_refused(tmp_path: Path):
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path):
     paths = MADE.write(tmp_path)
-    with pytest.raises(UsageError, match="^two traces are of rank 0; name each rank's file once"):
+    with pytest.raises(UsageError, match=r"^two traces are of rank 0; name each rank's file once"):
         read_kineto_job([*paths, paths[0]])
 
 

@@ -154,7 +154,7 @@ def test_a_cut_file_is_refused(tmp_path: Path, *, zipped: bool):
 def test_other_files_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="is not a trace of PyTorch's profiler, as it has no tra"):
         read_trace(_written(tmp_path, {"some": "thing"}))
-    with pytest.raises(UsageError, match="has no operations of the host; record it with torch.pr"):
+    with pytest.raises(UsageError, match="has no operations of the host; record it with"):
         read_trace(_written(tmp_path, {"traceEvents": []}))
     zipped = tmp_path / "x.json.gz"
     zipped.write_bytes(gzip.compress(b"hello"))
