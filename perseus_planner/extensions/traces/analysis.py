@@ -63,7 +63,7 @@ class Analysis:
     even_bubble_share: float
     bottleneck: str  #: the rank that computes most, and why
     slow: tuple[RankUse, ...]  #: workers slower than their peers
-    slow_cost: float  #: how much longer an iteration takes for them, as a share; 0 for none
+    slow_cost: float  #: the share of an iteration that they cost; 0 for none
     jitter: float  #: relative standard deviation of a computation
     varies: bool  #: whether equal computations are too unlike for one plan
     replay_error: float  #: relative error of the replay of iterations by means
@@ -78,7 +78,9 @@ def analyse(job: TracedJob) -> Analysis:
     slowdowns = _slowdowns(job)
     uses = _uses(job, slowdowns)
     slow = tuple(use for use in uses if use.slowdown >= _SLOW)
-    iteration_s = float(np.median(job.iterations_s))
+    # Pipelines side by side wait for the slowest.
+    lengths_s = job.iterations_s.max(axis=0)
+    iteration_s = float(np.median(lengths_s))
     by_means_s = replay_s(job, mean_times_s(job), gaps)
     replay_error = float(np.mean(by_means_s) / np.mean(job.iterations_s) - 1.0)
     jitter = _jitter(job)
@@ -86,7 +88,7 @@ def analyse(job: TracedJob) -> Analysis:
     varies = jitter > _VARIES and job.has_gpu_times
     analysis = Analysis(
         iteration_s=iteration_s,
-        iteration_deviation=float(np.std(job.iterations_s) / np.mean(job.iterations_s)),
+        iteration_deviation=float(np.std(lengths_s) / np.mean(lengths_s)),
         steps=job.steps,
         ranks=uses,
         bubble_share=float(np.mean([use.bubble_share for use in uses])),
@@ -139,7 +141,7 @@ def _uses(job: TracedJob, slowdowns: Floats) -> tuple[RankUse, ...]:
         for rank, row in enumerate(job.schedule.ranks):
             own = rank_of == rank
             busy_s = job.times_s[pipeline][:, own].sum(axis=1)
-            busy_share = float(np.mean(busy_s / job.iterations_s[pipeline]))
+            busy_share = float(np.mean(busy_s / job.iterations_s.max(axis=0)))
             host_share = None
             if job.has_computing_times:
                 computing_s = job.computing_s[pipeline][:, own].sum()
@@ -201,13 +203,13 @@ def _bottleneck(job: TracedJob, uses: tuple[RankUse, ...]) -> str:
 
 
 def _slow_cost(job: TracedJob, gaps: Gaps) -> float:
-    """Return how much longer iterations take as some workers are slow, as a share."""
+    """Return the share of an iteration that some slow workers cost."""
     slowdowns = _slowdowns(job)
     rank_of = np.array(job.iteration.rank_of[: len(job.computations)])
     healed_s = job.times_s / np.maximum(slowdowns, 1.0)[:, None, :][..., rank_of]
     as_is = replay_s(job, job.times_s, gaps).max(axis=0).mean()
     healed = replay_s(job, healed_s, gaps).max(axis=0).mean()
-    return float(as_is / healed - 1.0)
+    return float(1.0 - healed / as_is)
 
 
 def _rest_s(job: TracedJob) -> float:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float64]
     Key: TypeAlias = tuple[int, str]
 
-DRAWS = 24  #: of the interval; 48 change its ends by less than half a point (benchmark 38)
+DRAWS = 24  #: of the interval; 48 change its ends by less than a point (benchmark 44)
 _ENDS = (0.05, 0.95)  #: of the interval, as shares of the draws
-_STEPS = 24  #: clocks of the profile: more change savings by less than .1 point (benchmark 38)
+_STEPS = 24  #: clocks of the profile, by hand
 _LOWEST = 0.55  #: of the traced clock: lower ones take more energy on every GPU that was measured
 _SEED = 54
 _WAITING_SPREAD = 0.2  #: relative, of assumed watts while waiting, by hand

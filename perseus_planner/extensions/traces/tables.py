@@ -2,10 +2,10 @@
 computation.
 
 The columns are stage, replica (which pipeline), step, kind (F or forward, B or backward, I, W),
-start and duration (seconds) and microbatch; `worker` names a rank, `rank` says which one holds the
-stage. ByteDance's StragglerAnalysis writes `name` (`forward-compute`, `backward-compute`),
-`pp_rank`, `dp_rank`, `step`, `ts` and `dur` (microseconds), which are read as they are; its rows of
-communication are left out. All times are of one clock.
+start and duration (seconds) and microbatch. ByteDance's StragglerAnalysis writes `dp_rank`,
+`stage`, `step`, `optype` (`forward-compute`, `backward-compute`), `start_ts`, `duration`, `mb_id`
+and `mc`, the chunk of a rank with several stages; its rows of communication are left out. All times
+are of one clock.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ _HEADER = "stage,replica,step,kind,start,duration,microbatch"
 _KINDS = {
     "forward": "F",
     "forward-compute": "F",
-    "fwd": "F",
     "f": "F",
     "backward": "B",
     "backward-compute": "B",
-    "bwd": "B",
     "b": "B",
     "input-gradient": "I",
     "i": "I",
@@ -43,13 +41,14 @@ _KINDS = {
 }
 #: our column -> the names that it has in tables of others
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "stage": ("stage", "pp_rank", "pipeline_rank"),
-    "replica": ("replica", "dp_rank", "data_parallel_rank"),
-    "step": ("step", "iteration"),
-    "kind": ("kind", "name", "op", "instruction"),
-    "start": ("start", "ts", "begin"),
-    "duration": ("duration", "dur"),
-    "microbatch": ("microbatch", "microbatch_id", "mb", "micro_batch"),
+    "stage": ("stage",),
+    "replica": ("replica", "dp_rank"),
+    "step": ("step",),
+    "kind": ("kind", "optype"),
+    "start": ("start", "start_ts"),
+    "duration": ("duration",),
+    "microbatch": ("microbatch", "mb_id"),
+    "chunk": ("mc",),
 }
 _REQUIRED = ("stage", "step", "kind", "start", "duration")
 
@@ -185,9 +184,8 @@ def _rows(path: Path) -> Iterator[_Row]:
         return
     table = CsvFile(path, UsageError, f"the header {_HEADER} and a row for each computation")
     names = _names(str(path), table.header)
-    scale = _scale(names)
     for cells in table:
-        row = _row(cells.where, {key: cells[name] for key, name in names.items()}, scale)
+        row = _row(cells.where, {key: cells[name] for key, name in names.items()})
         if row is not None:
             yield row
 
@@ -201,11 +199,10 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
         ) from None
     table = parquet.read_table(path)
     names = _names(str(path), table.column_names)
-    scale = _scale(names)
     columns = {key: table.column(name).to_pylist() for key, name in names.items()}
     for number in range(table.num_rows):
         cells = {key: values[number] for key, values in columns.items()}
-        row = _row(f"{path}, row {number + 1}", cells, scale)
+        row = _row(f"{path}, row {number + 1}", cells)
         if row is not None:
             yield row
 
@@ -225,18 +222,13 @@ def _names(where: str, header: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _scale(names: Mapping[str, str]) -> float:
-    """Return seconds of a unit of time: microseconds where the columns are called as in traces."""
-    return 1e-6 if names["duration"] == "dur" else 1.0
-
-
-def _row(where: str, cells: Mapping[str, Any], scale: float) -> _Row | None:
+def _row(where: str, cells: Mapping[str, Any]) -> _Row | None:
     kind = _KINDS.get(str(cells["kind"]).strip().lower())
     if kind is None:
         return None  # communication, say
     try:
-        time_s = scale * float(cells["duration"])
-        begin_s = scale * float(cells["start"])
+        time_s = float(cells["duration"])
+        begin_s = float(cells["start"])
         microbatch = cells.get("microbatch")
         row = _Row(
             int(cells["stage"]),
@@ -249,6 +241,11 @@ def _row(where: str, cells: Mapping[str, Any], scale: float) -> _Row | None:
         )
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where}: {error}; write numbers, as in {_HEADER}") from None
+    if int(cells.get("chunk") or 0):
+        raise UsageError(
+            f"{where}: is of a second chunk of its rank; number the stages of the pipeline "
+            "instead, and name the schedule with --schedule GRID"
+        )
     if not time_s >= 0.0 or not np.isfinite(begin_s) or row.stage < 0:
         raise UsageError(
             f"{where}: {shown(dict(cells))} is no computation; write times of 0 or more"

@@ -22,7 +22,7 @@ def _table(path: Path, made: Made, *, theirs: bool) -> None:
     made.write(path.parent)  # makes the truth
     words = {"F": "forward-compute", "B": "backward-compute"}
     ours = "stage,replica,step,kind,start,duration,microbatch"
-    lines = ["name,ts,dur,step,pp_rank,dp_rank" if theirs else ours]
+    lines = ["dp_rank,stage,rank,step,optype,start_ts,duration,seq_id,mc,mb_id" if theirs else ours]
     for replica, (begins_s, ends_s) in enumerate(
         zip(made.truth["begins_s"], made.truth["ends_s"], strict=True)
     ):
@@ -32,10 +32,10 @@ def _table(path: Path, made: Made, *, theirs: bool) -> None:
                 time_s = float(ends_s[step, place]) - begin_s
                 if theirs:
                     lines.append(
-                        f"{words[each.kind]},{1e6 * begin_s},{1e6 * time_s},{step},{each.stage},"
-                        f"{replica}"
+                        f"{replica},{each.stage},0,{step},{words[each.kind]},{begin_s},{time_s},0,"
+                        f"0,{each.microbatch}"
                     )
-                    lines.append(f"forward-send,{1e6 * begin_s},9,{step},{each.stage},{replica}")
+                    lines.append(f"{replica},{each.stage},0,{step},forward-send,{begin_s},9,0,0,0")
                 else:
                     lines.append(
                         f"{each.stage},{replica},{step},{each.kind},{begin_s},{time_s},"
