@@ -114,14 +114,11 @@ class _Job:
 
 
 @command(
-    "planner trace rank*.json.gz",
-    "planner trace rank*.json.gz --power power.csv --gpu h100-sxm -o job",
-    "planner trace computations.csv --gpu a100-sxm -o job",
+    "planner trace rank0.json.gz rank1.json.gz",
+    "planner trace rank0.json.gz rank1.json.gz --gpu h100-sxm -o traced",
 )
 def trace(
-    files: Annotated[
-        tuple[Path, ...], Option(required=True, type=click.Path(path_type=Path, exists=True))
-    ],
+    files: Annotated[tuple[Path, ...], Option(required=True)],
     *,
     of: _Job,
     output: Annotated[

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.base.prefixes import counted
 from perseus_planner.base.tables import CsvFile
 from perseus_planner.extensions.traces.job import TracedJob
@@ -194,9 +194,7 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
     try:
         from pyarrow import parquet  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise UsageError(
-            f"{path}: parquet needs pyarrow; install it with `pip install perseus-planner[traces]`"
-        ) from None
+        raise UsageError(f"{path}: parquet needs pyarrow; {how_to_install('traces')}") from None
     table = parquet.read_table(path)
     names = _names(str(path), table.column_names)
     columns = {key: table.column(name).to_pylist() for key, name in names.items()}

@@ -90,5 +90,5 @@ def test_other_tables_are_refused(tmp_path: Path, text: str, said: str):
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"parquet needs pyarrow; install it with `pip install pe"):
+    with pytest.raises(UsageError, match=r"parquet needs pyarrow; run `pip install"):
         read_table_job([tmp_path / "table.parquet"])
