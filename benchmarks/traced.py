@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from perseus_planner.schedules.dag import PipelineDag
 
 NUMBER = 44
 _SEEDS = (11, 12, 13, 14, 15)
-_MICROBATCHES = 16
+_MICROBATCHES = 8
 _STEPS = 4
 _JITTER = 0.01
 _NOISE_W = 4.0  #: standard error of watts from a log
@@ -51,12 +52,9 @@ def measure(size: Size) -> Section:
     """Measure all parts."""
     is_small = size.microbatches != Size().microbatches
     seeds = _SEEDS[:1] if is_small else _SEEDS
-    rows = [
-        row
-        for name in _GPUS
-        for seed in seeds
-        for row in _savings(folder() / "stage_profile", name, seed)
-    ]
+    cases = [(folder() / "stage_profile", name, seed) for name in _GPUS for seed in seeds]
+    with ProcessPoolExecutor(2) as pool:
+        rows = [row for of_case in pool.map(_savings, *zip(*cases, strict=True)) for row in of_case]
     replays = _replays()
     aligned = _aligned()
     speed = _speed(20 if is_small else _LARGE_MB)

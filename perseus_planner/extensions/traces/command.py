@@ -114,7 +114,6 @@ class _Job:
 
 
 @command(
-    "planner trace rank0.json.gz rank1.json.gz",
     "planner trace rank0.json.gz rank1.json.gz --gpu h100-sxm -o traced",
 )
 def trace(
