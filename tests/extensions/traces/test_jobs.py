@@ -172,12 +172,14 @@ def test_computations_that_vary_are_said(tmp_path: Path):
 
 def test_a_slow_worker_is_named_with_what_it_costs(tmp_path: Path):
     slow = ((), (1.0, 2.3, 1.0, 1.0), ())
-    job = _of(tmp_path, slowdowns=slow)
+    made = replace(MADE, truth={}, slowdowns=slow)
+    job = read_kineto_job(made.write(tmp_path))
     assert job.pipelines == 3
     seen = analyse(job)
     assert [use.worker for use in seen.slow] == ["rank 4"]
     assert seen.slow[0].slowdown == pytest.approx(2.3, rel=0.02)
-    assert 0.3 < seen.slow_cost < 1.0
+    healthy_s, slow_s, _ = (lengths_s.mean() for lengths_s in made.truth["iteration_s"])
+    assert seen.slow_cost == pytest.approx(1 - healthy_s / slow_s, abs=0.01)
     assert seen.remarks[0].startswith(
         "rank 4 (stage 1) is 2.3 times slower than its peers: mend it"
     )
