@@ -42,6 +42,7 @@ import serving_pools
 import stated_savings
 import sweep_quality
 import switch_budgets
+import traced
 import unlike_stages
 import whole_training
 from data import FULL, SMOKE, MissingError, Size, folder
@@ -85,6 +86,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     learnt_modes.NUMBER: learnt_modes.measure,
     stated_savings.NUMBER: stated_savings.measure,
     other_gpus.NUMBER: other_gpus.measure,
+    traced.NUMBER: traced.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -69,6 +69,7 @@ class RuntimeOptions:
     modes: ModeFunctions = field(default_factory=dict)
     log: Sequence[LogFunction] = ()
     strict: bool = True
+    trust_traced: bool = False
     decider: object = None  #: A `Decider`, the name of one, or None
 
     @property

@@ -415,7 +415,9 @@ def join_job(
             if link is not None:
                 link.check()
             if options.plan is not None:
-                packed = packed_plan(Plans.load(options.plan).dumps())
+                given = Plans.load(options.plan)
+                given.check_trusted(options.trust_traced)
+                packed = packed_plan(given.dumps())
             attempt = Attempt.next_in(options.record)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
     part, own, node = meeting.part, meeting.own, meeting.node

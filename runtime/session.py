@@ -87,6 +87,7 @@ def planner_runtime(
     may_reorder: bool = False,
     log: Any = None,
     strict: bool = True,
+    trust_traced: bool = False,
     decider: Decider | str | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
@@ -165,6 +166,8 @@ def planner_runtime(
         strict: Whether an engine that lacks a name which the planner uses, as another release may,
             is refused. Otherwise, as by `planner run`, one warning is given and training goes on at
             full clocks.
+        trust_traced: Whether a plan of a traced profile is applied, which is an expectation: its
+            rows at all clocks but one are estimates (`planner trace`). Otherwise it is refused.
         decider: What decides the clocks instead, on all ranks: the name of one that an extension
             brings, or a `runtime.decider.Decider` of each rank's own.
 
@@ -208,6 +211,7 @@ def planner_runtime(
         modes=modes or {},
         log=log_functions(log),
         strict=strict,
+        trust_traced=trust_traced,
         decider=decider,
     )
     training, process = this_job(), os.getpid()
@@ -424,6 +428,7 @@ class _Session:
 
     def _check(self, plans: Plans) -> None:
         """Refuse plans that do not fit this rank, or not all pipelines."""
+        plans.check_trusted(self._context.seat.options.trust_traced)
         decider = self._decider
         assert isinstance(decider, FixedPlan)  # no other takes plans
         self._warn_of_torch(decider.program_of_plans(0, plans))

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.base.wires import ABSENT, NodeMemory, decode, encode, read_key
-from perseus_planner.plans.plan import Plan
+from perseus_planner.plans.plan import Plan, check_trusted
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -85,6 +85,17 @@ class Plans:
             numbers = ", ".join(map(str, self.by_pipeline))
             raise PlanError(f"pipeline {pipeline} has no plan; there are plans for {numbers}")
         return plan
+
+    def check_trusted(self, trusts_traced: bool) -> None:
+        """Refuse plans of traced profiles, unless they are trusted: their rows at all clocks but
+        one are estimates.
+
+        Raises:
+            PlanError: If one is of a traced profile.
+        """
+        plans = [plan for plan in (self.common, *self.by_pipeline.values()) if plan is not None]
+        for plan in plans:
+            check_trusted(plan, trusts_traced)
 
     def rank_clocks(self, pipeline: int) -> Sequence[float]:
         """Return the mean clock of each rank of a pipeline."""

@@ -70,6 +70,9 @@ class RuntimeOptions:
     ]
     gpu: Annotated[GpuName | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
     dry_run: Annotated[bool, "Do everything except setting clocks."]
+    trust_traced: Annotated[
+        bool, "Apply a --plan of a traced profile, which is estimated at all clocks but one."
+    ]
     record: Annotated[
         Path | None,
         "Folder in which to record the run, for `planner show` and `planner calibrate`.",
@@ -126,6 +129,7 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
+    from perseus_planner.plans.plan import check_trusted
     from perseus_planner.runtime.options import AutopilotSettings, check_work
     from perseus_planner.runtime.unmodified.options import write_options
 
@@ -133,7 +137,7 @@ def run(
         if (path := getattr(options, name)) is not None:
             check_folder(path, option_name(name))
     if options.plan is not None:
-        Plan.load(options.plan)
+        check_trusted(Plan.load(options.plan), options.trust_traced)
     if options.slowdown is not None:
         AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
     if options.work is not None:
@@ -154,7 +158,9 @@ def run(
         name: value.absolute() if isinstance(value, Path) else value
         for name, value in vars(options).items()
     }
-    variables = write_options({**given, "dry_run": options.dry_run or None})
+    for flag in ("dry_run", "trust_traced"):
+        given[flag] = given[flag] or None  # off is what it is without
+    variables = write_options(given)
     modules = _modules(os.environ.get("PYTHONPATH"))
     try:
         os.execvpe(command[0], command, {**os.environ, **variables, "PYTHONPATH": modules})

@@ -100,6 +100,21 @@ class OnTime:
     time_scale: float = 1.0
 
 
+def check_trusted(plan: Plan, trusts_traced: bool) -> None:
+    """Refuse a plan of a traced profile, unless it is trusted.
+
+    Raises:
+        PlanError: If it is one, with what to do instead.
+    """
+    if plan.origin == "traced" and not trusts_traced:
+        raise PlanError(
+            "the plan is of a traced profile, which was seen at one clock and is estimated at all "
+            "others, so it may be late: profile the stages with `planner profile`, or train "
+            "without a plan, and the autopilot learns one; or apply it with --trust-traced (in "
+            "Python trust_traced=True)"
+        )
+
+
 _FORMAT = "perseus-planner/plan"
 _VERSION = 1
 _WITH_MODES = 2  #: the version of the file of a plan whose computations run in several modes
@@ -140,7 +155,7 @@ class Plan(Checked, error=PlanError):
     measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
     profile_digest: str  #: `Profile.digest` of the profile that it was computed from
     gpu: str | None  #: the GPU's name, if the profile has one
-    origin: str  #: the source of the profile, "measured", "simulated" or "unknown"
+    origin: str  #: the source of the profile, "measured", "simulated", "traced" or "unknown"
     #: what a stage's GPUs draw while they wait, watts; or one number for each stage.
     blocking_power_w: Watts | tuple[Watts, ...]
     deadline_s: float  #: the requested iteration time, seconds

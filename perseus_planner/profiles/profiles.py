@@ -100,8 +100,9 @@ class Profile(Checked, error=ProfileError):
     blocking_power_w: Watts | tuple[Watts, ...]
     #: the GPU's name, one line of printable text.
     gpu: Annotated[str, CheckedBy(_checked_gpu)] | None = None
-    #: the source of the numbers, "measured" or "simulated"; "unknown" of a CSV without a YAML.
-    origin: Annotated[str, Choice("measured", "simulated", "unknown")] = "unknown"
+    #: the source of the numbers, "measured" or "simulated"; "traced" if they were seen at one clock
+    #: and are estimates at all others; "unknown" of a CSV without a YAML.
+    origin: Annotated[str, Choice("measured", "simulated", "traced", "unknown")] = "unknown"
     #: number of GPUs of a stage (tensor parallelism). Energies and powers are sums over them.
     gpus_per_stage: Count = 1
     #: calibration: a measured iteration time minus the replayed one, seconds. GPUs wait meanwhile.
@@ -312,6 +313,13 @@ class Profile(Checked, error=ProfileError):
                 f"{clock} {unit}, others up to {highest} {unit}: unless a power limit holds it "
                 "there, full clocks are faster than the rows say, and a plan that is no slower "
                 f"than they are may be slower; measure it at {highest} {unit}."
+            )
+        if self.origin == "traced":
+            expected = self.conditions.get("traced", "what a plan saves is not known well")
+            said.append(
+                "Rows at other clocks than the highest are estimates from traces of it: "
+                f"{expected}. Profile the stages, or let the autopilot learn, before you count on "
+                "it."
             )
         if DOUBTS in self.conditions:
             said.append(f"Check the rows: {self.conditions[DOUBTS]}.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Context:
     """The profile that the numbers of a summary come from, and the iteration that they describe."""
 
-    origin: str  #: how the profile was made: "measured", "simulated" or "unknown"
+    origin: str  #: how the profile was made: "measured", "simulated", "traced" or "unknown"
     gpu: str | None  #: name of the GPU, or None if it is not known
     control: str  #: what is set: "clock", "power-limit" or "observed"
     gpus_per_stage: int  #: number of GPUs of a stage

@@ -111,6 +111,8 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
     """
     charts, left_out = chart_iterations(sources)
     savings = savings_of(sources, rates, size)
+    where = where_energy_goes(sources, savings)
+    where = replace(where, sentences=(*where.sentences, *_expectations(sources)))
     return EnergyReport(
         planner=__version__,
         files=sources.names,
@@ -118,7 +120,7 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
         rates=rates,
         size=size,
         savings=savings,
-        where=where_energy_goes(sources, savings),
+        where=where,
         frontier=chart_sources(sources),
         iterations=charts,
         left_out=left_out,
@@ -192,6 +194,15 @@ def chart_sources(sources: Sources) -> FrontierChart:
     baseline, *landmarks = chart.points
     points = (baseline, *iteration_points, *landmarks, *peers)
     return replace(chart, points=points, deadline_s=deadline_s, left_out=tuple(left_out))
+
+
+def _expectations(sources: Sources) -> tuple[str, ...]:
+    """Return what is to be said of traced profiles, whose savings are expectations."""
+    said: dict[str, None] = {}
+    for source in (sources.profile, *sources.plans.values()):
+        if source is not None and source.origin == "traced":
+            said.update(dict.fromkeys(source.remarks))
+    return tuple(said)
 
 
 def _point_of(name: str, kind: Literal["plan", "peer", "baseline"], plan: Plan) -> IterationPoint:

@@ -40,7 +40,7 @@ class Slice(NamedTuple):
     details: Mapping[str, Any]  #: shown when the bar is clicked
 
 
-class _Trace:
+class PerfettoTrace:
     """The events of a trace, process by process; a process has a thread for each rank.
 
     Args:
@@ -183,7 +183,7 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None =
         UsageError: If the file cannot be written.
     """
     origin = origin_text(plan.origin)
-    name, trace = f"{plan.schedule}. {origin}", _Trace(1 if baseline is None else 2)
+    name, trace = f"{plan.schedule}. {origin}", PerfettoTrace(1 if baseline is None else 2)
     _add_plan(trace, name, plan)
     if baseline is not None:
         _add_plan(trace, f"{ALL_MAXIMUM}: {name}", baseline)
@@ -204,7 +204,7 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None =
     trace.write(path, about)
 
 
-def _add_plan(trace: _Trace, name: str, plan: Plan) -> None:
+def _add_plan(trace: PerfettoTrace, name: str, plan: Plan) -> None:
     gpus = "" if plan.gpus_per_stage == 1 else f" ({plan.gpus_per_stage} GPUs)"
     slices = [list(_planned_slices(plan, rank)) for rank in range(len(plan.schedule.ranks))]
     trace.begin(name, (f"rank {rank}{gpus}" for rank in range(len(slices))))
@@ -292,7 +292,7 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
     first, summary = min(kept), summarize_run(run)
     sources = run_origin_text(summary)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
-    trace = _Trace(len(pipelines))
+    trace = PerfettoTrace(len(pipelines))
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         ranks.sort(key=lambda rank: rank.pipeline_rank)
@@ -317,7 +317,9 @@ def _kept(rank: RankRecord, first: int) -> list[IterationRecord]:
     ]
 
 
-def _add_run(trace: _Trace, name: str, run: Run, ranks: Sequence[RankRecord], first: int) -> None:
+def _add_run(
+    trace: PerfettoTrace, name: str, run: Run, ranks: Sequence[RankRecord], first: int
+) -> None:
     names = {
         rank.pipeline_rank: "" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})"
         for rank in ranks
@@ -342,7 +344,7 @@ def _add_run(trace: _Trace, name: str, run: Run, ranks: Sequence[RankRecord], fi
 
 
 def _add_recorded_clock(
-    trace: _Trace, run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
+    trace: PerfettoTrace, run: Run, rank: RankRecord, rows: Sequence[IterationRecord]
 ) -> None:
     """Add the clock or the power limit that was set, from when it was; nothing where no iteration
     ran by a plan.

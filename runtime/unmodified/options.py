@@ -41,7 +41,7 @@ _READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         "slowdown": FACTOR.read,
         "max_slowdown": SHARE.read,
         "max_changes": CHANGES.read,
-        **dict.fromkeys(("dry_run", "learn"), _read_switch),
+        **dict.fromkeys(("dry_run", "learn", "trust_traced"), _read_switch),
     }
     #: arguments of `planner_runtime` that are options of `planner run` -> how they are read from
     #: text

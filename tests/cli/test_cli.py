@@ -22,11 +22,12 @@ from http_stand_in import stand_in
 from inference_cases import PROFILE as INFERENCE
 from inference_cases import RATES, steady, write_trace
 from made_runs import write_run
+from made_traces import Made
 from service_answers import api
 from strategies import smooth_profile
 
 import perseus_planner
-from perseus_planner import Frontier, Plan, Profile
+from perseus_planner import Frontier, Plan, Profile, schedules
 from perseus_planner.cli import console, main
 from perseus_planner.profiler import simulated_pipeline
 from perseus_planner.solver import kernels
@@ -148,6 +149,7 @@ def test_the_examples_of_all_helps_work_in_order(
     }.items():
         (work / name).write_text(text)
     write_trace(work / "trace.csv", steady(60))
+    Made(schedules.one_f_one_b(2, 4), (0.02, 0.03)).write(work, zipped=True)
     silent = [
         "show",
         "doctor",

@@ -49,7 +49,7 @@ Cause = Literal["compute", "communication", "data", "unknown"]
 Origin = Literal["measured", "simulated"]
 Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
 """Why a pipeline is planned for another time than that of all clocks at maximum."""
-ProfileOrigin = Literal["measured", "simulated", "unknown"]
+ProfileOrigin = Literal["measured", "simulated", "traced", "unknown"]
 
 REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is

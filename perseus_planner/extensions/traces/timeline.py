@@ -1,0 +1,43 @@
+"""The traced steps for Perfetto (ui.perfetto.dev), on one clock, without their operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perseus_planner.views.traces import PerfettoTrace, Slice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from perseus_planner.extensions.traces.job import TracedJob
+
+
+def write_timeline(job: TracedJob, path: Path) -> None:
+    """Write a process for each pipeline, a thread for each rank, a slice for each computation.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    trace = PerfettoTrace(job.pipelines)
+    for pipeline in range(job.pipelines):
+        trace.begin(f"pipeline {pipeline}, as traced", job.workers[pipeline])
+        zero_s = float(job.begins_s[pipeline].min())
+        place = 0
+        for rank, row in enumerate(job.schedule.ranks):
+            slices = []
+            for step in range(job.steps):
+                for number, computation in enumerate(row, place):
+                    begin_s = float(job.begins_s[pipeline, step, number]) - zero_s
+                    end_s = float(job.ends_s[pipeline, step, number]) - zero_s
+                    details = {
+                        "stage": computation.stage,
+                        "kind": computation.kind,
+                        "microbatch": computation.microbatch,
+                        "step": step,
+                    }
+                    begin_ns = round(1e9 * begin_s)
+                    end_ns = max(begin_ns, round(1e9 * end_s))
+                    slices.append(Slice(str(computation), "computation", begin_ns, end_ns, details))
+            trace.add_slices(rank, slices)
+            place += len(row)
+    trace.write(path, {"what": f"traced steps of {job.schedule}", "origin": "traced"})
