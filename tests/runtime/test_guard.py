@@ -51,12 +51,19 @@ def test_faults_in_whatever_the_training_thread_enters_end_no_training(way: str,
             assert each["counted"] == each["steps"]
 
 
-@pytest.mark.parametrize("way", ENGINES)
-def test_a_fault_that_stays_is_said_once_in_the_job(way: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        *((way, "on_end") for way in ENGINES),
+        # The background thread calls it, and each kind of decider has its own.
+        *((way, "look") for way in ("torch", "torch autopilot", "torch work", "deepspeed")),
+    ],
+)
+def test_a_fault_that_stays_is_said_once_in_the_job(way: str, where: str, tmp_path: Path):
     _needs(way)
     from launching import results_of
 
-    everyone = results_of("guard_programs:said_once", 2, tmp_path, way)
+    everyone = results_of("guard_programs:said_once", 2, tmp_path, way, where)
     assert all(each["equal"] for each in everyone)
     (warning,) = [text for each in everyone for text in each["warnings"]]
     assert f"a fault of the planner, please report it at {ISSUES}: KeyError: 'broken'" in warning
