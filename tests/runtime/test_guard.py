@@ -53,12 +53,19 @@ def test_faults_in_whatever_the_training_thread_enters_end_no_training(way: str,
 
 
 @pytest.mark.needs("autopilot")
-@pytest.mark.parametrize("way", ENGINES)
-def test_a_fault_that_stays_is_said_once_in_the_job(way: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        *((way, "on_end") for way in ENGINES),
+        # The background thread calls it, and each kind of decider has its own.
+        *((way, "look") for way in ("torch", "torch autopilot", "torch work", "deepspeed")),
+    ],
+)
+def test_a_fault_that_stays_is_said_once_in_the_job(way: str, where: str, tmp_path: Path):
     _needs(way)
     from launching import results_of
 
-    everyone = results_of("guard_programs:said_once", 2, tmp_path, way)
+    everyone = results_of("guard_programs:said_once", 2, tmp_path, way, where)
     assert all(each["equal"] for each in everyone)
     (warning,) = [text for each in everyone for text in each["warnings"]]
     assert f"a fault of the planner, please report it at {ISSUES}: KeyError: 'broken'" in warning
@@ -291,8 +298,13 @@ def test_an_iteration_that_raised_is_recorded_as_that(tmp_path: Path):
 
 OFTEN = {"torch", "torch work", "deepspeed"}
 """Ways of running whose standard error is looked at each time; the others are soaks."""
-DOCUMENTED = {" run": "planner: autopilot: "}
-"""End of the name of a way -> lines that are documented for it: `planner run` writes the log."""
+DOCUMENTED = {
+    " run": "planner: autopilot: ",
+    "megatron work": "planner, rank 0: the engine does not show the batch of an iteration; ",
+}
+"""End of the name of a way -> lines that are documented for it: `planner run` writes the log, and
+Megatron shows no batch, which is said once.
+"""
 QUIET = [
     *(f"{engine}{by}" for engine in ENGINES[:3] for by in ("", " autopilot", " work", " run")),
     "whole",

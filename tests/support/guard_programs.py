@@ -281,8 +281,15 @@ def _step(pipeline: Any, planner: Runtime | None) -> list[Any]:
     return list(pipeline.step())
 
 
-def said_once(state: str, name: str) -> None:
-    """Train with a fault that stays, on all ranks, and with the pauses of a real training."""
+def said_once(state: str, name: str, where: str) -> None:
+    """Train with a fault that stays, on all ranks, and with the pauses of a real training.
+
+    Args:
+        state: Folder of the leases.
+        name: Engine, and by what its clocks are decided.
+        where: Which method raises: "on_end" on the training thread, or "look" of the decider, which
+            the background thread calls.
+    """
 
     def broken(*_: object) -> None:
         raise KeyError("broken")
@@ -294,7 +301,8 @@ def said_once(state: str, name: str) -> None:
             for _ in range(2):
                 losses += _step(pipeline, planner)
                 steps += 1
-            with mock.patch.object(Follower, "on_end", broken):
+            owner = Follower if where == "on_end" else type(planner._decider)
+            with mock.patch.object(owner, where, broken):
                 while not every_rank(planner.problem is not None):
                     losses += _step(pipeline, planner)
                     steps += 1
