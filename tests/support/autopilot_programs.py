@@ -158,11 +158,13 @@ def _trained(
                     program = runtime._follower.program
                     tried += program is not None and program.decision > 0
                     tried *= watched is None or any(any(each[0]) for each in watched.iterations)
-                    unknown = unknown or runtime.autopilot.unknown * (
+                    unknown = unknown or runtime.autopilot.columns["unknown"] * (
                         runtime.autopilot.reference_s is not None
                     )
                 has_learnt = (
-                    runtime is not None and tried >= TRIED and runtime.autopilot.unknown < unknown
+                    runtime is not None
+                    and tried >= TRIED
+                    and runtime.autopilot.columns["unknown"] < unknown
                 )
                 if every_rank(has_learnt if with_autopilot else number + 1 == iterations):
                     break

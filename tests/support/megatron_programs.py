@@ -44,7 +44,6 @@ from torch import nn
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.megatron import MegatronModel
-from perseus_planner.extensions.autopilot.batches.work import sequence_work
 from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.schedules import interleaved_1f1b
@@ -523,6 +522,7 @@ def packs() -> None:
     """The lengths of packed microbatches are shown on every stage, in each iteration those of its
     batch; results are the same, and nothing is left behind.
     """
+    from perseus_planner.extensions.autopilot.batches.work import sequence_work
 
     name = "megatron.core.datasets.data_schedule"
     module = ModuleType(name)

@@ -29,7 +29,6 @@ from torch.distributed.pipelining import schedules
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import engine_of
-from perseus_planner.extensions.autopilot.batches.leader import Leader
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.schedules import Computation

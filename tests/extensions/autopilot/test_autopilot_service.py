@@ -77,7 +77,8 @@ def test_a_job_in_autopilot_is_seen_at_the_service_and_moves_beside_a_straggler(
                 status = client.status("gpt")
                 return (
                     status
-                    if status.autopilot is not None and status.autopilot.saving is not None
+                    if status.autopilot is not None
+                    and status.autopilot.columns.get("saving") is not None
                     else None
                 )
 
