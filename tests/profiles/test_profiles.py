@@ -148,7 +148,7 @@ def test_a_bad_measurement_made_in_python_is_refused(values, message: str):
         ({"gpu": ""}, "gpu: '' is not the name of a GPU: give one line of text, or leave it out"),
         (
             {"origin": "fitted"},
-            "origin: 'fitted' is unknown: give measured or simulated or unknown",
+            "origin: 'fitted' is unknown: give measured or simulated or traced or unknown",
         ),
     ],
 )
