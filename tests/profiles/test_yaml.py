@@ -93,8 +93,8 @@ BAD_YAMLS = {
     ),
     "unknown origin": (
         YAML + "origin: guessed\n",
-        "p.yaml, line 5, key 'origin': 'guessed' is unknown: give measured or simulated or traced or "
-        "unknown",
+        "p.yaml, line 5, key 'origin': 'guessed' is unknown: give measured or simulated or "
+        "traced or unknown",
     ),
     "power of a stage as text": (
         YAML.replace("83.64", "[80, x]"),
