@@ -86,12 +86,15 @@ class Job:
         }
         return {role: processes for role, processes in living.items() if processes}
 
+    def printed(self) -> list[str]:
+        """Return what each rank printed on stderr."""
+        return [(self.folder / f"stderr-{rank}").read_text() for rank in range(2)]
+
     def warnings(self) -> list[str]:
-        """Return what its ranks printed on stderr, which is where their warnings go."""
-        texts = [(self.folder / f"stderr-{rank}").read_text() for rank in range(2)]
+        """Return the warnings of its ranks, which go to stderr."""
         return [
             line
-            for text in texts
+            for text in self.printed()
             for line in text.splitlines()
             if line.startswith("planner, rank ")
         ]
@@ -173,7 +176,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def trains(job: Job) -> None:
     """Wait until the clocks of both GPUs are set."""
-    eventually(lambda: None not in job.locked_mhz)
+    eventually(lambda: None not in job.locked_mhz, lambda: f"{job.processes()}: {job.printed()}")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 from command_options import ROOT, check_python, check_shell
+from launching import free_port as free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -311,13 +311,6 @@ def _words(line: str) -> list[str]:
 
 def _program(line: str) -> str:
     return (line.removeprefix("$ ").split() or [""])[0]
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def starts_service(page: Path) -> bool:

@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -21,6 +23,9 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
+
+_PORTS = (16_000, 32_000)
+"""From which `free_port` takes one: the first, and the one after the last."""
 
 
 Results = list[dict[str, Any]]  #: of each rank
@@ -108,10 +113,18 @@ def _asked(
 
 
 def free_port() -> int:
-    """Return a port of loopback on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port of loopback on which nothing listens.
+
+    It is below the ports that systems give to connections. One of those may be taken again by a
+    connection of another test before the process that it is for listens on it, and then its ranks
+    wait for each other without end.
+    """
+    choose = SystemRandom()  # as tests that run at once may have equal seeds
+    while True:
+        port = choose.randrange(*_PORTS)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def started(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
