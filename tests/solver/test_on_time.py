@@ -141,6 +141,20 @@ def test_savings_are_as_promised_and_mostly_kept(seed: int):
         assert real > 0.6 * best.saving_j / best.baseline_energy_j
 
 
+def test_twice_the_jitter_keeps_most_of_the_saving():
+    """Many repairs are needed, which once ended before the plan was on time."""
+    profile = unlike_stages(replace(smooth_profile(8), gpu_spread=0.01), 0)
+
+    def saving(jitter: float) -> float:
+        frontier = solve(replace(profile, jitter=jitter), schedules.one_f_one_b(8, 24))
+        plan = frontier.plan_for(frontier.baseline_time_s)
+        return 1.0 - plan.energy_j / plan.baseline_energy_j
+
+    quiet = saving(0.01)
+    assert quiet > 0.05
+    assert saving(0.02) > 0.8 * quiet
+
+
 @pytest.mark.parametrize("probability", [0.6, 0.95])
 def test_as_many_new_draws_are_on_time_as_the_probability_says(probability: float):
     plan = plan_at(0, 1.02, on_time=probability)
