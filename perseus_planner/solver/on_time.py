@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
     from perseus_planner.schedules.iteration import Iteration
+    from perseus_planner.solver.network import Integers
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
@@ -55,8 +56,8 @@ _INSIDE = 0.1  #: part of an interval that is left at both ends
 _STEP = 2.0  #: from a margin that is not enough to the next one, while none is known to be
 _MARGINS = (0.0, 0.7, 1.4)  #: of rough plans without a switch budget, standard errors
 # Rounds at most, in each of which what makes a plan late gets faster. It is a guard alone: each
-# round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs 89, had no
-# plan on time but all clocks at maximum.
+# round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs more, had
+# no plan on time but all clocks at maximum.
 _REPAIRS = 2_000
 _LATEST = 64  #: draws that a round looks at
 _AT_ONCE = 0.1  #: of the computations that may get faster in a round
@@ -228,6 +229,24 @@ class OnTimePlanner:
         return np.exp(jitter * np.random.default_rng(0).standard_normal(shape)) if jitter else None
 
     @cached_property
+    def _jittered(self) -> Integers:
+        """The draw of each iteration with jitter, as `replay_draws` takes them."""
+        assert self._jitter is not None
+        draws = max(row.shape[-1] for row in self._draws.time_s.values())
+        numbers: Integers = np.arange(self._jitter.shape[1]) % draws
+        return numbers
+
+    @cached_property
+    def _jittered_baseline_s(self) -> Floats:
+        """Seconds of each iteration with jitter, with all clocks at their maximum."""
+        dag = self._mean.dag
+        base = PipelineDag(dag.profile, dag.base or dag.iteration, dag.base or dag.iteration)
+        clocks = self._baseline.clocks_mhz
+        duration_s = _durations(base, clocks, self._draws, self._jittered, self._jitter)
+        seconds: Floats = _replayed_s(base.iteration, list(duration_s)) + dag.profile.overhead_s
+        return seconds
+
+    @cached_property
     def _baseline(self) -> _Drawn:
         """All clocks at their maximum, in the modes that savings are compared with."""
         dag = self._mean.dag
@@ -323,25 +342,25 @@ class OnTimePlanner:
         on the longest path in late draws get the next faster of their operating points, those
         first that cost the least energy for the time that they save, until the plan is on time.
         """
-        dag, index = self._mean.dag, {mhz: i for i, mhz in enumerate(self._draws.clocks_mhz)}
-        iteration, clocks = dag.iteration, list(drawn.clocks_mhz)
-        fixed_s = [operation.time_s for operation in iteration.operations]
+        dag = self._mean.dag
+        iteration = dag.iteration
+        overhead_s = dag.profile.overhead_s
+        clocks = list(drawn.clocks_mhz)
         for _ in range(_REPAIRS):
             if lateness(drawn) <= 0.0:
                 break
             excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
             latest = np.argsort(-excess, kind="stable")[:_LATEST]
             latest = latest[excess[latest] > 0.0]
-            places = latest if len(drawn.time_s) > 1 else np.zeros(len(latest), np.int64)
-            duration_s = np.empty((len(iteration.names), len(latest)))
-            for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
-                row = np.broadcast_to(self._draws.time_s[key][index[mhz]], drawn.time_s.shape)
-                duration_s[place] = row[latest]
-            duration_s[len(clocks) :] = np.array(fixed_s)[:, None]
-            if self._jitter is not None:
-                some = places % self._jitter.shape[1]
-                duration_s[: len(clocks)] *= self._jitter[:, some]
+            duration_s = _durations(dag, clocks, self._draws, latest)
             late_by = _on_longest_path(iteration, duration_s) @ excess[latest]
+            if self._jitter is not None:
+                # What is late with jitter alone is late in iterations that have their own longest
+                # path, and not in the draws that are the latest by their rows.
+                duration_s = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
+                with_s = _replayed_s(iteration, list(duration_s)) + overhead_s
+                excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
+                late_by += _on_longest_path(iteration, duration_s) @ excess
             scores = list[tuple[float, int, int]]()
             for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
                 faster = self._faster[key].get(mhz)
@@ -615,6 +634,35 @@ def replay_draws(
         time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
+
+
+def _durations(
+    dag: PipelineDag,
+    clocks_mhz: Sequence[int],
+    draws: Draws,
+    cases: Integers,
+    jitter: Floats | None = None,
+) -> Floats:
+    """Return the (places, cases) seconds of each computation and operation.
+
+    Args:
+        dag: the iteration.
+        clocks_mhz: the clock of each computation.
+        draws: of the profile's computations.
+        cases: which draws.
+        jitter: (computations, cases) how many times as long they take.
+    """
+    iteration = dag.iteration
+    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
+    duration_s = np.empty((len(iteration.names), len(cases)))
+    for place, (key, mhz) in enumerate(zip(iteration.keys, clocks_mhz, strict=True)):
+        row = draws.time_s[key][index[mhz]]
+        duration_s[place] = row[cases] if len(row) > 1 else row[0]
+    if jitter is not None:
+        duration_s[: len(clocks_mhz)] *= jitter
+    for place, operation in enumerate(iteration.operations, len(clocks_mhz)):
+        duration_s[place] = operation.time_s
+    return duration_s
 
 
 def _on_longest_path(iteration: Iteration, duration_s: Floats) -> Floats:
