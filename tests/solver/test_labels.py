@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from strategies import any_schedule, fixed, furnished, graph, pipeline, problems, shares
@@ -109,8 +109,9 @@ def test_what_is_found_is_in_time_and_costs_no_more(dag: PipelineDag, share: flo
 @given(dag=problems(8, max_options=4), share=shares())
 def test_with_enough_labels_it_is_the_best_of_all_choices(dag: PipelineDag, share: float):
     problem = point_problem(dag)
+    assume(math.prod(np.diff(problem.point_start)[problem.member].tolist()) <= 2**14)
     deadline_s = deadline_of(problem, share)
-    with patch.multiple(labels, _LABELS=10**6, _ROUNDS=0):
+    with patch.multiple(labels, _LABELS=2**14, _ROUNDS=0):
         found = LabelSearch(dag, problem, deadline_s).improve(fastest(problem))
     best_j = problem.cost_j[try_all_points(problem, deadline_s)].sum()
     assert problem.cost_j[found].sum() <= best_j + 1e-5 * np.abs(problem.cost_j).max() * len(found)
@@ -120,21 +121,22 @@ def test_with_enough_labels_it_is_the_best_of_all_choices(dag: PipelineDag, shar
 @given(dag=problems(10), share=shares())
 def test_both_directions_find_equal_energies(dag: PipelineDag, share: float):
     problem = point_problem(dag)
+    assume(len(problem.member) <= 16)
     deadline_s = deadline_of(problem, share)
     search = LabelSearch(dag, problem, deadline_s)
     costs_j = []
     for order in (search._forwards, search._backwards):
-        found = search._search(order, search._prices, search._points, fastest(problem), 10**6)
+        found = search._search(order, search._prices, search._points, fastest(problem), 50_000)
         chosen = fastest(problem) if found.chosen is None else found.chosen
         assert found.is_best
         costs_j.append(problem.cost_j[chosen].sum())
-    assert costs_j[0] == pytest.approx(costs_j[1], rel=1e-5, abs=1e-4 * search._worth_j * 1e6)
+    assert costs_j[0] == pytest.approx(costs_j[1], rel=1e-5, abs=2 * search._worth_j)
 
 
 def test_it_finds_what_annealing_misses():
-    """36 computations, 4 to 8 points each: polishing alone was up to .4 % above the optimum."""
-    missed, mended = 0, 0
-    for seed in range(40):
+    """36 computations: annealing alone often stays more than .1 % above what can be had."""
+    mended = 0
+    for seed in range(12):
         dag = PipelineDag.from_schedule(*pipeline(seed, 6, 3, 6))
         problem = point_problem(dag)
         deadline_s = 1.05 * ends_s(problem, fastest(problem))
@@ -142,9 +144,8 @@ def test_it_finds_what_annealing_misses():
         found = LabelSearch(dag, problem, deadline_s).improve(polished)
         saved_j = problem.cost_j[polished].sum() - problem.cost_j[found].sum()
         assert saved_j >= 0.0
-        missed += 1
         mended += saved_j > 1e-3 * np.abs(problem.cost_j[polished]).sum()
-    assert mended >= 5, (missed, mended)
+    assert mended >= 3
 
 
 def above_the_optimum(seed: int) -> float | None:
