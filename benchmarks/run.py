@@ -39,6 +39,7 @@ import power_cap
 import references
 import service_load
 import serving_pools
+import small_optima
 import stated_savings
 import sweep_quality
 import switch_budgets
@@ -87,6 +88,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     stated_savings.NUMBER: stated_savings.measure,
     other_gpus.NUMBER: other_gpus.measure,
     traced.NUMBER: traced.measure,
+    small_optima.NUMBER: small_optima.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

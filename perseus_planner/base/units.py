@@ -122,6 +122,8 @@ class Quantity(NamedTuple):
 
     rule: Rule
     units: Mapping[str, Fraction | int]
+    #: a number of seconds without a unit that is at least this is asked about: is it of ms?
+    bare_below: float = math.inf
 
     def read(self, text: str, name: str) -> float:
         """Return the value that `text` writes, in SI units.
@@ -136,6 +138,10 @@ class Quantity(NamedTuple):
         number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z%]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value, factor = self.rule.parse(number), self.units.get(unit)
         if value is not None and factor is not None:
+            if not unit and value >= self.bare_below:
+                raise UsageError(
+                    f"{name}: {shown(text)} has no unit; is it {number}ms or {number}s?"
+                )
             value = self.rule.accept(value * factor.numerator / factor.denominator)
             if value is not None:
                 return float(value)
@@ -167,6 +173,8 @@ LAG = Quantity(
     ),
     _SECONDS,
 )
+#: a bare number from a tenth of a second on would be longer than most computations
+TRANSFER = LAG._replace(bare_below=0.1)
 OVERHEAD = Quantity(
     Rule(
         float,
@@ -202,7 +210,17 @@ TOKENS = Quantity(
     MappingProxyType({"": 1, "M": 10**6, "B": 10**9, "T": 10**12}),
 )
 BLOCKING_POWER = Quantity(
-    Rule(float, True, "a power: write watts of 0 or more, such as 83.64"), _WATTS
+    Rule(
+        float,
+        True,
+        "the power of one GPU that waits: write watts of 0 to 5000, such as 83.64",
+        most=5000.0,
+    ),
+    _WATTS,
+)
+CARBON = Quantity(
+    Rule(float, True, "what a kWh emits: give g or kg of CO2e with the unit, such as 400g"),
+    MappingProxyType({"g": 1, "kg": 1000}),
 )
 CERTAINTY = Quantity(
     Rule(

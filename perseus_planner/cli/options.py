@@ -328,6 +328,8 @@ def output_file(what: str, *endings: str) -> Option:
 
 Time = Annotated[float, Quantity(units.DURATION, "time")]  #: seconds above 0
 Lag = Annotated[float, Quantity(units.LAG, "time")]  #: seconds of 0 or more
+TransferTime = Annotated[float, Quantity(units.TRANSFER, "time")]  #: likewise
+Carbon = Annotated[float, Quantity(units.CARBON, "mass")]  #: grams of 0 or more
 Overhead = Annotated[float, Quantity(units.OVERHEAD, "time")]  #: seconds, also below 0
 Power = Annotated[float, Quantity(units.POWER_BUDGET, "power")]  #: watts above 0
 BlockingPower = Annotated[float, Quantity(units.BLOCKING_POWER, "power")]  #: watts of 0 or more

@@ -20,7 +20,6 @@ from perseus_planner.cli.options import (
     Certainty,
     Counts,
     GpuCount,
-    Lag,
     Natural,
     Option,
     Overhead,
@@ -30,6 +29,7 @@ from perseus_planner.cli.options import (
     Stages,
     Time,
     Tolerance,
+    TransferTime,
     command,
     complete,
     option_name,
@@ -112,7 +112,7 @@ class SettingOptions:
         "blocking power are multiplied; its times are not.  [default: the profile's]",
     ]
     transfer: Annotated[
-        Lag | None,
+        TransferTime | None,
         "Time of an activation or a gradient from rank to rank, e.g. 1.5ms.  [default: 0s]",
     ]
     slow_stages: Annotated[

@@ -16,6 +16,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
     BlockingPower,
+    Carbon,
     Number,
     Option,
     OutputFile,
@@ -298,8 +299,8 @@ def report(
         Option(metavar="RATIO"),
     ] = 1.2,
     carbon: Annotated[
-        float, "Emissions of the grid per kWh, kg of CO2e.", Option(metavar="KG")
-    ] = 0.40,
+        Carbon, "Emissions of the grid per kWh, CO2e, e.g. 400g.", Option(default="400g")
+    ],
     size: SizeOptions,
     blocking_power_w: Annotated[
         BlockingPower | None,
@@ -327,7 +328,7 @@ def report(
     from perseus_planner.views.sources import EnergyRates, read_sources
 
     refuse_same(source, output)
-    rates = EnergyRates(price, pue, carbon)
+    rates = EnergyRates(price, pue, carbon / 1e3)
     reported = extensions.places("reported")
     for kind in reported.keys() & set(map(kind_of, source)):
         content, text, html = extensions.load(reported[kind])(source, rates)

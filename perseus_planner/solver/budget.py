@@ -7,8 +7,8 @@ paces costs what the straight line between them says. The begin and end of an it
 pipeline fills and drains, are phases too.
 
 1. *No change.* For every possible pace, each rank takes its cheapest clock that keeps it, for the
-   whole iteration. Annealing (`clock_search.py`) starts from the best of these plans that meets
-   the deadline.
+   whole iteration. A local search over the clocks of single ranks, and of two at a time, follows.
+   Annealing (`clock_search.py`) starts from the best of these plans that meets the deadline.
 2. *Two changes.* A slower pace and a faster one, one after the other, share an iteration as the
    deadline allows. And all ranks may be fast while the pipeline fills and drains, and keep one
    clock each between. The best plan of either sort is annealed.
@@ -31,6 +31,7 @@ import numpy as np
 
 from perseus_planner.base.errors import InfeasibleBudget
 from perseus_planner.solver.clock_problem import (
+    ClockProblem,
     clock_problem_of,
     load_state,
     replay,
@@ -40,7 +41,7 @@ from perseus_planner.solver.clock_search import Goal, Heat, anneal, max_changes
 
 if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.network import Integers
+    from perseus_planner.solver.network import Floats, Integers
 
 #: combinations up to which all are tried, so that the smallest problems are solved exactly
 _FEW = 2**15
@@ -58,6 +59,11 @@ _HEAT_OF_TIME = 1e-3
 _NEAR = 0.12  #: distance from the deadline of the paces whose parts may be taken, as a part of it
 #: computations that a rank runs fast at the begin, and at the end
 _ENDS = (0, 1, 2, 3, 4, 6, 8, 11, 14)
+#: moves of a local search over one clock for each rank, at most; by hand, it ends far earlier
+_EXCHANGES = 200
+_REACHES = (64, 8, 4, 2, 1)  #: how many clocks away the next one of a rank may be in such a move
+_REPLAYED = 20_000_000  #: moves times operations that are looked at for one of them
+_BATCH = 256  #: moves that are replayed together
 _PAIRS = 16  #: pairs of paces that are tried one after the other
 _HALVINGS = 12  #: steps to find how two paces share an iteration
 #: in the fastest plan that a search begins with if none meets the deadline
@@ -162,6 +168,7 @@ class _Search:
             for table in (problem.time_s, problem.cost_j)
         )
         self.unlimited, self.paces = self.plan(unlimited), self._constant_paces()
+        self.paces = _front([*self.paces, *map(self._exchanged, self._starts())])
         # If few clocks fit a deadline, one clock per rank may be better than the rounded plan.
         steady = min(self.paces, key=_order, default=self.unlimited)
         if steady.late_s == 0.0 and steady.cost_j < self.unlimited.cost_j:
@@ -253,14 +260,7 @@ class _Search:
         later = np.cumprod([1, *measured[:0:-1]])[::-1, None]  # choices of what comes after each
         choice = np.arange(count) // later % radix
         clock = np.array([own[chosen] for own, chosen in zip(finite, choice, strict=True)])
-        duration_s = np.tile(problem.fixed_s[:, None], count)
-        duration_s[problem.node] = problem.time_s[problem.member[:, None], clock]
-        end_s = np.zeros_like(duration_s)
-        for k, own_s in enumerate(duration_s):
-            for i in range(problem.before_start[k], problem.before_start[k + 1]):
-                end_s[k] = np.maximum(end_s[k], end_s[problem.before[i]] + problem.before_lag_s[i])
-            end_s[k] += own_s
-        time_s = end_s.max(axis=0)
+        time_s = _replayed_all_s(problem, problem.time_s[problem.member[:, None], clock])
         cost_j = np.cumsum(problem.cost_j[problem.member[:, None], clock], axis=0)[-1]
         cost_j[time_s > self.deadline_s] = math.inf
         changes = np.max(
@@ -283,12 +283,100 @@ class _Search:
             np.where(load_s <= limit_s, load_j, np.inf).argmin(axis=1) for limit_s in limits_s
         ]
         clocks.append(load_s.argmin(axis=1))
-        kept: list[_Plan] = []
-        plans = (self.plan(clock[self.problem.rank]) for clock in clocks)
-        for plan in sorted(plans, key=lambda p: (p.time_s, p.cost_j)):
-            if not kept or plan.cost_j < kept[-1].cost_j:
-                kept.append(plan)
-        return kept
+        return _front([self.plan(clock[self.problem.rank]) for clock in clocks])
+
+    def _starts(self) -> list[_Plan]:
+        """Return the cheapest pace that meets the deadline, and the fastest one, which does."""
+        in_time = [plan for plan in self.paces if plan.late_s == 0.0]
+        return [in_time[-1], *in_time[:1]] if len(in_time) > 1 else in_time
+
+    def _exchanged(self, start: _Plan) -> _Plan:
+        """Return the plan after a local search over the one clock of each rank: while it saves
+        energy, one rank gets another clock, or one a slower and another a faster one.
+
+        The best of all these moves is taken each time.
+        """
+        options = [
+            _undominated(load_s, load_j)
+            for load_s, load_j in zip(self._load_s, self._load_j, strict=True)
+        ]
+        rank_start = self.problem.rank_start[:-1]
+        clocks = start.clock[rank_start]
+        # A pace may be at a clock that another clock beats.
+        chosen = [
+            max(np.searchsorted(load_s[own], load_s[clock], side="right") - 1, 0)
+            for own, load_s, clock in zip(options, self._load_s, clocks, strict=True)
+        ]
+        best = start
+        for _ in range(_EXCHANGES):
+            moves = self._exchanges(options, chosen)
+            found = self._cheapest_in_time(options, chosen, moves)
+            if found is None:
+                break
+            chosen = found
+            clock = np.array([own[i] for own, i in zip(options, chosen, strict=True)])
+            best = min(best, self.plan(clock[self.problem.rank]), key=_order)
+        return best
+
+    def _exchanges(
+        self, options: Sequence[Integers], chosen: Sequence[int]
+    ) -> list[tuple[float, tuple[tuple[int, int], ...]]]:
+        """Return the (joules added, ((rank, option), ...)) of all moves that save energy, or the
+        shortest ones if these are too many to be replayed; the best ones first.
+        """
+        ranks = range(len(options))
+        added_j = [
+            load_j[own] - load_j[own[i]]
+            for own, i, load_j in zip(options, chosen, self._load_j, strict=True)
+        ]
+        most = _REPLAYED // len(self.problem.fixed_s)
+        moves = list[tuple[float, tuple[tuple[int, int], ...]]]()
+        for reach in _REACHES:
+            near = [
+                range(max(0, i - reach), min(len(own), i + reach + 1))
+                for own, i in zip(options, chosen, strict=True)
+            ]
+            moves = [
+                (float(added_j[rank][i]), ((rank, i),))
+                for rank in ranks
+                for i in near[rank]
+                if i > chosen[rank]
+            ]
+            moves += [
+                (float(added_j[slow][i] + added_j[fast][k]), ((slow, i), (fast, k)))
+                for slow in ranks
+                for i in near[slow]
+                if i > chosen[slow]
+                for fast in ranks
+                if fast != slow
+                for k in near[fast]
+                if k < chosen[fast] and added_j[slow][i] + added_j[fast][k] < 0.0
+            ]
+            if len(moves) <= most:
+                break
+        return sorted(moves)[:most]
+
+    def _cheapest_in_time(
+        self,
+        options: Sequence[Integers],
+        chosen: Sequence[int],
+        moves: Sequence[tuple[float, tuple[tuple[int, int], ...]]],
+    ) -> list[int] | None:
+        """Return the options of each rank after the first of the moves that meets the deadline."""
+        problem = self.problem
+        for first in range(0, len(moves), _BATCH):
+            batch = moves[first : first + _BATCH]
+            tried = np.repeat(np.array(chosen, dtype=np.int64)[:, None], len(batch), axis=1)
+            for column, (_, changes) in enumerate(batch):
+                for rank, option in changes:
+                    tried[rank, column] = option
+            clock = np.array([own[each] for own, each in zip(options, tried, strict=True)])
+            duration_s = problem.time_s[problem.member[:, None], clock[problem.rank]]
+            in_time = np.flatnonzero(_replayed_all_s(problem, duration_s) <= self.deadline_s)
+            if len(in_time):
+                found: list[int] = tried[:, in_time[0]].tolist()
+                return found
+        return None
 
     def _around(self) -> list[tuple[_Plan, _Plan]]:
         """Return all pairs of a pace that meets the deadline and one that does not."""
@@ -392,6 +480,37 @@ class _Search:
                     segment, clock = segment - 1, int(came[i, segment, clock]) - 1
             chosen += reversed(backwards)
         return np.array(chosen, dtype=np.int64)
+
+
+def _replayed_all_s(problem: ClockProblem, computed_s: Floats) -> Floats:
+    """Return the (plans,) seconds of an iteration, of the (m, plans) durations of computations."""
+    duration_s = np.tile(problem.fixed_s[:, None], computed_s.shape[1])
+    duration_s[problem.node] = computed_s
+    end_s = np.zeros_like(duration_s)
+    for k, own_s in enumerate(duration_s):
+        for i in range(problem.before_start[k], problem.before_start[k + 1]):
+            end_s[k] = np.maximum(end_s[k], end_s[problem.before[i]] + problem.before_lag_s[i])
+        end_s[k] += own_s
+    latest_s: Floats = end_s.max(axis=0)
+    return latest_s
+
+
+def _undominated(load_s: Floats, load_j: Floats) -> Integers:
+    """Return the clocks that no other beats in both, the fastest first."""
+    kept = list[int]()
+    for clock in np.lexsort((load_j, load_s)).tolist():
+        if load_s[clock] < math.inf and (not kept or load_j[clock] < load_j[kept[-1]]):
+            kept.append(clock)
+    return np.array(kept, dtype=np.int64)
+
+
+def _front(plans: Sequence[_Plan]) -> list[_Plan]:
+    """Return the plans that no other one beats in time and energy, the fastest first."""
+    kept: list[_Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.time_s, p.cost_j)):
+        if not kept or plan.cost_j < kept[-1].cost_j:
+            kept.append(plan)
+    return kept
 
 
 def _order(plan: _Plan) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from perseus_planner.profiles.modes import OWN, in_mode
 from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.labels import MOST_NODES, LabelSearch
 from perseus_planner.solver.network import Guides
 from perseus_planner.solver.point_problem import (
     PRICE_ROUNDING,
@@ -558,6 +559,9 @@ class Planner:
             elif is_polished:
                 rounded = self._choose(deadline_s, effort, is_polished=False)
                 chosen = polish(problem, within_s, rounded)
+                if len(chosen) <= MOST_NODES:
+                    search = LabelSearch(self.dag, problem, within_s, effort)
+                    chosen = search.improve(chosen)
             else:
                 anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
                 chosen = round_plan(problem, within_s, anchors, self._at_maximum_clock, effort)

@@ -10,11 +10,13 @@ from refusals import refusal
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.base.units import (
     BLOCKING_POWER,
+    CARBON,
     DURATION,
     LAG,
     MINUTES_LIMIT,
     POWER_BUDGET,
     SLOWDOWN,
+    TRANSFER,
     Quantity,
 )
 
@@ -109,7 +111,22 @@ def test_an_invalid_duration_is_refused_with_an_example(text: str):
             "5mW",
             "a power: write watts above 0, or a number with W, kW or MW, such as 5kW",
         ),
-        (BLOCKING_POWER, "-1", "a power: write watts of 0 or more, such as 83.64"),
+        *(
+            (
+                BLOCKING_POWER,
+                text,
+                "the power of one GPU that waits: write watts of 0 to 5000, such as 83.64",
+            )
+            for text in ("-1", "77kW", "77000")
+        ),
+        *(
+            (
+                CARBON,
+                text,
+                "what a kWh emits: give g or kg of CO2e with the unit, such as 400g",
+            )
+            for text in ("0.4", "400", "-1g", "4t")
+        ),
     ],
 )
 def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, message: str):
@@ -117,6 +134,18 @@ def test_other_refusals_have_their_own_example(quantity: Quantity, text: str, me
         refusal(UsageError, quantity.read, text, "--option")
         == f"--option: {text!r} is not {message}"
     )
+
+
+def test_a_long_transfer_without_a_unit_is_asked_about():
+    message = "--transfer: '5' has no unit; is it 5ms or 5s?"
+    assert refusal(UsageError, TRANSFER.read, "5", "--transfer") == message
+    assert TRANSFER.read("5s", "--transfer") == 5.0
+    assert TRANSFER.read("0.002", "--transfer") == 0.002
+
+
+@pytest.mark.parametrize(("text", "grams"), [("400g", 400.0), ("0.4 kg", 400.0), ("0g", 0.0)])
+def test_carbon_is_read_in_grams(text: str, grams: float):
+    assert CARBON.read(text, "--carbon") == pytest.approx(grams)
 
 
 @given(st.floats(min_value=1e-9, max_value=1e5))

@@ -93,10 +93,10 @@ REFUSED = {
         "the schedule for 2"
     ),
     f"{SOLVE} --stages 0": "stages: 0 is not a whole number of at least 1",
-    f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not a power: write watts of 0 or "
-    "more, such as 83.64",
-    f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not a power: write watts of 0 or "
-    "more, such as 83.64",
+    f"{SOLVE} --blocking-power low": "--blocking-power: 'low' is not the power of one GPU that "
+    "waits: write watts of 0 to 5000, such as 83.64",
+    f"{SOLVE} --blocking-power=-1": "--blocking-power: '-1' is not the power of one GPU that "
+    "waits: write watts of 0 to 5000, such as 83.64",
     f"{SOLVE} -o absent/new.npz": "--output absent/new.npz: there is no folder absent; make it, or "
     "name another",
     f"{SOLVE} -o folder": "--output folder: is a folder; name a file in it",

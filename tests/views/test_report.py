@@ -207,7 +207,7 @@ def test_a_run_exactly_by_its_plan_saves_as_much(
         "--price -1",
         "--pue 0.9",
         "--pue nan",
-        "--carbon inf",
+        "--carbon infkg",
         "--pipelines 0",
         f"--tokens-per-iteration {10**400}",
     ],

@@ -14,6 +14,7 @@ from perseus_planner.base import units
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
+    Carbon,
     Counts,
     Option,
     OutputFile,
@@ -296,7 +297,7 @@ class _Run:
         float, click.FloatRange(0.0), "Price of a kWh, in any currency.", Option(default=0.12)
     ]
     carbon: Annotated[
-        float, click.FloatRange(0.0), "Emissions of a kWh, g CO2e.", Option(default=400.0)
+        Carbon, "Emissions of the grid per kWh, CO2e, e.g. 400g.", Option(default="400g")
     ]
 
 
