@@ -236,7 +236,8 @@ def _local_stage(
     @contextmanager
     def opened(gpu: Gpu, block: Block | None, repeating: Repeating) -> Iterator[Stage]:
         module, inputs, loss = builder.build(position)
-        module, inputs = module.to(device), map_tensors(lambda tensor: tensor.to(device), inputs)
+        module = module.to(device)
+        inputs = map_tensors(lambda tensor: tensor.to(device), inputs)
         first = position.stage == 0
         with torch_stage(
             gpu,

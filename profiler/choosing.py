@@ -195,7 +195,8 @@ def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
     """
     high = table[min(other for other in table if other > setting)]
     low = table[max(other for other in table if other < setting)]
-    above, below = math.log(high.clock_mhz / setting), math.log(setting / low.clock_mhz)
+    above = math.log(high.clock_mhz / setting)
+    below = math.log(setting / low.clock_mhz)
     share = above / (above + below)
     return _Prediction(
         high.time_s + share * (low.time_s - high.time_s),
@@ -226,7 +227,8 @@ def _error_j(row: Measurement, blocking_w: float) -> float:
 
 _DRAWS = 1000
 _MOST_WINDOWS = 48  # a row of as many is not measured again
-_TINY, _SINGULAR = 1e-300, 1e-6
+_TINY = 1e-300
+_SINGULAR = 1e-6
 
 
 class Doubt(NamedTuple):
@@ -287,14 +289,15 @@ def find_doubt(
     estimate = profile.estimated(useful)
     draws = estimate.draws(_DRAWS)
     rows_at = [i for i, clock in enumerate(useful) if clock in measured]
-    told, variance, baseline_j = np.zeros(len(useful)), np.zeros(len(PRICES)), 0.0
+    told = np.zeros(len(useful))
+    variance = np.zeros(len(PRICES))
+    baseline_j = 0.0
     for kind, table in rows.items():
-        key, top = (0, kind), table[max(table)]
-        time_s, energy_j, expected = (
-            draws.time_s[key],
-            draws.energy_j[key],
-            estimate.mean.measurements[key],
-        )
+        key = (0, kind)
+        top = table[max(table)]
+        time_s = draws.time_s[key]
+        energy_j = draws.energy_j[key]
+        expected = estimate.mean.measurements[key]
         saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
         for number, price in enumerate(PRICES):
             # A busy GPU does not wait, so a second costs its price less the power of waiting.
@@ -335,7 +338,8 @@ def _explained(of: Floats, by: Floats, noise: float) -> Floats:
     """Return how much of the variances of `of` (values, draws), in all, a noisy value of each of
     `by` explains.
     """
-    of, by = _about_mean(of), _about_mean(by)
+    of = _about_mean(of)
+    by = _about_mean(by)
     together = of @ by.T / of.shape[1]
     explained: Floats = (together**2).sum(axis=0) / (np.mean(by**2, axis=1) + noise**2)
     return explained
@@ -343,7 +347,8 @@ def _explained(of: Floats, by: Floats, noise: float) -> Floats:
 
 def _unexplained(of: Floats, by: Floats) -> Floats:
     """Return the variance of each of `of` (values, draws) that is left if all of `by` are known."""
-    of, by = _about_mean(of), _about_mean(by)
+    of = _about_mean(of)
+    by = _about_mean(by)
     scaled = by / np.maximum(by.std(axis=1, keepdims=True), _TINY)
     weights = np.linalg.lstsq(scaled.T, of.T, rcond=_SINGULAR)[0]
     left: Floats = np.mean((of - weights.T @ scaled) ** 2, axis=1)

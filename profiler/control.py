@@ -34,11 +34,15 @@ def opened_control(
         return
     set_to: Callable[[int], None]
     if control == "clock":
-        settings, set_to, reset = gpu.supported_clocks_mhz, gpu.set_clock_mhz, gpu.reset_clocks
+        settings = gpu.supported_clocks_mhz
+        set_to = gpu.set_clock_mhz
+        reset = gpu.reset_clocks
     else:
-        least_w, top_w = gpu.power_limits_w[0], math.floor(gpu.power_limit_w())
+        least_w = gpu.power_limits_w[0]
+        top_w = math.floor(gpu.power_limit_w())
         settings = tuple(range(top_w, math.ceil(least_w) - 1, -_LIMIT_STEP_W))
-        set_to, reset = gpu.set_power_limit_w, gpu.reset_power_limit
+        set_to = gpu.set_power_limit_w
+        reset = gpu.reset_power_limit
     try:
         yield settings, set_to
     finally:

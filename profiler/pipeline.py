@@ -97,7 +97,8 @@ def profile_pipeline(
         RankError: If another rank has ended, or does not come back from a repetition, so that the
             training could not go on either.
     """
-    profiling, adapter = Profiling(), engine_of(engine, "profile_pipeline")
+    profiling = Profiling()
+    adapter = engine_of(engine, "profile_pipeline")
     settings = settings or SweepSettings()
     recording: Recording | None = None
     fault: Exception | None = None

@@ -85,7 +85,8 @@ def rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ran
     found = RankRehearsal(rank, _SIZES[device.type], remarks=[*surroundings()])
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            found.gpu, found.name = gpu.text, gpu.name
+            found.gpu = gpu.text
+            found.name = gpu.name
             found.remarks += gpu.warnings()
             if device.type == "cuda":
                 _check_memory(device, found)

@@ -96,7 +96,8 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     assert part.evidence is not None
     time_error_s = math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s)
     energy_error_j = math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j)
-    time_s, energy_j = whole.time_s - part.time_s, whole.energy_j - part.energy_j
+    time_s = whole.time_s - part.time_s
+    energy_j = whole.energy_j - part.energy_j
     is_nothing = abs(time_s) <= _NOTHING * time_error_s
     if is_nothing and abs(energy_j) <= _NOTHING * energy_error_j:
         time_s = max(time_s, time_error_s)
@@ -161,7 +162,8 @@ def is_enough(windows: Sequence[Window]) -> bool:
     """Return whether there are enough windows, with a small enough standard error."""
     if len(windows) < MIN_WINDOWS:
         return False
-    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
+    times = [window.time_s for window in windows]
+    energies = [window.energy_j for window in windows]
     return all(
         _standard_error(values) <= _MAX_ERROR * fmean(values) for values in (times, energies)
     )
@@ -176,7 +178,8 @@ def mean_of(windows: Sequence[Window], setting: int | None) -> Measurement:
     """Return the mean of `windows` as the row of `setting`; None stands for the clock that was
     achieved.
     """
-    times, energies = [window.time_s for window in windows], [window.energy_j for window in windows]
+    times = [window.time_s for window in windows]
+    energies = [window.energy_j for window in windows]
     achieved_mhz = fmean(window.achieved_mhz for window in windows)
     evidence = Evidence(
         achieved_mhz,
@@ -226,7 +229,8 @@ def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
 
     means = [fmean(own) for own in times]
     if len(times) == 2:
-        middle, spread = min(means), 0.0
+        middle = min(means)
+        spread = 0.0
     else:
         middle = median(means)
         spread = 1.4826 * median(abs(mean - middle) for mean in means)
@@ -299,12 +303,10 @@ class RowMeter:
         window_s: float,
         cool_down_s: float,
     ) -> None:
-        self._gpu, self._synchronize, self._group, self._cool_down_s = (
-            gpu,
-            synchronize,
-            group,
-            cool_down_s,
-        )
+        self._gpu = gpu
+        self._synchronize = synchronize
+        self._group = group
+        self._cool_down_s = cool_down_s
         self._heated_c = gpu.temperature_c()
         self.achieved_mhz = 0.0
         self.spreads: list[float] = []
@@ -456,7 +458,8 @@ class RowMeter:
         """Run until the time of a repetition is stable on all GPUs of the group; return it for
         this GPU, seconds.
         """
-        before_s, repetitions = math.inf, 1
+        before_s = math.inf
+        repetitions = 1
         for _ in range(_MAX_CHUNKS):
             own_s = self._time(run, repetitions)
             chunk_s = max(self._group.gather(own_s))
@@ -465,7 +468,8 @@ class RowMeter:
                     f"{self._gpu.name}: the computation takes no time; measure a stage that runs "
                     "on this GPU"
                 )
-            time_s, long_s = chunk_s / repetitions, _WARM_UP * self.window_s
+            time_s = chunk_s / repetitions
+            long_s = _WARM_UP * self.window_s
             if chunk_s < long_s:
                 repetitions = math.ceil(min(10.0, 1.1 * long_s / chunk_s) * repetitions)
             elif abs(time_s - before_s) <= _STABLE * time_s:
@@ -492,7 +496,8 @@ class RowMeter:
         throttled_s = self._throttled_s()
 
         def work() -> None:
-            begin_s, launched = self._gpu.now_s(), 0
+            begin_s = self._gpu.now_s()
+            launched = 0
             for part in _parts(repetitions):
                 run(part)
                 # The GPU may lag far behind the launches: sample it when it should be in the middle
@@ -530,7 +535,8 @@ class RowMeter:
         )
         if not own.has_idled:
             self._powers_w += [(energy_j / spent_s, power_w) for power_w in powers_w]
-        windows, size = self._group.gather(own), self._group.size
+        windows = self._group.gather(own)
+        size = self._group.size
         starts = range(0, len(windows), size)
         return [combine(windows[start : start + size]) for start in starts], own
 

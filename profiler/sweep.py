@@ -56,7 +56,8 @@ class RowFile:
     """
 
     def __init__(self, path: Path, subject: Mapping[str, str], *, resume: bool) -> None:
-        self._path, self._subject = path, dict(subject)
+        self._path = path
+        self._subject = dict(subject)
         self.finished: Visits = {}
         for part in _unfinished_writes(path):
             part.unlink(missing_ok=True)
@@ -208,7 +209,8 @@ def measure_stage(
         ProfileError: If the kept rows cannot be read, or were measured on another GPU, stage or
             with other settings.
     """
-    settings, group = settings or SweepSettings(), group or SingleGpu()
+    settings = settings or SweepSettings()
+    group = group or SingleGpu()
     kept = None
     if rows_file is not None:
         subject = _subject(gpu, stage, number, settings, group)
@@ -429,7 +431,8 @@ class _Sweep:
             kind: {setting: rows[0] for setting, rows in table.items()}
             for kind, table in self._visits.items()
         }
-        clocks, seed = self.settings.control == "clock", f"{self.settings.seed} {self.number}"
+        clocks = self.settings.control == "clock"
+        seed = f"{self.settings.seed} {self.number}"
         options: dict[str, Any] = {"clocks": clocks, "seed": seed}
         chosen: int | None
         if self.settings.full:
@@ -468,7 +471,8 @@ class _Sweep:
             return None
         if coarse is not None:
             return coarse
-        control, within = self.settings.control, self.settings.saving_within
+        control = self.settings.control
+        within = self.settings.saving_within
         doubt = find_doubt(
             settings,
             self._rows(),
@@ -495,7 +499,8 @@ class _Sweep:
         return spent_s + needed_s > 60 * self.settings.minutes
 
     def _measure(self, kind: str, setting: int) -> Measurement:
-        timed, times = self.stage.runs[kind], self._times(kind, setting)
+        timed = self.stage.runs[kind]
+        times = self._times(kind, setting)
         random = Random(f"{self.settings.seed} {self.number} {kind} {setting} {times}")
         row = self.meter.measure_row(timed.run, None if self._is_observed else setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
@@ -531,7 +536,8 @@ class _Sweep:
         return sum(map(len, self._visits.values()))
 
     def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
-        gpu, control = self.gpu, self.settings.control
+        gpu = self.gpu
+        control = self.settings.control
         conditions = {
             "driver": gpu.driver,
             "measured on": gpu.text,

@@ -132,7 +132,9 @@ class _Entered:
     """Enters a mode before its steps, without a graph of another one."""
 
     def __init__(self, modes: ModeFunctions, microbatch: Microbatch) -> None:
-        self._modes, self._microbatch, self._now = modes, microbatch, OWN
+        self._modes = modes
+        self._microbatch = microbatch
+        self._now = OWN
 
     def enter(self, mode: str) -> None:
         if mode != self._now:

@@ -51,7 +51,9 @@ class NodeController:
 
     def __init__(self, rank: int, node: Node, ranks: int, max_changes_per_s: float) -> None:
         self.rank = rank
-        self._node, self._ranks, self._max_changes_per_s = node, ranks, max_changes_per_s
+        self._node = node
+        self._ranks = ranks
+        self._max_changes_per_s = max_changes_per_s
 
     @property
     def is_started_here(self) -> bool:
@@ -198,7 +200,9 @@ class Reattachment:
         connection: Connection,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._controller, self._connection, self._now_s = controller, connection, now_s
+        self._controller = controller
+        self._connection = connection
+        self._now_s = now_s
         self._launcher = launcher()
         self._backoff = Backoff()
         self._looked_s = self._connected_s = -_LOOK_S
@@ -226,7 +230,8 @@ class Reattachment:
 
     def _fail(self) -> None:
         self._connection.disconnect()
-        self._is_connected, self._starting = False, None
+        self._is_connected = False
+        self._starting = None
         self._backoff.fail(self._now_s())
 
     def _address(self) -> str | None:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.telemetry import Checkpoint, Telemetry
 
-QUIET, QUIET_S = 2.0, 1.0
+QUIET = 2.0
+QUIET_S = 1.0
 """The GPU is reset when no computation has ended for this many of the plan's iteration times and
 this many seconds.
 """
@@ -112,8 +113,13 @@ class BackgroundWork:
     ) -> None:
         self._on_records = on_records
         self._decider = Decider() if decider is None else decider
-        self._follower, self._hook, self._marks, self._telemetry = follower, hook, marks, telemetry
-        self._warnings, self._connection, self._reattachment = warnings, connection, reattachment
+        self._follower = follower
+        self._hook = hook
+        self._marks = marks
+        self._telemetry = telemetry
+        self._warnings = warnings
+        self._connection = connection
+        self._reattachment = reattachment
         #: what keeps clocks from being set -> why: "final", "controller", "gpu", "fault" of this
         #: thread, or "hook" for one on the training thread
         self._problems = {} if follower.problem is None else {"final": follower.problem}
@@ -124,8 +130,10 @@ class BackgroundWork:
         self._on_straggling = on_straggling
         self._on_counts = on_counts
         self._counts: Sequence[Checkpoint] = ()  #: reported last
-        self._detector, self._hang_detector = StragglerDetector(), _HangDetector()
-        self._progress, self._progressed_s = hook.progress, time.monotonic()
+        self._detector = StragglerDetector()
+        self._hang_detector = _HangDetector()
+        self._progress = hook.progress
+        self._progressed_s = time.monotonic()
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
@@ -197,7 +205,8 @@ class BackgroundWork:
                 raise ControllerLost(text)
         except GpuError as error:
             self._note("controller", str(error))
-            self._is_lost, self._recovery = True, connection.recovery
+            self._is_lost = True
+            self._recovery = connection.recovery
             self._lost_s = time.monotonic()
             return []
         for message in messages:
@@ -243,7 +252,8 @@ class BackgroundWork:
         before = self._follower.planned
         program = self._follower.keep_changes(most)
         if program is not None:
-            key, asked = "changes", before.changes if before is not None else program.changes
+            key = "changes"
+            asked = before.changes if before is not None else program.changes
             remedy = f"give planner_runtime max_changes={most}"
             if program.plan is not None:
                 key = f"changes/{program.version}"
@@ -262,9 +272,12 @@ class BackgroundWork:
 
         The next computation that ends requests a clock again.
         """
-        progress, now_s, program = self._hook.progress, time.monotonic(), self._follower.program
+        progress = self._hook.progress
+        now_s = time.monotonic()
+        program = self._follower.program
         if progress != self._progress:
-            self._progress, self._progressed_s = progress, now_s
+            self._progress = progress
+            self._progressed_s = now_s
         if program is None or self._connection is None or not program.time_s:
             return
         is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
@@ -331,7 +344,8 @@ class BackgroundWork:
             self._warnings.warn("resumed", "clocks are set again")
 
     def _warn(self) -> None:
-        follower, limit_w = self._follower, self._telemetry.site_limit_w
+        follower = self._follower
+        limit_w = self._telemetry.site_limit_w
         if limit_w is not None:
             text = (
                 f"the power limit of this GPU is {limit_w:g} W, below its default, so it may not "

@@ -145,8 +145,10 @@ class DeviceClock:
     def __init__(
         self, cuda: Any, stream: Any, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._now_ns, self.stream = now_ns, stream
-        self._base, self._probe = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        self._now_ns = now_ns
+        self.stream = stream
+        self._base = cuda.Event(enable_timing=True)
+        self._probe = cuda.Event(enable_timing=True)
         #: before the probe was recorded; None if none is under way
         self._probed_ns: int | None = None
         self._base_ns = 0
@@ -231,7 +233,10 @@ class CudaMarks(Marks):
             import torch
 
             cuda = torch.cuda
-        self._memory, self._device, self._cuda, self._library = memory, device, cuda, library
+        self._memory = memory
+        self._device = device
+        self._cuda = cuda
+        self._library = library
         self._requests: Sequence[int] = (NO_REQUEST,)
         self.now, self.write = self._record_event, self._write
         self._owed: int | None = None  #: a request that is not enqueued yet
@@ -257,7 +262,8 @@ class CudaMarks(Marks):
             raise self._fail(error) from None
         self._free.clear()
         self._unread.clear()
-        self._clock, self._problem = clock, None
+        self._clock = clock
+        self._problem = None
 
     def __enter__(self) -> CudaMarks:
         return self

@@ -124,7 +124,9 @@ class _EmulatedStage:
         loss: Loss | None = None,
         mode: Callable[[], object] = lambda: None,
     ) -> None:
-        self._gpu, self._stage, self._mode = gpu, stage, mode
+        self._gpu = gpu
+        self._stage = stage
+        self._mode = mode
         # The output of a last chunk of Megatron-core is the losses of its tokens.
         self._loss = (lambda output: output.float().mean()) if stage.loss_with_output else loss
         self._received: Any = None  #: what the stage before has sent, if a receiver takes it
@@ -188,7 +190,8 @@ class _EmulatedStage:
         _time_backward(self._gpu, result, cost.backward)
 
     def _count(self, args: Any, kwargs: Mapping[str, Any], loss: Loss | None) -> StageOpCost:
-        stage, self._is_counting = self._stage, True
+        stage = self._stage
+        self._is_counting = True
         try:
             with stage.preserve_state(), self._own_input():
                 return stage_op_cost(
@@ -204,7 +207,8 @@ class _EmulatedStage:
     @contextmanager
     def _own_input(self) -> Iterator[None]:
         """Have the receiver hold a copy of what was sent."""
-        receiver, received = self._stage.receiver, self._received
+        receiver = self._stage.receiver
+        received = self._received
         if receiver is None:
             yield
             return

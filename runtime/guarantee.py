@@ -198,10 +198,12 @@ class Ledger(Checked, prefix="ledger, "):
         return self._added((number, time_s, full_clocks), longer_s=longer_s)
 
     def _added(self, *iterations: tuple[int, float, bool], longer_s: float | None = None) -> Ledger:
-        share, owed_s = self.slowdown + self.max_slowdown, self.owed_s
+        share = self.slowdown + self.max_slowdown
+        owed_s = self.owed_s
         before_s = self.recent[-1][1] if self.recent else 0.0
         for _, time_s, full_clocks in iterations:
-            is_pause, before_s = self.is_pause(time_s, before_s), time_s
+            is_pause = self.is_pause(time_s, before_s)
+            before_s = time_s
             if is_pause:
                 continue
             charged_s = 0.0 if full_clocks else time_s - self.reference_s
@@ -442,7 +444,8 @@ class Audits:
             return tuning.suspected_audited / tuning.audit
         error = math.inf if self.error is None else self.error
         doubt = tuning.audited_in_doubt * error
-        least, most = tuning.audited, tuning.most_audited
+        least = tuning.audited
+        most = tuning.most_audited
         return audited_share(doubt, self._max_slowdown, least, most) / tuning.audit
 
     @property

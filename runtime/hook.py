@@ -232,7 +232,10 @@ class Hook:
         *,
         keeps_modes: bool = True,
     ) -> None:
-        self._marks, self._source, self._show, self._switch = marks, source, show, switch
+        self._marks = marks
+        self._source = source
+        self._show = show
+        self._switch = switch
         self._keeps_modes = keeps_modes
         self._lane = Lane(marks.now, marks.write)
         self.fault: str | None = None
@@ -285,7 +288,8 @@ class Hook:
             self._load(program)
         elif self._deviation is not None and program is not None:
             self._order, self._count = program.computations, len(program.computations)
-        self._deviation, self._noted = None, []
+        self._deviation = None
+        self._noted = []
         self._request_first()
         self._lane.spans = self._marks.begin_iteration(
             self._iteration, follows_evaluation=self._has_evaluated
@@ -413,7 +417,8 @@ class Hook:
 
     def _ask_again(self, position: int) -> None:
         """Go on by another program of the same computations, if there is one now."""
-        before, program = self._program, self._source.program_for(self._iteration)
+        before = self._program
+        program = self._source.program_for(self._iteration)
         if program is None or program is before or before is None:
             return
         self._load(program)
@@ -431,7 +436,8 @@ class Hook:
             self._switch.load(program.computations, program.modes)
         elif self._switch is not None and not self._keeps_modes:
             self._switch.load((), ())
-        self._turns, self._first = int(self._count == 1), 0
+        self._turns = int(self._count == 1)
+        self._first = 0
         requests = () if program is None else program.requests
         #: Index of the request after the last computation.
         self._next = len(requests) - 1 if program is not None and program.then else None
@@ -461,7 +467,9 @@ class Hook:
         self._deviation = what
         self._set_unclocked(True)
         self._noted = list(self._order[: self._position])
-        self._order, self._count = (), 0  # so that all that follows is noted
+        # So that all that follows is noted
+        self._order = ()
+        self._count = 0
         self._marks.request(_NO_REQUEST_INDEX)
 
 
@@ -475,7 +483,8 @@ class ModesAlone:
     """
 
     def __init__(self, hook: Hook, switch: ModeSwitch) -> None:
-        self._hook, self._switch = hook, switch
+        self._hook = hook
+        self._switch = switch
 
     lane = None
 

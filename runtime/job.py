@@ -243,8 +243,11 @@ class Node:
     def __init__(
         self, board: Board, name: str, leads: bool, stack: ExitStack, addresses: str = ""
     ) -> None:
-        self.leads, self.state = leads, NodeState()
-        self._board, self._key, self._version = board, f"join/states/{name}", 0
+        self.leads = leads
+        self.state = NodeState()
+        self._board = board
+        self._key = f"join/states/{name}"
+        self._version = 0
         memories = [NodeMemory.create(), NodeMemory.create()] if leads else []
         with suppress(OSError):  # the leader has ended, or does not let others look
             memories += map(NodeMemory.open, addresses.split())

@@ -95,7 +95,8 @@ class Marks:
         self.now: Callable[[], Stamp] = time.monotonic_ns
         self.write: Callable[[int, int], object] = shared.__setitem__
         self._requests: Sequence[int] = (NO_REQUEST,)
-        self._number, self._follows_evaluation = 0, False
+        self._number = 0
+        self._follows_evaluation = False
         self._iteration_begin_ns = 0
         self._ended_s: float | None = 0.0
         self._spans_ns: list[tuple[int, int]] = []
@@ -124,7 +125,8 @@ class Marks:
 
     def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> list[Span]:
         """Mark the begin of an iteration; return the list to which its computations are added."""
-        self._number, self._follows_evaluation = number, follows_evaluation
+        self._number = number
+        self._follows_evaluation = follows_evaluation
         spans_ns = self._spans_ns = list[tuple[int, int]]()
         self._iteration_begin_ns = time.monotonic_ns()
         return spans_ns

@@ -60,8 +60,10 @@ class ModeSwitch:
     """
 
     def __init__(self, modes: ModeFunctions, warn: Callable[[str], None]) -> None:
-        self._modes, self._warn = modes, warn
-        self._now, self.has_failed = OWN, False
+        self._modes = modes
+        self._warn = warn
+        self._now = OWN
+        self.has_failed = False
         self._planned: dict[Computation, str] = {}
         self._rest = OWN  #: the mode between iterations
 

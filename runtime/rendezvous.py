@@ -127,8 +127,12 @@ class Rendezvous:
         stack: ExitStack,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job, self._warnings, self._stack, self._now_s = job, warnings, stack, now_s
-        self._board, self._own_board = Board(job.store), Board(job.own_store)
+        self._job = job
+        self._warnings = warnings
+        self._stack = stack
+        self._now_s = now_s
+        self._board = Board(job.store)
+        self._own_board = Board(job.own_store)
         self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
         self.node = Node(self._own_board, "", False, stack)
         self._wait_s = min(RENDEZVOUS_S, job.longest_wait_s)
@@ -191,9 +195,11 @@ class Rendezvous:
             attempt: On rank 0, that of the job.
             plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
         """
-        self._attempt, self.plan = attempt, plan
+        self._attempt = attempt
+        self.plan = plan
         deadline_s = self._now_s() + self._wait_s
-        store, memory_key = self._job.store, f"join/memory/{info.node}"
+        store = self._job.store
+        memory_key = f"join/memory/{info.node}"
         leads = store.add(f"join/nodes/{info.node}", 1) == 1
         if leads:
             self.node = Node(self._own_board, info.node, True, self._stack)
@@ -285,7 +291,8 @@ class Rendezvous:
             return
         if collects or (self._now_s() > deadline_s and self._claim()):
             self._collect()
-        pauses, until_s = _pauses(self._longest_pause_s), max(self._now_s(), deadline_s) + COLLECT_S
+        pauses = _pauses(self._longest_pause_s)
+        until_s = max(self._now_s(), deadline_s) + COLLECT_S
         while True:
             late = self._board.get("join/late", NodePart)  # which is written last
             part = self._board.get(f"join/parts/{node}", NodePart) or late
@@ -403,7 +410,8 @@ def join_job(
         with as_tested():
             adapter = WholeTraining() if engine is None else engine_of(engine)
             adapter.check()
-            gpu, position = options.gpu_of(adapter.device), adapter.pipeline_rank
+            gpu = options.gpu_of(adapter.device)
+            position = adapter.pipeline_rank
             with suppress(PlannerError):  # what it runs will show
                 adapter.order()
         if job.rank == 0:
@@ -420,7 +428,9 @@ def join_job(
                 packed = packed_plan(given.dumps())
             attempt = Attempt.next_in(options.record)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
-    part, own, node = meeting.part, meeting.own, meeting.node
+    part = meeting.part
+    own = meeting.own
+    node = meeting.node
     with meeting.refusing("plans"):
         if part.has_plan != (options.plan is not None):  # that of rank 0 counts
             decider = decider_of(options, has_plan=part.has_plan)

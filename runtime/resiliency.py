@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-RELATIVE, INDIVIDUAL = "gpu_relative_perf_scores", "gpu_individual_perf_scores"
+RELATIVE = "gpu_relative_perf_scores"
+INDIVIDUAL = "gpu_individual_perf_scores"
 
 
 def corrected_report(

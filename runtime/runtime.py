@@ -97,7 +97,8 @@ class Runtime:
         Args:
             report: The report of all ranks, with `gather_on_rank0`; None elsewhere, and returned.
         """
-        clocks_mhz, program = self.planned_clocks, self._follower.program
+        clocks_mhz = self.planned_clocks
+        program = self._follower.program
         top_mhz = 0.0 if program is None else program.top  # at which the autopilot begins
         for rank, clock_mhz in clocks_mhz.items():
             self._highest_mhz[rank] = max(self._highest_mhz.get(rank, top_mhz), clock_mhz)

@@ -214,7 +214,8 @@ def planner_runtime(
         trust_traced=trust_traced,
         decider=decider,
     )
-    training, process = this_job(), os.getpid()
+    training = this_job()
+    process = os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
     with ExitStack() as stack:

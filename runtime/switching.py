@@ -269,14 +269,18 @@ class Agreement:
     ) -> None:
         self.lost: str | None = None
         self.version = 1
-        self._store, self._prepare, self._now_s = store, prepare, now_s
-        self._share, self._is_prompt = share or NodeShare(), is_prompt
+        self._store = store
+        self._prepare = prepare
+        self._now_s = now_s
+        self._share = share or NodeShare()
+        self._is_prompt = is_prompt
         self._text = ""  #: of the state in the store; empty while the key is absent
         self._seen = AgreedState()  #: the state
         self._queued: deque[tuple[Proposal, bytes]] = deque()
         # Written by the training thread alone:
         self._begun = -1
-        self._begun_s, self._lasts_s = math.inf, math.inf
+        self._begun_s = math.inf
+        self._lasts_s = math.inf
         # Written by the thread that looks alone:
         self._known: tuple[AgreedState, ...] = (
             AgreedState(),
@@ -296,7 +300,8 @@ class Agreement:
         """
         now_s = self._now_s()
         self._lasts_s = now_s - self._begun_s if now_s > self._begun_s else math.inf
-        self._begun, self._begun_s = iteration, now_s
+        self._begun = iteration
+        self._begun_s = now_s
         self.version = max(
             self.version, *(state.version for state in self._known if state.since <= iteration)
         )
@@ -427,7 +432,8 @@ class Agreement:
         """
         if self._begun < 0:
             return 1
-        heard_s, elapsed_s = self._period_s + _PASS_S, self._now_s() - self._begun_s
+        heard_s = self._period_s + _PASS_S
+        elapsed_s = self._now_s() - self._begun_s
         lasts_s = max(self._lasts_s, 1e-3)
         if not math.isfinite(lasts_s):  # the first one is taken to last as long again
             lasts_s = max(2.0 * elapsed_s, heard_s)

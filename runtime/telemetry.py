@@ -93,7 +93,8 @@ class Checkpoints:
     def __init__(self, *, is_first: bool) -> None:
         self.kept: tuple[Checkpoint, ...] = ()
         self.site_limit_w: float | None = None
-        self._is_first, self._account = is_first, Account()
+        self._is_first = is_first
+        self._account = Account()
         self._recent: list[IterationRecord] = []  #: since the last checkpoint
         self._off_plan_since_s: float | None = None
         self._planned_gpu: str | None = None
@@ -180,8 +181,11 @@ class RunRecorder:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._files: RankFiles | None = files
-        self._folder, self._warn, self._now_s = files.folder, warn, now_s
-        self._writes_plans, self._own_plans = writes_plans, own_plans
+        self._folder = files.folder
+        self._warn = warn
+        self._now_s = now_s
+        self._writes_plans = writes_plans
+        self._own_plans = own_plans
         self._version = 0  #: of the plan that was written last
         self._period: int | None = None
         self._status: DeciderStatus | None = None  #: not written yet
@@ -230,7 +234,8 @@ class RunRecorder:
         self._do(lambda files: files.close())
 
     def _write_status(self) -> None:
-        status, self._status = self._status, None
+        status = self._status
+        self._status = None
         if status is not None:
             self._do(lambda files: files.save_status(status))
 
@@ -300,7 +305,8 @@ class GpuSamples:
     def _rise(
         self, counter: Callable[[GpuSample], float | None], begin_ns: int, end_ns: int
     ) -> float | None:
-        begin, end = self._at(counter, begin_ns), self._at(counter, end_ns)
+        begin = self._at(counter, begin_ns)
+        end = self._at(counter, end_ns)
         return None if begin is None or end is None or end < begin else end - begin
 
     def _at(self, counter: Callable[[GpuSample], float | None], at_ns: int) -> float | None:
@@ -313,7 +319,8 @@ class GpuSamples:
         if index == 0:
             return None
         before = self._samples[index - 1]
-        first, last = counter(before), counter(after)
+        first = counter(before)
+        last = counter(after)
         if first is None or last is None or last < first:
             return None
         return first + (last - first) * (at_ns - before.now_ns) / (after.now_ns - before.now_ns)
@@ -376,11 +383,9 @@ class Telemetry:
         self._planned_busy_s = planned_busy_s
         self._sharded_torch = sharded_torch
         self._control = control
-        self._pipeline_rank, self._capacity, self._offset_ns = (
-            pipeline_rank.rank,
-            capacity,
-            offset_ns,
-        )
+        self._pipeline_rank = pipeline_rank.rank
+        self._capacity = capacity
+        self._offset_ns = offset_ns
         # If the engine does not number its pipelines, the first rank of each serves as its number.
         first_peer = min(pipeline_rank.peers, default=0)
         self._pipeline = first_peer if pipeline_rank.pipeline is None else pipeline_rank.pipeline
@@ -477,7 +482,8 @@ class Telemetry:
             self._gpu = message
 
     def _is_complete(self) -> bool:
-        times, following = self._times[0], self._times[1]
+        times = self._times[0]
+        following = self._times[1]
         is_sampled = self._samples.first_after(following.begin_ns) is not None
         return is_sampled and bool(self._ended) and self._ended[-1][0] >= times.number
 
@@ -530,7 +536,8 @@ class Telemetry:
         for index, change in enumerate(self._changes):
             if change.value == RESET and change.seen_ns <= times.begin_ns:
                 # Outside of iterations. The clock is requested again when the next one begins.
-                changes, requested_ns = changes[index - len(self._changes) :], times.begin_ns
+                changes = changes[index - len(self._changes) :]
+                requested_ns = times.begin_ns
         return match_changes(
             times.number,
             program.computations,
@@ -689,7 +696,8 @@ class Telemetry:
     ) -> None:
         """Keep what the next iteration needs, by the rules of the hook, and forget the rest."""
         spans_ns = times.spans_ns or ((times.begin_ns, times.end_ns),)
-        self._program, self._has_deviated = program, has_deviated
+        self._program = program
+        self._has_deviated = has_deviated
         self._requested_ns = spans_ns[-1][1]
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:

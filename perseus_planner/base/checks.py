@@ -10,7 +10,9 @@ from perseus_planner.base.errors import GpuNotPermitted, GpuNotSupported, Planne
 
 C = TypeVar("C")
 
-PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
+PASSED = "passed"
+FAILED = "failed"
+NOT_CHECKED = "not checked"
 """Results of checks; that of a setting that may not be made is "not permitted" or "not
 supported".
 """

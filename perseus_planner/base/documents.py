@@ -322,7 +322,8 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
     )[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
-        start, end = document._nodes[key].start_mark, document._nodes[key].end_mark
+        start = document._nodes[key].start_mark
+        end = document._nodes[key].end_mark
         line = lines[start.line]
         if value is None:
             del lines[start.line]
@@ -367,17 +368,16 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
     loader = LOADER("")  # what it constructs comes from the nodes alone
     try:
         for key_node, value_node in root.value:
-            key, line = (
-                str(loader.construct_object(key_node, deep=True)),
-                key_node.start_mark.line + 1,
-            )
+            key = str(loader.construct_object(key_node, deep=True))
+            line = key_node.start_mark.line + 1
             if key in values:
                 raise error(
                     f"{path}, line {line}: key {shown(key)} stands on line {lines[key]} too; keep "
                     "one"
                 )
             values[key] = loader.construct_object(value_node, deep=True)
-            lines[key], nodes[key] = line, value_node
+            lines[key] = line
+            nodes[key] = value_node
     finally:
         loader.dispose()
     return Document(path, values, lines, error, within, root.start_mark.line + 1, nodes)

@@ -74,7 +74,8 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
     A name may differ by case, begin with the text or contain it, or be spelled nearly like it;
     `write` quotes it.
     """
-    names, lower = list(known), text.lower()
+    names = list(known)
+    lower = text.lower()
     if not lower:
         return None
     near = (

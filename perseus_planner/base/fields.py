@@ -154,7 +154,8 @@ def rules(kind: type) -> dict[str, FieldType]:
 @_remembered
 def keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys that a mapping must have for `documents.load`, and those that it may have."""
-    required, optional = list[str](), list[str]()
+    required = list[str]()
+    optional = list[str]()
     for field in fields(kind):
         if field.init and field.name in types(kind):
             has_default = field.default is not MISSING or field.default_factory is not MISSING
@@ -228,12 +229,16 @@ def _evaluated(kind: type, name: str, declared: Any) -> Any:
 def _field_type(hint: Any) -> FieldType:
     """Take a type apart."""
     rule = reader = None
-    is_optional, is_tuple, is_one = False, False, True
+    is_optional = False
+    is_tuple = False
+    is_one = True
     while get_origin(hint) in (Union, UnionType, tuple, Annotated):
-        origin, args = get_origin(hint), get_args(hint)
+        origin = get_origin(hint)
+        args = get_args(hint)
         hint = args[0]
         if origin is tuple:
-            is_tuple, is_one = True, False
+            is_tuple = True
+            is_one = False
         elif origin is Annotated:
             for extra in args[1:]:
                 reader = extra if isinstance(extra, Reader) else reader

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger("perseus_planner")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
+FIRST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 600.0
 """The pause after the first failure, and the longest one. Each failure doubles the pause, until
 none comes for `LONGEST_PAUSE_S` after a pause."""
 
@@ -85,13 +86,16 @@ class Backoff:
         longest_s: float = LONGEST_PAUSE_S,
         chance: Callable[[], float] | None = None,
     ) -> None:
-        self._first_s, self._longest_s, self._chance = first_s, longest_s, chance
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._chance = chance
         self._next_s = first_s
         self._due_s: float | None = None
 
     def next_s(self) -> float:
         """Return the pause after one more failure in a row, seconds."""
-        pause_s, self._next_s = self._next_s, min(2.0 * self._next_s, self._longest_s)
+        pause_s = self._next_s
+        self._next_s = min(2.0 * self._next_s, self._longest_s)
         return pause_s if self._chance is None else pause_s * (0.5 + 0.5 * self._chance())
 
     def reset(self) -> None:
@@ -133,8 +137,10 @@ class Loop:
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._steps = step if isinstance(step, Generator) else _calls(step)
-        self._period_s, self._rest_s = period_s, rest_s
-        self._descriptors, self._on_error = descriptors, on_error
+        self._period_s = period_s
+        self._rest_s = rest_s
+        self._descriptors = descriptors
+        self._on_error = on_error
         self._is_ending = False
         self._lock = threading.Lock()  #: of what wakes the thread
         self._waker: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -115,7 +115,8 @@ def start_module(
 
 def _read_report(process: subprocess.Popen[bytes], who: str, timeout_s: float) -> str:
     assert process.stdout is not None  # it is a pipe
-    descriptor, output = process.stdout.fileno(), b""
+    descriptor = process.stdout.fileno()
+    output = b""
     deadline_s = time.monotonic() + timeout_s
     while is_readable(descriptor, deadline_s - time.monotonic()):
         data = os.read(descriptor, 65536)
@@ -143,7 +144,8 @@ def report_ready(report: str = "") -> bool:
     """Tell who has called `start_module` that this program is ready, and leave its output; return
     False if nobody reads it.
     """
-    reader, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    reader = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -99,7 +99,8 @@ class CsvFile:
     """
 
     def __init__(self, path: Path, error: type[PlannerError], empty: str = "") -> None:
-        self._error, self._ending = error, _Ending()
+        self._error = error
+        self._ending = _Ending()
         self._rows = csv_rows(path, error, self._ending)
         self.where, self.header = next(self._rows, (str(path), []))
         if empty and not self.header:
@@ -231,7 +232,8 @@ def lay_out(rows: Iterable[Any], *columns: Column, digits: int = _DIGITS) -> lis
     """Return the cells of each column, the heading first; an unknown value is a hyphen. Quantities
     and shares have so many digits, if their form does not say how many.
     """
-    rows, cells = list(rows), list[list[str]]()
+    rows = list(rows)
+    cells = list[list[str]]()
     for form, group in groupby(columns, key=lambda each: each.form):
         beside = list(group)
         values = [[_value(row, column.value) for row in rows] for column in beside]

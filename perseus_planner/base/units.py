@@ -136,7 +136,8 @@ class Quantity(NamedTuple):
             UsageError: If the text is not such a quantity.
         """
         number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z%]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
-        value, factor = self.rule.parse(number), self.units.get(unit)
+        value = self.rule.parse(number)
+        factor = self.units.get(unit)
         if value is not None and factor is not None:
             if not unit and value >= self.bare_below:
                 raise UsageError(

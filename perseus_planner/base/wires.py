@@ -103,7 +103,8 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
-        self._connection, self._kinds = connection, kinds
+        self._connection = connection
+        self._kinds = kinds
 
     def fileno(self) -> int:
         """Return the descriptor, for `poll`."""
@@ -183,7 +184,8 @@ class StreamChannel(Channel):
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         super().__init__(connection, kinds)
         connection.setblocking(True)
-        self._unread, self._unsent = bytearray(), bytearray()
+        self._unread = bytearray()
+        self._unsent = bytearray()
 
     def send(self, message: Message, *, waits: bool = False) -> None:
         """Send a message; keep what the other end has no room for, or wait for it.
@@ -230,7 +232,8 @@ class StreamChannel(Channel):
         return messages
 
     def _whole_messages(self) -> list[Any]:
-        messages, begin = [], 0
+        messages = []
+        begin = 0
         while len(self._unread) >= begin + _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._unread, begin)
             end = begin + _LENGTH.size + size

@@ -83,7 +83,8 @@ def _recover_gpus() -> None:
 
     try:
         for recovery in recover():
-            record, problem = recovery.record, recovery.problem
+            record = recovery.record
+            problem = recovery.problem
             done = "is reset" if problem is None else f"cannot be reset: {problem}"
             click.echo(
                 f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}",

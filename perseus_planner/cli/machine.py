@@ -182,7 +182,8 @@ def _diagnose(
 
     diagnoses: list[GpuDiagnosis] = []
     measured: dict[Gpu, Latency] = {}
-    parallel, problems = None, []
+    parallel = None
+    problems = []
     for gpu, inspection in zip(gpus, _inspect_all(gpus), strict=True):
         if isinstance(inspection, GpuError):
             problems.append(str(inspection))

@@ -159,7 +159,8 @@ class Text(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
     """
 
     def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
-        self.name, self.read = name, read
+        self.name = name
+        self.read = read
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None

@@ -220,7 +220,8 @@ def _measure(
     progress: Any,
 ) -> Profile | None:
     """Measure the stages and write the profile, which is returned on rank 0."""
-    gpu, stages = wanted.gpu, wanted.stages
+    gpu = wanted.gpu
+    stages = wanted.stages
     if wanted.stage is not None:
         from perseus_planner.profiler.build import profile_stages
 
@@ -347,7 +348,8 @@ def calibrate(
     from perseus_planner.views.curves import calibration_text
 
     result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
-    text, written = calibration_text(result), list[Path]()
+    text = calibration_text(result)
+    written = list[Path]()
     if output is None:
         text += "\nNothing is written; add -o FILE."
     else:

@@ -63,7 +63,8 @@ class DeepSpeedPipeline:
     @property
     def pipeline_rank(self) -> PipelineRank:
         """See `Engine.pipeline_rank`."""
-        engine, grid = self._engine, self._engine.grid
+        engine = self._engine
+        grid = self._engine.grid
         return PipelineRank(
             engine.stage_id, engine.num_stages, grid.get_data_parallel_rank(), tuple(grid.pp_group)
         )
@@ -81,7 +82,8 @@ class DeepSpeedPipeline:
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
-        engine, module = self._engine, self._engine.module
+        engine = self._engine
+        module = self._engine.module
         if self._is_v:
             raise UsageError(
                 "DualPipeV engines cannot be profiled; give `planner profile` a function that "
@@ -125,7 +127,9 @@ class DeepSpeedPipeline:
         """
         from perseus_planner.schedules import Computation
 
-        kinds, counts, order = _kinds(), Counter[tuple[int, str]](), []
+        kinds = _kinds()
+        counts = Counter[tuple[int, str]]()
+        order = []
         for step in self._schedule().steps():
             for instruction in step:
                 kind = kinds.get(type(instruction))
@@ -141,7 +145,8 @@ class DeepSpeedPipeline:
         import torch
 
         guard = HookGuard(hook)
-        engine, execute = self._engine, self._engine._exec_schedule
+        engine = self._engine
+        execute = self._engine._exec_schedule
 
         def execute_hooked(schedule: Any) -> Any:
             # Without gradients it is an evaluation; DeepSpeed refuses to train like this.

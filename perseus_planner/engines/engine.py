@@ -129,7 +129,8 @@ class _Replacement:
     """See `replaced`."""
 
     def __init__(self, owner: object, attributes: dict[str, Any]) -> None:
-        self._owner, self._attributes = owner, attributes
+        self._owner = owner
+        self._attributes = attributes
 
     def __enter__(self) -> None:
         found = vars(self._owner)

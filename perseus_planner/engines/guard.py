@@ -229,7 +229,8 @@ class RetryingGuard(Guard):
         self, on_fault: Callable[[Exception], object], now_s: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(on_fault)
-        self._now_s, self._backoff = now_s, Backoff()
+        self._now_s = now_s
+        self._backoff = Backoff()
 
     def call(self, action: Callable[..., T], *args: Any) -> T | None:
         """See `Guard.call`."""
@@ -267,7 +268,8 @@ class HookGuard(Guard):
 
     def __init__(self, hook: IterationHook, now_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__(self._take_fault)
-        self._hook, self._now_s = hook, now_s
+        self._hook = hook
+        self._now_s = now_s
         self._number = hook.iteration  #: of the iteration that has begun last
         self._backoff = Backoff()
         self._has_failed = False  #: no iteration has ended without a fault since
@@ -277,7 +279,9 @@ class HookGuard(Guard):
 
     def _use(self, hook: IterationHook) -> None:
         self._current = hook
-        self.begin, self.end, self.begin_update = hook.begin, hook.end, hook.begin_update
+        self.begin = hook.begin
+        self.end = hook.end
+        self.begin_update = hook.begin_update
 
     def note_evaluation(self) -> None:
         """Note an evaluation; see `IterationHook.note_evaluation`."""
@@ -311,7 +315,8 @@ class HookGuard(Guard):
         """
         function = original_of(function)
         lane = self._hook.lane or _CLOSED
-        now, write = lane.now, lane.write
+        now = lane.now
+        write = lane.write
         stage, kind = usual or (0, "")
         is_loss = begin is None
 

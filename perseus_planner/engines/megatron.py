@@ -336,7 +336,8 @@ def _preserve_state(chunk: Any) -> Iterator[None]:
         for name in ("bucket_groups", "expert_parallel_bucket_groups"):
             for group in getattr(chunk, name, ()):
                 stack.enter_context(preserve_attributes(group, *_BUCKET_STATE))
-                group.param_gather_dispatched, group.param_gather_handle = True, None
+                group.param_gather_dispatched = True
+                group.param_gather_handle = None
         try:
             yield
         finally:
@@ -373,7 +374,9 @@ class _TimerEvents:
 
     def __init__(self, guard: HookGuard, rank: PipelineRank, chunks: int, group: int) -> None:
         self.guard = guard
-        self._rank, self._chunks, self._group = rank, chunks, group
+        self._rank = rank
+        self._chunks = chunks
+        self._group = group
         self._computations: dict[str, Iterator[Computation]] = {}
         self._microbatches: int | None = None  #: of the iteration
         self._ended = {"F": 0, "B": 0}  #: how many of each kind have ended in the iteration
@@ -542,7 +545,8 @@ class _Timers:
 
     def __init__(self, original: Timers | None, events: _TimerEvents) -> None:
         no_timer = _NoTimer()
-        self._original, self._events = original, events
+        self._original = original
+        self._events = events
         self._call: Timers = original if original is not None else lambda *_, **__: no_timer
         self._wrapped: dict[str, _Timer] = {}
 
@@ -595,7 +599,9 @@ class _Timer:
     """A timer with other functions to start and stop it."""
 
     def __init__(self, original: Any, start: Callable[..., Any], stop: Callable[..., Any]) -> None:
-        self.original, self.start, self.stop = original, start, stop
+        self.original = original
+        self.start = start
+        self.stop = stop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)

@@ -46,7 +46,9 @@ class Microbatch:
         first: bool,
     ) -> None:
         self.first = first
-        self.module, self._forward, self._loss = module, forward, loss
+        self.module = module
+        self._forward = forward
+        self._loss = loss
         self._inputs = map_tensors(
             lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), inputs
         )
@@ -85,11 +87,14 @@ class Microbatch:
         """Run forward for `backward` and `input_gradient`, unless its graph is already there."""
         if self._kept is None:
             self.forward()
-            self._kept, self._roots = self._roots, []
+            self._kept = self._roots
+            self._roots = []
 
     def forget(self) -> None:
         """Free all graphs, so that forward is measured without a second microbatch in memory."""
-        self._roots, self._kept, self._weights_left = [], None, None
+        self._roots = []
+        self._kept = None
+        self._weights_left = None
 
     def backward(self) -> None:
         """Run the backward of the kept graph without freeing it."""
@@ -280,7 +285,8 @@ def count_op_cost(action: Callable[[], object]) -> OpCost:
                 self.bytes += sum(tensor.nbytes for tensor in tensors((args, kwargs, result)))
             return result
 
-    flops, traffic = FlopCounterMode(display=False, custom_mapping=_attention_on_cpu()), Traffic()
+    flops = FlopCounterMode(display=False, custom_mapping=_attention_on_cpu())
+    traffic = Traffic()
     with warnings.catch_warnings():
         # FlopCounterMode also tracks modules, which recomputation confuses; only the total is used.
         warnings.filterwarnings("ignore", message="The module hierarchy tracking")

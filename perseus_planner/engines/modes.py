@@ -135,7 +135,8 @@ def ctas_modes(
     modes = {}
     for (name, each), kind in zip({OWN: group, **groups}.items(), free, strict=False):
         backends = [(device, kind, each._get_backend(device)) for device in devices]
-        serve, reorders = partial(_serve, group, backends), name != OWN
+        serve = partial(_serve, group, backends)
+        reorders = name != OWN
         modes[name] = ModeFunction(serve, reorders=reorders, is_of_group=True)
     return modes
 

@@ -62,7 +62,9 @@ class RecordedCall:
         self._guard = guard
         self.before = guard.guarded(self._before)
         self.after = guard.guarded(self._after)
-        self._name, self._microbatches, self._made = name, microbatches, made
+        self._name = name
+        self._microbatches = microbatches
+        self._made = made
         self.count = 0
         self._has_run_without_gradients = False
         self._arguments: dict[str, Any] | None = None
@@ -281,9 +283,11 @@ class Recording:
     """The calls of the stages of an engine; see `record_stages`."""
 
     def __init__(self, engine: Engine, loss_of_steps: LossOfSteps) -> None:
-        self._engine, self._loss_of_steps = engine, loss_of_steps
+        self._engine = engine
+        self._loss_of_steps = loss_of_steps
         self._stages = engine.stages()
-        count, guard = engine.microbatches, loss_of_steps.guard
+        count = engine.microbatches
+        guard = loss_of_steps.guard
         self._calls = [
             RecordedCall(f"stage {stage.number}", guard, count) for stage in self._stages
         ]
@@ -327,8 +331,10 @@ class Recording:
         return [self._stage(index) for index in range(len(self._stages))]
 
     def _stage(self, index: int) -> RecordedStage:
-        stage, call = self._stages[index], self._calls[index]
-        loss, calls = None, [call]
+        stage = self._stages[index]
+        call = self._calls[index]
+        loss = None
+        calls = [call]
         if stage.loss_with_output:
             loss = self._loss_of_steps.scalar()
             calls.append(self._loss_of_steps.call)

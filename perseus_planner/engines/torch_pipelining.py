@@ -169,7 +169,8 @@ class TorchPipeline:
         """See `Engine.iteration`; empty for a schedule that is read from a file or the user's
         own.
         """
-        schedule, stages = self._schedule, self._stages
+        schedule = self._schedule
+        stages = self._stages
         name = _SCHEDULES.get(type(schedule).__name__)
         if name is None:
             return {}
@@ -186,7 +187,8 @@ class TorchPipeline:
 
     def order(self) -> tuple[Computation, ...] | None:
         """See `Engine.order`; None for user-defined schedules without a list of actions."""
-        schedule, first_stage = self._schedule, self._stages[0]
+        schedule = self._schedule
+        first_stage = self._stages[0]
         # The order that schedules of one stage report is not what they run: 1F1B is off by one on
         # its last rank.
         for base in type(schedule).__mro__:
@@ -229,7 +231,8 @@ class TorchPipeline:
             run = partial(step, *args, **kwargs)
             return guard.run(run, self._begin, guard, schedule, args, kwargs)
 
-        own, step = self._schedule, self._schedule.step
+        own = self._schedule
+        step = self._schedule.step
         with ExitStack() as stack:
             stack.enter_context(attached_once(own, step=partial(step_hooked, own, step)))
             for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):

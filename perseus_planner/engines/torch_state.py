@@ -169,7 +169,8 @@ def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
     """Have weights gathered as for a microbatch that is not the last one, as
     torch.distributed.pipelining does; then drop them, with their gradients.
     """
-    parts, groups = _sharded_parts(module), _shard_groups(module)
+    parts = _sharded_parts(module)
+    groups = _shard_groups(module)
     if not parts:
         yield
         return
@@ -217,7 +218,8 @@ def preserve_attributes(owner: Any, *names: str) -> Iterator[None]:
 def _preserve_random_state() -> Iterator[None]:
     import torch
 
-    state, devices = random.getstate(), []
+    state = random.getstate()
+    devices = []
     if torch.cuda.is_available():
         devices = [torch.cuda.current_device()]
     with torch.random.fork_rng(devices):
@@ -264,7 +266,8 @@ def _hide_gradient(parameter: Any) -> Iterator[None]:
     hooks: dict[int, Callable[..., Any]] = (
         getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     )
-    gradient, found_hooks = parameter.grad, dict(hooks)
+    gradient = parameter.grad
+    found_hooks = dict(hooks)
     main = getattr(parameter, "main_grad", None)
     added = getattr(parameter, "grad_added_to_main_grad", None)
     parameter.grad = None

@@ -139,7 +139,9 @@ CHECK_S = (
 _STEP_MHZ = 20  #: between two clocks; any whole MHz can be set
 #: times; a counter in a wrong unit is off by more, and the sensor's average lags behind by less
 _MOST_OFF = 1.5
-_MAX_W, _MAX_MHZ = 100_000, 100_000  #: larger numbers cannot be a power or a clock
+# Larger numbers cannot be a power or a clock
+_MAX_W = 100_000
+_MAX_MHZ = 100_000
 _BDF = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 
 _REASONS = {
@@ -160,7 +162,8 @@ class AmdGpu(RealGpu):
 
     def __init__(self, index: int) -> None:
         self.text = f"amd:{index}"
-        self._index, self._is_open = index, True
+        self._index = index
+        self._is_open = True
         self._handle: Any = None
         self._generation = -1
         self.uuid = str(self._read("amdsmi_get_gpu_device_uuid", "read its UUID"))
@@ -176,7 +179,8 @@ class AmdGpu(RealGpu):
     @cached_property
     def driver(self) -> str:
         """Version of the amdgpu driver."""
-        function, what = "amdsmi_get_gpu_driver_info", "read its driver"
+        function = "amdsmi_get_gpu_driver_info"
+        what = "read its driver"
         return f"amdgpu {self._value(function, what, 'driver_version')}"
 
     def warnings(self) -> tuple[str, ...]:
@@ -193,7 +197,8 @@ class AmdGpu(RealGpu):
                     "before profiling"
                 )
         with suppress(GpuNotSupported):
-            limit_w, default_w = self.power_limit_w(), self.default_power_limit_w()
+            limit_w = self.power_limit_w()
+            default_w = self.default_power_limit_w()
             if limit_w < default_w:
                 problems.append(
                     f"the power limit is {limit_w:g} W, below its default of {default_w:g} W, so "
@@ -205,7 +210,8 @@ class AmdGpu(RealGpu):
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """Graphics clocks in steps of 20 MHz, highest first; the lowest one alone cannot be set."""
-        least_mhz, most_mhz = self._clock("min_clk"), self._clock("max_clk")
+        least_mhz = self._clock("min_clk")
+        most_mhz = self._clock("max_clk")
         if most_mhz <= least_mhz:
             raise GpuNotSupported(
                 f"{self.text}: cannot list its supported clocks: AMD SMI returns {least_mhz} to "
@@ -333,7 +339,8 @@ class AmdGpu(RealGpu):
         return float(cap_uw / 1e6)
 
     def _counted_j(self) -> float:
-        function, what = "amdsmi_get_energy_count", "read its energy counter"
+        function = "amdsmi_get_energy_count"
+        what = "read its energy counter"
         count = self._value(function, what, "energy_accumulator")
         return float(count * self._value(function, what, "counter_resolution") / 1e6)
 

@@ -280,7 +280,10 @@ def measure_latency(gpu: Gpu) -> Latency:
             shows whether locks have an effect.
     """
     gpu.reset_clocks()  # a clock that cannot be unlocked again must not be locked
-    calls_s, settles_s, unreached, waited = [], [], 0, 0
+    calls_s = []
+    settles_s = []
+    unreached = 0
+    waited = 0
     for clock_mhz in _clocks_to_set(gpu.supported_clocks_mhz):
         calls_s.append(_call_s(gpu, clock_mhz))
         if unreached == _MAX_UNREACHED:

@@ -109,7 +109,8 @@ class EnergyCounter:
             self._gpu.wait(max(0.8 * self.interval_s, _MIN_REST_S))
             next_s, next_j = self._wait_for_update()
             rest_w = (next_j - energy_j) / (next_s - time_s)
-            time_s, energy_j = next_s, next_j
+            time_s = next_s
+            energy_j = next_j
             if abs(rest_w - before_w) <= _STABLE * rest_w:
                 break
             before_w = rest_w
@@ -118,7 +119,8 @@ class EnergyCounter:
     def _wait_for_update(self) -> tuple[float, float]:
         """Return the time and the counter, seconds and joules, right after its next update."""
         gpu = self._gpu
-        before_j, give_up_s = gpu.energy_j(), gpu.now_s() + _STUCK_S
+        before_j = gpu.energy_j()
+        give_up_s = gpu.now_s() + _STUCK_S
         while (energy_j := gpu.energy_j()) == before_j:
             if gpu.now_s() >= give_up_s:
                 raise GpuError(

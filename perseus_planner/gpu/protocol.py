@@ -245,7 +245,8 @@ class Library(ABC):
     def __init__(self, name: str) -> None:
         self.generation = 0
         self._name = name
-        self._users, self._is_initialised = 0, False
+        self._users = 0
+        self._is_initialised = False
         self._lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
 

@@ -28,7 +28,8 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
         """Add what was measured since the log before."""
-        window, self._window = self._window.end(), self._monitor.window("train").begin()
+        window = self._window.end()
+        self._window = self._monitor.window("train").begin()
         found = {"energy_j": window.energy_j, "average_w": window.average_w}
         logs.update(found)
         state.log_history[-1].update(found)

@@ -81,8 +81,10 @@ class MemoryClock(ClosedOnExit):
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
-        self.text, self.uuid = f"memory:{gpu.text}", f"{gpu.uuid}-memory"
-        self.supported_clocks_mhz, self.clock_mhz = gpu.memory_clocks_mhz, gpu.memory_mhz
+        self.text = f"memory:{gpu.text}"
+        self.uuid = f"{gpu.uuid}-memory"
+        self.supported_clocks_mhz = gpu.memory_clocks_mhz
+        self.clock_mhz = gpu.memory_mhz
 
     def __getattr__(self, name: str) -> Any:
         """Read from the GPU itself."""

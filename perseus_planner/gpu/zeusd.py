@@ -137,11 +137,15 @@ class Daemon:
         except ImportError as error:
             raise GpuError(f"zeusd is reached through httpx; {how_to_install('zeusd')}") from error
         headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
-        socket, host_port = os.environ.get("ZEUSD_SOCK_PATH"), os.environ.get("ZEUSD_HOST_PORT")
+        socket = os.environ.get("ZEUSD_SOCK_PATH")
+        host_port = os.environ.get("ZEUSD_HOST_PORT")
         if host_port and not socket:
-            self.address, base, transport = host_port, _tcp_url(host_port), None
+            self.address = host_port
+            base = _tcp_url(host_port)
+            transport = None
         else:
-            self.address, base = socket or SOCKET_PATH, "http://localhost"
+            self.address = socket or SOCKET_PATH
+            base = "http://localhost"
             transport = httpx.HTTPTransport(uds=self.address)
         #: Whether it may run on another node.
         self.is_remote = transport is None and not re.match(

@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 _KEY = "overhead_s"
 _DIGITS_OF_JITTER = 4
 _DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340000000000018
-_LATENCY, _FACTOR = (
-    "hop",
-    "all",
-)  #: terms beside the constant; others are kinds, such as "F": their factors less 1
+# Terms beside the constant; others are kinds, such as "F": their factors less 1
+_LATENCY = "hop"
+_FACTOR = "all"
 _SCALES = {
     _LATENCY: 1e-3,
     **dict.fromkeys((_FACTOR, *"FBIW"), 0.1),
@@ -125,13 +124,16 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         raise UsageError(
             f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file"
         )
-    bare, correction = None, Correction()
+    bare = None
+    correction = Correction()
     if kind_of(path) == "job":
-        document, settings = job_document(path), read_settings(path)
+        document = job_document(path)
+        settings = read_settings(path)
         correction, bare = settings.correction, Job.of(replace(settings, correction=Correction()))
         profiles = Job.of(settings).profiles
     else:
-        document, profiles = profile_document(path), (Profile.load(path),)
+        document = profile_document(path)
+        profiles = (Profile.load(path),)
     plans = [_replayable(path, measured_plan, profiles, bare) for measured_plan in _means(measured)]
     jobs = [plan for plan in plans if isinstance(plan, _PlanOfJob)]
     is_fitted = len(jobs) == len(plans) >= _LEAST_PLANS  # fewer leave the correction as it is
@@ -147,7 +149,8 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         _SCALES | {_LATENCY: _SCALES[_LATENCY] * plans[0].measured.time_s},
     )
     now = _correction(fit.values, jobs) if is_fitted else correction
-    overhead_s, before_s = round(fit.constant_s, _DIGITS), profiles[0].overhead_s
+    overhead_s = round(fit.constant_s, _DIGITS)
+    before_s = profiles[0].overhead_s
     calibrated = tuple(
         CalibratedPlan(
             plan.measured.source,
@@ -203,7 +206,8 @@ class _PlanOfJob:
 
     def replayed_s(self, correction: Correction) -> float:
         """Return the iteration time without overhead, seconds."""
-        plan, rows = self.measured.plan, self._profile.measurements
+        plan = self.measured.plan
+        rows = self._profile.measurements
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
         points = {}
         scale = 1.0 if plan.on_time is None else plan.on_time.time_scale
@@ -295,7 +299,8 @@ def _candidates(iteration: Iteration) -> list[tuple[str, ...]]:
     """Return the terms that are tried, the fewest first: the transfers' latency, one factor for
     all kinds, or each.
     """
-    kinds, latency = _kinds(iteration), (_LATENCY,) if len(iteration.schedule.ranks) > 1 else ()
+    kinds = _kinds(iteration)
+    latency = (_LATENCY,) if len(iteration.schedule.ranks) > 1 else ()
     candidates = [latency, (_FACTOR,), kinds, (*latency, _FACTOR), (*latency, *kinds)]
     return [terms for terms in dict.fromkeys(candidates) if terms]
 
@@ -385,7 +390,8 @@ def _fit(
             tried = missing_at(values + change)
         if np.sum(tried**2) >= np.sum(missing**2):
             break
-        values, missing = values + change, tried
+        values = values + change
+        missing = tried
     left_out = [abs(_left_out(columns, missing, values, place)) for place in range(len(measured))]
     return Fit(
         float(values[0] * sizes[0]),
@@ -405,7 +411,8 @@ def _solve(columns: Floats, missing: Floats, values: Floats) -> Floats:
     is alone.
     """
     count = len(values)
-    best, least = np.zeros(count), np.inf
+    best = np.zeros(count)
+    least = np.inf
     for chosen in map(
         list, chain.from_iterable(combinations(range(count), size) for size in range(count, -1, -1))
     ):
@@ -417,5 +424,6 @@ def _solve(columns: Floats, missing: Floats, values: Floats) -> Floats:
             )[0]
         error = float(np.sum((columns @ change - missing) ** 2))
         if (count == 1 or np.all(values + change >= 0.0)) and error < least - _SAME:
-            best, least = change, error
+            best = change
+            least = error
     return best

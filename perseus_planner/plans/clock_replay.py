@@ -167,10 +167,9 @@ class _Rank:
     )
 
     def __init__(self, program: Sequence[int], clock_mhz: int | None) -> None:
-        self.program, self.position = (
-            program,
-            0,
-        )  #: the tasks of the rank, and the one that runs or comes next
+        # The tasks of the rank, and the one that runs or comes next
+        self.program = program
+        self.position = 0
         self.cost: Cost | None = (
             None  #: of that task at the clock in force; None while the rank waits
         )
@@ -201,8 +200,10 @@ class _Replay:
         count = len(tasks)
         self.tasks, self.node_of_rank, (self.hold_s, self.settle_s) = tasks, node_of_rank, times_s
         self.successors, self.unfinished = _successors(programs, waits)
-        self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
-        self.durations_s, self.energies_j = [0.0] * count, [0.0] * count
+        self.starts_s = [0.0] * count
+        self.ends_s = [0.0] * count
+        self.durations_s = [0.0] * count
+        self.energies_j = [0.0] * count
         self.rank_of = {task: number for number, program in enumerate(programs) for task in program}
         self.queues: dict[int, list[tuple[float, int]]] = {
             node: [] for node in node_of_rank
@@ -247,11 +248,9 @@ class _Replay:
 
     def _planned_ends_s(self) -> list[float]:
         """Return when each task ends, seconds, if clock changes take no time."""
-        unfinished, starts_s, ends_s = (
-            list(self.unfinished),
-            [0.0] * len(self.tasks),
-            [0.0] * len(self.tasks),
-        )
+        unfinished = list(self.unfinished)
+        starts_s = [0.0] * len(self.tasks)
+        ends_s = [0.0] * len(self.tasks)
         ready = [task for task, count in enumerate(unfinished) if not count]
         for task in ready:  # grows meanwhile
             ends_s[task] = starts_s[task] + self.tasks[task].planned.time_s
@@ -271,7 +270,8 @@ class _Replay:
     def _continue(self, now_s: float, number: int) -> None:
         """Run what is left of the rank's task at the clock in force."""
         rank = self.ranks[number]
-        rank.cost, rank.since_s = self._cost(rank), now_s
+        rank.cost = self._cost(rank)
+        rank.since_s = now_s
         rank.version += 1
         heappush(self.events, (now_s + rank.left * rank.cost.time_s, _END, number, rank.version))
 
@@ -288,7 +288,8 @@ class _Replay:
         rank = self.ranks[number]
         task = rank.task
         self._account(rank, rank.left)
-        self.ends_s[task], rank.cost = now_s, None
+        self.ends_s[task] = now_s
+        rank.cost = None
         for other, lag_s in self.successors[task]:
             self.starts_s[other] = max(self.starts_s[other], now_s + lag_s)
             self.unfinished[other] -= 1
@@ -308,7 +309,8 @@ class _Replay:
         """Request the clock of the rank's next task, unless it has none or that clock was
         requested last.
         """
-        rank, node = self.ranks[number], self.node_of_rank[number]
+        rank = self.ranks[number]
+        node = self.node_of_rank[number]
         clock_mhz = self.tasks[rank.task].clock_mhz
         if clock_mhz is None or clock_mhz == rank.wanted:
             return
@@ -336,7 +338,8 @@ class _Replay:
         (clock_mhz, requested_s), rank.waiting = rank.waiting, None
         end_s = now_s + self.hold_s
         settled_s = end_s + self.settle_s
-        rank.set_last, self.locked[node] = clock_mhz, True
+        rank.set_last = clock_mhz
+        self.locked[node] = True
         self.calls.append(Call(node, number, clock_mhz, requested_s, now_s, end_s, settled_s))
         heappush(self.events, (end_s, _LOCK, node, True))
         heappush(self.events, (settled_s, _SETTLE, number, clock_mhz))

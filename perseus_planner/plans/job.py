@@ -175,7 +175,8 @@ def _make(document: Document, key: str, make: Callable[[], T]) -> T:
 
 
 def _source(document: Document, key: str) -> Source:
-    value, folder = document.values[key], document.path.parent
+    value = document.values[key]
+    folder = document.path.parent
     if isinstance(value, str) and value and value.isprintable():
         return folder / value
     if isinstance(value, list) and value:

@@ -217,11 +217,9 @@ class Plan(Checked, error=PlanError):
             self._check_full_clocks(computation)
 
     def __repr__(self) -> str:
-        time, energy, deadline = (
-            si(self.time_s, "s", 6),
-            si(self.energy_j, "J", 6),
-            si(self.deadline_s, "s", 6),
-        )
+        time = si(self.time_s, "s", 6)
+        energy = si(self.energy_j, "J", 6)
+        deadline = si(self.deadline_s, "s", 6)
         return f"<Plan: {self.schedule}, {time} and {energy} per iteration, deadline {deadline}>"
 
     def _check_full_clocks(self, computation: Computation) -> None:
@@ -322,7 +320,8 @@ class Plan(Checked, error=PlanError):
         Raises:
             UsageError: If pandas is not installed.
         """
-        iteration, setting = self.iteration, setting_of(self.control)
+        iteration = self.iteration
+        setting = setting_of(self.control)
         rows: list[dict[str, Any]] = []
         for place, (name, span) in enumerate(self.timeline.spans.items()):
             computation = (

@@ -120,7 +120,8 @@ def replay(plan: Planned) -> Timeline:
     If the plan has the cost of a clock change, a computation runs at the previous clock until its
     own is in force, as `clock_replay` describes.
     """
-    iteration, waiting_w = plan.iteration, plan.rank_waiting_w
+    iteration = plan.iteration
+    waiting_w = plan.rank_waiting_w
     if plan.clock_change is not None:
         changed = replay_changes(
             iteration, _tasks(plan), plan.clock_change, waiting_w, plan.gpus_per_stage
@@ -198,7 +199,8 @@ def time_and_energy(dag: PipelineDag, points: Sequence[Measurement]) -> tuple[fl
         points: the measurement of each computation at its clock, by its place in
             `dag.computations`.
     """
-    iteration, waiting_w = dag.iteration, dag.rank_waiting_w
+    iteration = dag.iteration
+    waiting_w = dag.rank_waiting_w
     durations_s = _durations_s(iteration, [point.time_s for point in points])
     time_s = max(_starts_and_ends_s(iteration, durations_s)[1]) + dag.profile.overhead_s
     energies_j = _energies_j(iteration, points, waiting_w)
@@ -269,7 +271,9 @@ def _energies_j(
 def _starts_and_ends_s(
     iteration: Iteration, durations_s: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    starts_s, ends_s, waits = [0.0] * len(durations_s), [0.0] * len(durations_s), iteration.waits
+    starts_s = [0.0] * len(durations_s)
+    ends_s = [0.0] * len(durations_s)
+    waits = iteration.waits
     for place in iteration.order:
         starts_s[place] = max((ends_s[other] + lag_s for other, lag_s in waits[place]), default=0.0)
         ends_s[place] = starts_s[place] + durations_s[place]

@@ -99,11 +99,10 @@ class Estimate(Generic[P]):
             UsageError: If `count` is not a whole number of at least 1, or `seed` not one of at
                 least 0.
         """
-        count, random = (
-            COUNT.check(count, "count"),
-            np.random.default_rng(INDEX.check(seed, "seed")),
-        )
-        time_s, energy_j = dict[Key, "Floats"](), dict[Key, "Floats"]()
+        count = COUNT.check(count, "count")
+        random = np.random.default_rng(INDEX.check(seed, "seed"))
+        time_s = dict[Key, "Floats"]()
+        energy_j = dict[Key, "Floats"]()
         for kind in self._kinds:
             time_s |= kind.table(kind.reachable(kind.time.draws(count, random)))
             energy_j |= kind.table(kind.energy.draws(count, random))
@@ -201,10 +200,8 @@ def estimate_rows(
     for key in without_work:
         expected[key] = tuple(Measurement(mhz, 0.0, 0.0) for mhz in clocks)
     for kind in kinds:
-        times_s, energies_j = (
-            kind.table(kind.reachable(kind.time.mean())),
-            kind.table(kind.energy.mean()),
-        )
+        times_s = kind.table(kind.reachable(kind.time.mean()))
+        energies_j = kind.table(kind.energy.mean())
         for key in kind.keys:
             evidence = {row.clock_mhz: row.evidence for row in rows[key]}
             values = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)

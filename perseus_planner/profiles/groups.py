@@ -90,7 +90,8 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
-    powers_w, errors = [], []
+    powers_w = []
+    errors = []
     for stage, profile in enumerate(profiles):
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
@@ -149,9 +150,11 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
     def slower(key: tuple[int, str], row: Measurement) -> Measurement:
-        slowdown, evidence = slowdowns.get(key[0], 1.0), row.evidence
+        slowdown = slowdowns.get(key[0], 1.0)
+        evidence = row.evidence
         if evidence is not None:
-            time_s, energy_j = evidence.time_stderr_s, evidence.energy_stderr_j
+            time_s = evidence.time_stderr_s
+            energy_j = evidence.energy_stderr_j
             evidence = replace(
                 evidence, time_stderr_s=time_s * slowdown, energy_stderr_j=energy_j * slowdown
             )

@@ -156,7 +156,8 @@ def with_fewer_changes(clocks: Sequence[int], max_changes: int) -> tuple[int, ..
     segments = [[i] for i in range(len(merged))]  # in program order; the first one follows the last
 
     def cost(at: int) -> int:
-        before, after = segments[at - 1], segments[at]
+        before = segments[at - 1]
+        after = segments[at]
         raise_by = merged[before[0]] - merged[after[0]]
         return abs(raise_by) * len(after if raise_by > 0 else before)
 

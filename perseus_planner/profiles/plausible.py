@@ -291,7 +291,8 @@ def _too_low(
     judged: _Judged, key: Key, row: Measurement, wrong: Sequence[tuple[Key, Measurement]]
 ) -> tuple[str, str]:
     """Return the column that is likely to be wrong, and the problem."""
-    power_w, waiting_w = judged.power_w(row), judged.waiting_w(key[0]) / judged.gpus
+    power_w = judged.power_w(row)
+    waiting_w = judged.waiting_w(key[0]) / judged.gpus
     time = si(row.time_s, "s", 4)
     if row.energy_j == 0.0:
         return "energy", (
@@ -299,7 +300,8 @@ def _too_low(
             "longer window, or leave it out (where no work is done, the time is 0 as well)"
         )
     factor = max(_LEAST_W, waiting_w) / power_w
-    column, cause = "energy", "did the counter stand still, or wrap? Measure the row again"
+    column = "energy"
+    cause = "did the counter stand still, or wrap? Measure the row again"
     if not _is_single(judged, key, wrong):
         cause = (
             "is the blocking power that of one waiting GPU, and the energy that of all GPUs of "
@@ -307,7 +309,8 @@ def _too_low(
         )
         if factor > _SAME_UNIT / 10 and row.time_s >= 1.0:
             of_million = row.time_s >= _SAME_UNIT * 1e2
-            column, cause = "time", f"are these {'micro' if of_million else 'milli'}seconds?"
+            column = "time"
+            cause = f"are these {'micro' if of_million else 'milli'}seconds?"
         elif factor > _SAME_UNIT / 10:
             cause = "are these kilojoules, or watt-hours?"
     return column, (

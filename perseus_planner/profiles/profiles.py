@@ -304,10 +304,8 @@ class Profile(Checked, error=ProfileError):
         if self.without_full_clocks:
             name, clock = next(iter(self.without_full_clocks.items()))
             others = len(self.without_full_clocks) - 1
-            highest, unit = (
-                max(rows[0].clock_mhz for rows in self.measurements.values()),
-                unit_of(self.control),
-            )
+            highest = max(rows[0].clock_mhz for rows in self.measurements.values())
+            unit = unit_of(self.control)
             said.append(
                 f"Stage {name}{f' and {others} more' if others else ''} was not measured above "
                 f"{clock} {unit}, others up to {highest} {unit}: unless a power limit holds it "

@@ -44,10 +44,9 @@ _FEW = 3  #: of fewer curves none stands out
 _REPEATS = 3  #: how often scales are found again after curves that stand out
 _ROUNDS = 30
 _ENOUGH = 1e-2  #: a smaller gain of log probability ends the search for the scales
-_FIRST, _LONGEST = (
-    0.05,
-    1.5,
-)  #: the first step per unit of slope, and the longest step, in log scales
+# The first step per unit of slope, and the longest step, in log scales
+_FIRST = 0.05
+_LONGEST = 1.5
 _STEP = 1e-3  #: of the finite differences
 
 
@@ -89,7 +88,8 @@ class Curves:
     """
 
     def __init__(self, x: Floats, points: Sequence[Points], guess: Scales, doubt: Scales) -> None:
-        self._points, self._parts = list(points), _parts(x)
+        self._points = list(points)
+        self._parts = _parts(x)
         self._middle = float(
             np.mean(np.concatenate([curve_points.value for curve_points in points]))
         )
@@ -98,7 +98,8 @@ class Curves:
         self.scales = guess
         for repeat in range(_REPEATS):
             if repeat:
-                before, self._points = self._points, self._judged()
+                before = self._points
+                self._points = self._judged()
                 if all(
                     old.unlike == new.unlike and old.variance is new.variance
                     for old, new in zip(before, self._points, strict=True)
@@ -119,7 +120,8 @@ class Curves:
         Each is a draw without regard to the points, corrected by what its own noisy points miss of
         the real ones (Matheron's rule).
         """
-        model, n = self._model, len(self._parts.one)
+        model = self._model
+        n = len(self._parts.one)
         shared = model.root @ random.standard_normal((n, count))
         own = np.empty((len(self._points), n, count))
         for group, covariance in zip(model.alike, model.own, strict=True):
@@ -147,7 +149,8 @@ class Curves:
         shared, uncertain = self._model.shared(self._values)
         judged = []
         for given, value in zip(self._points, self._values, strict=True):
-            missed, noise = value - shared[given.place], self.scales.noise**2
+            missed = value - shared[given.place]
+            noise = self.scales.noise**2
             options = dict[float, Points]()  # by minus the log probability
             for unlike, improbable in _UNLIKE.items():
                 own = self._parts.own(self.scales, unlike) + uncertain
@@ -190,12 +193,14 @@ class Curves:
             return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
 
         log_estimate = np.log(self.scales)
-        inverse, value = _FIRST * np.eye(len(log_estimate)), cost(log_estimate)
+        inverse = _FIRST * np.eye(len(log_estimate))
+        value = cost(log_estimate)
         gradient = slope(log_estimate, value)
         for _ in range(_ROUNDS):
             move = -inverse @ gradient
             move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
-            before, value = value, cost(log_estimate + move)
+            before = value
+            value = cost(log_estimate + move)
             while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
                 move /= 2
                 value = cost(log_estimate + move)
@@ -241,7 +246,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(x: Floats) -> _Parts:
-    near, far = np.minimum.outer(x, x), np.maximum.outer(x, x)
+    near = np.minimum.outer(x, x)
+    far = np.maximum.outer(x, x)
     return _Parts(near * near * (3 * far - near) / 6, near, np.outer(x, x), np.eye(len(x)))
 
 
@@ -272,12 +278,14 @@ class _Model:
 
     def __init__(self, parts: _Parts, scales: Scales, alike: Sequence[_Alike]) -> None:
         n = len(parts.one)
-        self.alike, self.root = alike, _root(parts.shared(scales))
+        self.alike = alike
+        self.root = _root(parts.shared(scales))
         self.own = [parts.own(scales, group.unlike) for group in alike]
         self.inverses: list[
             Floats
         ] = []  # of the covariance of each group's points about the shared curve
-        self.half_log, precision = 0.0, np.zeros((n, n))
+        self.half_log = 0.0
+        precision = np.zeros((n, n))
         for (place, variance, order, _, curves), own in zip(alike, self.own, strict=True):
             covariance = _noise(scales, variance, order)
             root = np.linalg.cholesky(own[np.ix_(place, place)] + covariance)
@@ -290,7 +298,8 @@ class _Model:
 
     def misfit(self, values: Sequence[Floats]) -> float:
         """Return minus the log probability of the values of the curves, but for a constant."""
-        squares, weighed = 0.0, np.zeros(len(self.root))
+        squares = 0.0
+        weighed = np.zeros(len(self.root))
         for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
             value = np.stack([values[i] for i in curves], axis=1)
             pulled = inverse @ value

@@ -107,7 +107,8 @@ class Account:
         if row.follows_evaluation:
             return cls._of_evaluation(row, **key)
         between_s = 0.0 if row.is_paused or row.next_s is None else row.next_s - row.end_s
-        window_s, used_j = row.time_s + between_s, row.energy_j or 0.0
+        window_s = row.time_s + between_s
+        used_j = row.energy_j or 0.0
         is_whole = row.energy_j is not None and (not between_s or row.between_j is not None)
         between_j = (row.between_j or 0.0) if between_s and is_whole else 0.0
         clocked_s = row.busy_s if row.achieved_mhz is not None and row.clock is not None else 0.0

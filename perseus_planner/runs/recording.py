@@ -298,7 +298,9 @@ class RankFiles:
 
     def __init__(self, folder: Path, rank: int, ranks: int, attempt: Attempt) -> None:
         self.folder = folder = folder.absolute()  # the training script may change its folder
-        self._rank, self._ranks, self._attempt = rank, ranks, attempt
+        self._rank = rank
+        self._ranks = ranks
+        self._attempt = attempt
         self._path = attempt_path(folder, attempt.number)
         self._file: BinaryIO | None = None
         self._rows: list[IterationRecord] = []  #: not written yet
@@ -321,7 +323,8 @@ class RankFiles:
         Raises:
             RunError: If the totals in the folder are damaged.
         """
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         if not rows:
             return
         lines = "".join(map(ITERATIONS.line, rows)).encode()

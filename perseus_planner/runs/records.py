@@ -26,7 +26,8 @@ LATE = 0.1
 """A change is late if more than this share of the first computation that it is for had run
 before it was set.
 """
-PAUSE, PAUSE_S = 2.0, 1.0
+PAUSE = 2.0
+PAUSE_S = 1.0
 """The time after an iteration is a pause if it is longer than `PAUSE` times the iteration plus
 `PAUSE_S`.
 """
@@ -203,7 +204,9 @@ def followed_clocks(computations: Sequence[ComputationRecord], *, is_clock: bool
         computations: In the order in which they ran.
         is_clock: Whether their clocks are in MHz.
     """
-    followed, is_set, clock = [], True, None
+    followed = []
+    is_set = True
+    clock = None
     for each in computations:
         if each.asked_s is not None:
             is_set = each.set_end_s is not None
@@ -222,7 +225,9 @@ def followed_clocks(computations: Sequence[ComputationRecord], *, is_clock: bool
 
 
 def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:
-    seconds, until_s, clock = 0.0, -math.inf, None
+    seconds = 0.0
+    until_s = -math.inf
+    clock = None
     for computation in computations:
         if computation.asked_s is not None:
             until_s = math.inf if computation.set_end_s is None else computation.set_end_s
@@ -293,7 +298,8 @@ def match_changes(
     index = _CallIndex(calls, in_force)
     requests = {} if clocks is None else dict(_requests(clocks, spans_s, index, first_asked_s))
     achieved = _achieved_mhz(spans_s, calls, samples)
-    records, no_request = [], _Request()
+    records = []
+    no_request = _Request()
     for position, (computation, span, mhz) in enumerate(
         zip(computations, spans_s, achieved, strict=True)
     ):
@@ -336,7 +342,8 @@ class _CallIndex:
     """Finds calls by position and by time."""
 
     def __init__(self, calls: Sequence[SetCall], before: int | None) -> None:
-        self._calls, self._before = calls, before
+        self._calls = calls
+        self._before = before
         self._begun_s = [call.begun_s for call in calls]
         self._by_position: dict[int | None, list[SetCall]] = {}
         for call in calls:

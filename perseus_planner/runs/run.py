@@ -306,7 +306,8 @@ def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:
     """Return how much computations vary, each about its own median, and about that of its
     iteration on its rank; changes that came late do not count, and outliers count as `_OUTLIER`.
     """
-    squares, freedom = 0.0, 0
+    squares = 0.0
+    freedom = 0
     for rank in ranks:
         of_iterations: dict[int, list[float]] = {}
         durations_s: dict[str, dict[int, float]] = {}

@@ -114,7 +114,8 @@ def plan_costs(
     higher ones.
     """
     waiting_w = plan.rank_waiting_w[rank]
-    gpus, ranks = plan.gpus_per_stage, len(plan.schedule.ranks)
+    gpus = plan.gpus_per_stage
+    ranks = len(plan.schedule.ranks)
     rows = [_rows(plan, each, clock) for each, clock in zip(computations, clocks, strict=True)]
     if plan.full_clocks is None:
         rows = [_whole_cost(plan, rows, rank)]

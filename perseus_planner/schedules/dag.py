@@ -149,7 +149,8 @@ class PipelineDag:
 
         Computations come in the order of the profile. An operation has one point, at clock 0.
         """
-        used, points = set(self.iteration.keys), {}
+        used = set(self.iteration.keys)
+        points = {}
         for key, measurements in self.profile.measurements.items():
             if key in used:
                 points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))

@@ -196,9 +196,12 @@ def interleaved_1f1b(
     if group is not None:
         (group,) = check_sizes(group=group)
     if virtual_stages == 1:
-        group, hop = 1, 1  # groups of any size give the same order
+        # Groups of any size give the same order
+        group = 1
+        hop = 1
     else:
-        group, hop = _group(ranks, microbatches, group), 2
+        group = _group(ranks, microbatches, group)
+        hop = 2
     orders = []
     for rank in range(ranks):
         forwards = _looped(rank, ranks, range(virtual_stages), microbatches, group, "F")
@@ -292,7 +295,8 @@ class _Rank:
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.down, self.up = rank, 2 * ranks - 1 - rank
+        self.down = rank
+        self.up = 2 * ranks - 1 - rank
         self.order: list[Computation] = []
         self.pending: deque[Computation] = deque()
         self._next: dict[tuple[int, str], int] = {}
@@ -355,7 +359,8 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
 def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
     here = _Rank(rank, ranks)
-    down, up = here.down, here.up
+    down = here.down
+    up = here.up
     for _ in range(2 * (ranks - rank) - 1):  # until the first microbatch is back from the bottom
         here.run(down, "F")
     for _ in range(rank):
@@ -408,7 +413,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
     here = _Rank(rank, ranks)
-    down, up = here.down, here.up
+    down = here.down
+    up = here.up
     behind = ranks - 1 - rank  # number of ranks between this one and the bottom of the V
     for _ in range(2 * behind):
         here.run(down, "F")

@@ -66,7 +66,8 @@ class Iteration:
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names, places = self.names, range(len(self.names))
+        names = self.names
+        places = range(len(self.names))
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise ScheduleError(f"{twice} is there twice; give each operation a different name")
@@ -191,10 +192,8 @@ def _checked_operation(operation: Operation, ranks: int) -> Operation:
         raise ScheduleError(
             f"{text}: name it with lower-case letters, on a rank from 0 to {ranks - 1}"
         )
-    time_s, energy_j = (
-        TIME.check(operation.time_s, str(operation), ScheduleError),
-        operation.energy_j,
-    )
+    time_s = TIME.check(operation.time_s, str(operation), ScheduleError)
+    energy_j = operation.energy_j
     if energy_j is not None:
         energy_j = ENERGY.check(energy_j, str(operation), ScheduleError)
     return operation._replace(rank=int(operation.rank), time_s=time_s, energy_j=energy_j)

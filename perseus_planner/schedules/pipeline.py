@@ -327,7 +327,8 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     )
     if "waits" not in content:
         plain = pipeline_iteration(schedule)
-        predecessors, lags_s = plain.predecessors, plain.lags_s
+        predecessors = plain.predecessors
+        lags_s = plain.lags_s
     else:
         names = [*map(str, schedule.computations()), *map(str, operations)]
         place = {name: i for i, name in enumerate(names)}

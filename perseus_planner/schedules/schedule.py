@@ -311,7 +311,8 @@ def _closed(
     never reaches.
     """
     rank = min(ring)
-    head, other = ranks[rank][reached[rank]], ring[rank]
+    head = ranks[rank][reached[rank]]
+    other = ring[rank]
     behind = place[other][0]
     blocking = ranks[behind][reached[behind]]
     if blocking == head:

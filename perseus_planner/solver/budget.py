@@ -160,7 +160,8 @@ class _Search:
         self._effort = effort
         column = {clock: i for i, clock in enumerate(self._clocks)}
         unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
-        self.problem, self.deadline_s = with_waves(problem, unlimited), deadline_s
+        self.problem = with_waves(problem, unlimited)
+        self.deadline_s = deadline_s
         self._ranks = list(pairwise(problem.rank_start.tolist()))
         # (ranks, clocks) of all that a rank runs
         self._load_s, self._load_j = (
@@ -191,7 +192,8 @@ class _Search:
         if math.prod(measured) <= _FEW:
             yield from self._tried(levels, measured)
             return
-        price_w, floor_j = self._saving_per_second_w(), self.unlimited.cost_j
+        price_w = self._saving_per_second_w()
+        floor_j = self.unlimited.cost_j
         near = [p.clock for p in self.paces if abs(p.time_s / self.deadline_s - 1) <= _NEAR]
         models = np.array(near or [self.unlimited.clock])
         mixed = np.array([*models, *[self.unlimited.clock] * ((len(models) + 1) // 2)])
@@ -254,7 +256,8 @@ class _Search:
 
         One that is late has an infinite cost.
         """
-        problem, count = self.problem, math.prod(measured)
+        problem = self.problem
+        count = math.prod(measured)
         finite = [np.flatnonzero(np.isfinite(problem.time_s[c])) for c in problem.member]
         radix = np.array(measured)[:, None]
         later = np.cumprod([1, *measured[:0:-1]])[::-1, None]  # choices of what comes after each
@@ -274,7 +277,8 @@ class _Search:
 
     def _constant_paces(self) -> list[_Plan]:
         """Return the Pareto front of the plans with one clock per rank, fastest first."""
-        load_s, load_j = self._load_s, self._load_j
+        load_s = self._load_s
+        load_j = self._load_j
         if not np.isfinite(load_s).any(axis=1).all():
             return []
         busiest_s = load_s.min(axis=1).max()
@@ -408,11 +412,13 @@ class _Search:
         changes are enough. All of a rank is fast where no clock is in time, or where it has no more
         than `head` + `tail` computations.
         """
-        problem, fastest = self.problem, self._load_s.argmin(axis=1)
+        problem = self.problem
+        fastest = self._load_s.argmin(axis=1)
         state, _ = load_state(problem, fastest[problem.rank])
         for fast, (begin, end) in zip(fastest[::-1], reversed(self._ranks), strict=True):
             inner = slice(begin + head, end - tail)
-            node, member = problem.node[inner], problem.member[inner]
+            node = problem.node[inner]
+            member = problem.member[inner]
             if not len(node):
                 continue
             for clock in np.argsort(problem.cost_j[member].sum(axis=0), kind="stable"):
@@ -444,7 +450,8 @@ class _Search:
             moment = (fits + misses) / 2
             mixed = self.plan(np.where(self.problem.wave < moment, first.clock, second.clock))
             if mixed.late_s == 0.0:
-                fits, best = moment, mixed
+                fits = moment
+                best = mixed
             else:
                 misses = moment
         return best
@@ -466,7 +473,8 @@ class _Search:
                 (stop - first, segments + 1, clocks), dtype=np.int64
             )  # 1 + the clock before a segment's begin
             for i, time_s in enumerate(self.problem.time_s[self.problem.member[first:stop]]):
-                before, before_s = least_s[:-1].argmin(axis=1), least_s[:-1].min(axis=1)
+                before = least_s[:-1].argmin(axis=1)
+                before_s = least_s[:-1].min(axis=1)
                 begins = before_s[:, None] < least_s[1:]
                 came[i, 1:] = np.where(begins, before[:, None] + 1, 0)
                 least_s[1:] = np.where(begins, before_s[:, None], least_s[1:]) + time_s

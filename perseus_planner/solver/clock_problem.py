@@ -238,8 +238,11 @@ def replay(problem: ClockProblem, state: ClockState) -> float:
     """Bring `state.end_s` up to date if clock changes take no time; return the makespan,
     seconds.
     """
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
-    duration_s, end_s = state.duration_s, state.end_s
+    before_start = problem.before_start
+    before = problem.before
+    lag_s = problem.before_lag_s
+    duration_s = state.duration_s
+    end_s = state.end_s
     for k in range(state.touched[0], len(end_s)):
         latest_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
@@ -270,25 +273,45 @@ def replay_changes(
     """Fill `state.end_s` if clock changes take time; return the makespan, seconds, and the
     effective energy of all computations, joules.
     """
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
-    time_s, cost_j, member = problem.time_s, problem.cost_j, problem.member
-    fixed_s, clock, end_s = problem.fixed_s, state.clock, state.end_s
-    queue, queue_start, computation = change.queue, change.queue_start, change.computation
-    lock, hold_s, settle_s = change.lock, change.hold_s, change.settle_s
+    before_start = problem.before_start
+    before = problem.before
+    lag_s = problem.before_lag_s
+    time_s = problem.time_s
+    cost_j = problem.cost_j
+    member = problem.member
+    fixed_s = problem.fixed_s
+    clock = state.clock
+    end_s = state.end_s
+    queue = change.queue
+    queue_start = change.queue_start
+    computation = change.computation
+    lock = change.lock
+    hold_s = change.hold_s
+    settle_s = change.settle_s
     # Of each rank: when its task starts or ends; since when it runs at the clock in force, or the
     # rank waits; the share that was left then; when the request was made that waits; when a clock
     # settles. Of each lock: when it is free. Of each rank: how late its first computation was.
     next_s, since_s, left, asked_s, settles_s, free_s, late_s = change.seconds
     position, running, in_force, set_last, wanted, call, settled = change.numbers
-    call_settles_s, call_clock = change.call_settles_s, change.call_clock
-    latest_start_s, bits = change.latest_start_s, problem.mode_bits
+    call_settles_s = change.call_settles_s
+    call_clock = change.call_clock
+    latest_start_s = change.latest_start_s
+    bits = problem.mode_bits
     mask = (1 << bits) - 1
-    never, spent_j, makespan_s, has_ended = np.inf, 0.0, 0.0, True
+    never = np.inf
+    spent_j = 0.0
+    makespan_s = 0.0
+    has_ended = True
     for k in range(len(end_s)):
         end_s[k] = never
     for r in range(len(lock)):
-        position[r], running[r], next_s[r], since_s[r] = queue_start[r], 0, never, 0.0
-        asked_s[r], settles_s[r], free_s[lock[r]] = never, never, -never
+        position[r] = queue_start[r]
+        running[r] = 0
+        next_s[r] = never
+        since_s[r] = 0.0
+        asked_s[r] = never
+        settles_s[r] = never
+        free_s[lock[r]] = -never
         late_s[r] = never
         in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]] >> bits
         call[r] = settled[r] = change.call_start[r]
@@ -296,21 +319,30 @@ def replay_changes(
         if i >= 0 and clock[i] >> bits != wanted[r]:
             wanted[r], asked_s[r] = clock[i] >> bits, -change.tail_s[r]
     while True:
-        now_s, r, event = never, -1, _TASK
+        now_s = never
+        r = -1
+        event = _TASK
         for o in range(len(lock)):
             if has_ended and next_s[o] == never and position[o] < queue_start[o + 1]:
-                k, next_s[o] = queue[position[o]], since_s[o]
+                k = queue[position[o]]
+                next_s[o] = since_s[o]
                 for i in range(before_start[k], before_start[k + 1]):
                     next_s[o] = max(next_s[o], end_s[before[i]] + lag_s[i])
             if next_s[o] < now_s:
-                now_s, r, event = next_s[o], o, _TASK
+                now_s = next_s[o]
+                r = o
+                event = _TASK
             if settles_s[o] <= now_s and settles_s[o] < never:
-                now_s, r, event = settles_s[o], o, _SETTLE
+                now_s = settles_s[o]
+                r = o
+                event = _SETTLE
         for o in range(len(lock)):  # a call that begins before all else, the first request first
             begin_s = max(asked_s[o], free_s[lock[o]])
             earlier = event == _CALL and begin_s == now_s and asked_s[o] < asked_s[r]
             if begin_s < now_s or earlier:
-                now_s, r, event = begin_s, o, _CALL
+                now_s = begin_s
+                r = o
+                event = _CALL
         if r < 0:
             return makespan_s, spent_j
         has_ended = event == _TASK and running[r] == 1
@@ -330,7 +362,8 @@ def replay_changes(
                 if time_s[c, option] > 0.0:
                     done = min((now_s - since_s[r]) / time_s[c, option], done)
                 spent_j += done * cost_j[c, option]
-                left[r], since_s[r] = left[r] - done, now_s
+                left[r] = left[r] - done
+                since_s[r] = now_s
                 next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]] << bits | mode]
             in_force[r], settled[r] = call_clock[settled[r]], settled[r] + 1
             settles_s[r] = call_settles_s[settled[r]] if settled[r] < call[r] else never
@@ -341,7 +374,9 @@ def replay_changes(
             running[r], next_s[r], position[r] = 0, never, position[r] + 1
             i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
         else:
-            running[r], since_s[r], left[r] = 1, now_s, 1.0
+            running[r] = 1
+            since_s[r] = now_s
+            left[r] = 1.0
             next_s[r] = now_s + (time_s[c, option] if i >= 0 else fixed_s[k])
             if i >= 0 and late_s[r] == never:
                 late_s[r] = now_s - change.first_start_s[r]

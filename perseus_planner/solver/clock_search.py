@@ -63,7 +63,9 @@ def max_changes(
     """
     most = 0
     for rank in range(first_rank, last_rank + 1):
-        first, stop, count = rank_start[rank], rank_start[rank + 1], 0
+        first = rank_start[rank]
+        stop = rank_start[rank + 1]
+        count = 0
         for i in range(first, stop):
             before = clock[i - 1 if i > first else stop - 1]
             count += clock[i] >> mode_bits != before >> mode_bits
@@ -82,7 +84,10 @@ def _segment(clock: Integers, bits: int, first: int, stop: int, i: int) -> tuple
     """Return the begin and end of the segment around computation i in a program from `first` to
     before `stop`; what is before `first` or from `stop` on is around its end.
     """
-    begin, end, count, at = i, i + 1, stop - first, clock[i] >> bits
+    begin = i
+    end = i + 1
+    count = stop - first
+    at = clock[i] >> bits
     while end - begin < count and clock[first + (begin - 1 - first) % count] >> bits == at:
         begin -= 1
     while end - begin < count and clock[first + (end - first) % count] >> bits == at:
@@ -144,16 +149,23 @@ def _change(
         sign: 1 for later clocks in the list and longer segments, -1 for earlier and shorter ones.
         library: (plans, m) clocks of plans, parts of which may be taken.
     """
-    kind, how, ahead = np.random.random(), np.random.random(), np.random.random() < 0.5
+    kind = np.random.random()
+    how = np.random.random()
+    ahead = np.random.random() < 0.5
     steps = sign * _random_count(0.5 if np.random.random() < 0.7 else 4.0)
     far = _random_count(1.0 if np.random.random() < 0.5 else 8.0)
-    length, model = np.exp(-6.0 * np.random.random()), library[np.random.randint(len(library))]
-    wave, added_j, bits = problem.wave, 0.0, problem.mode_bits
-    mask, mode = (1 << bits) - 1, -1
+    length = np.exp(-6.0 * np.random.random())
+    model = library[np.random.randint(len(library))]
+    wave = problem.wave
+    added_j = 0.0
+    bits = problem.mode_bits
+    mask = (1 << bits) - 1
+    mode = -1
     if bits > 0 and np.random.random() < _MODES:
         mode = np.random.randint(mask + 1)
     for rank in range(ranks[0], ranks[1] + 1):
-        first, stop = problem.rank_start[rank], problem.rank_start[rank + 1]
+        first = problem.rank_start[rank]
+        stop = problem.rank_start[rank + 1]
         i = at
         if problem.rank[at] != rank:
             i = min(_first_at_wave(wave, first, stop, wave[at]), stop - 1)
@@ -177,7 +189,8 @@ def _change(
                 clock = neighbour
         elif kind >= 0.7:  # a part of the iteration
             if how < 0.5:
-                begin, end = i, _first_at_wave(wave, i, stop, wave[at] + length)
+                begin = i
+                end = _first_at_wave(wave, i, stop, wave[at] + length)
             elif how < 0.75:
                 begin, end = (i, end) if ahead else (begin, i + 1)
             else:
@@ -259,8 +272,13 @@ def _anneal(
     its seconds and joules, and the rounding error of a sum of joules.
     """
     np.random.seed(heat.seed)
-    node, rank, rank_start, nodes = problem.node, problem.rank, problem.rank_start, len(now.end_s)
-    ranks, best_s, best_j = len(rank_start) - 1, time_s, cost_j
+    node = problem.node
+    rank = problem.rank
+    rank_start = problem.rank_start
+    nodes = len(now.end_s)
+    ranks = len(rank_start) - 1
+    best_s = time_s
+    best_j = cost_j
     stale = nodes  # the first node whose end in `trial` differs from `now`
     for attempt in range(heat.tries):
         part = attempt / heat.tries
@@ -273,11 +291,14 @@ def _anneal(
         at = np.random.randint(len(best))
         first = last = rank[at]
         if np.random.random() < _TOGETHER:
-            first, last = 0, ranks - 1
+            first = 0
+            last = ranks - 1
             if np.random.random() < 0.5:
                 first = np.random.randint(ranks)
                 last = min(ranks - 1, first + np.random.randint(ranks))
-        low, high, trial_j = first, last, cost_j
+        low = first
+        high = last
+        trial_j = cost_j
         for turn in range(turns):
             if turn == 1:  # something else, the other way, on the same ranks or on any
                 at = np.random.randint(rank_start[first], rank_start[last + 1])
@@ -286,7 +307,8 @@ def _anneal(
                     first = last = rank[at]
             trial_j += _change(problem, trial, (first, last), at, sign, library)
             sign = -sign
-        low, high = min(low, first), max(high, last)
+        low = min(low, first)
+        high = max(high, last)
         good = trial.touched[0] < nodes and trial_j <= most_j + heat.slack_j
         changes = max_changes(rank_start, trial.clock, low, high, problem.mode_bits) if good else 0
         good = good and changes <= goal.budget
@@ -299,15 +321,19 @@ def _anneal(
                 trial_j += goal.waiting_w * trial_s
             good = trial_j + price_w * max(0.0, trial_s - goal.deadline_s) <= most_j
         trial.touched[0] = nodes
-        begin, end = rank_start[low], rank_start[high + 1]
+        begin = rank_start[low]
+        end = rank_start[high + 1]
         if not good:
             _restore(node, now, trial, begin, end)
             continue
         _restore(node, trial, now, begin, end)
-        cost_j, time_s, stale = trial_j, trial_s, nodes
+        cost_j = trial_j
+        time_s = trial_s
+        stale = nodes
         late = time_s > goal.deadline_s
         better = time_s < best_s if late else best_s > goal.deadline_s or cost_j < best_j - margin_j
         if better and (late or best_s > goal.deadline_s or cost_j >= goal.floor_j - margin_j):
-            best_s, best_j = time_s, cost_j
+            best_s = time_s
+            best_j = cost_j
             for i in range(len(best)):
                 best[i] = now.clock[i]

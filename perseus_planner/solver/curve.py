@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
 
 _PARTS = 64  #: parts of the curve; there is a guide at each end of one
-_NEAR, _NEAR_PARTS = 1.3, 52  #: times the fastest one, where most plans are asked for; parts of it
+# Times the fastest one, where most plans are asked for; parts of it
+_NEAR = 1.3
+_NEAR_PARTS = 52
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,12 +84,15 @@ class TimeEnergyCurve:
         tree = slowest_tree(scaled.network)
         slowest = int(tree.event[scaled.network.sink])
         fastest = int(fastest_s / scaled.tick_s)
-        near, far_parts = min(_NEAR * fastest, slowest), _PARTS - _NEAR_PARTS
+        near = min(_NEAR * fastest, slowest)
+        far_parts = _PARTS - _NEAR_PARTS
         if near == slowest:
             far_parts = 0
         ends = np.interp(range(_PARTS), [0, far_parts, _PARTS], [slowest, near, fastest])
         targets = ends.astype(np.int64).tolist()
-        count, times, powers = len(dag.keys), [slowest], [0]
+        count = len(dag.keys)
+        times = [slowest]
+        powers = [0]
         guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
         for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], tree)):
             times[-1:], powers[-1:] = step.times, step.powers
@@ -222,7 +227,8 @@ class TimeEnergyCurve:
         """
         slowest_j = math.fsum(self.dag.points[key][-1].effective_j for key in self.dag.keys)
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
-        added, total = [0.0], 0
+        added = [0.0]
+        total = 0
         for power, ticks in zip(
             self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True
         ):

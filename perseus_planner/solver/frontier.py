@@ -205,7 +205,8 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     profile = restore(Profile, header["profile"], measurements=measurements)
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
     operations = tuple(parse_operation(*fields) for fields in header["operations"])
-    waits, lags = arrays["waits"].tolist(), arrays["lags_s"].tolist()
+    waits = arrays["waits"].tolist()
+    lags = arrays["lags_s"].tolist()
     before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
     if any(place < 0 for _, place in waits):
         raise ValueError("waits: a place is below 0")
@@ -489,7 +490,8 @@ class Frontier(TimeEnergyCurve):
         Raises:
             UsageError: If pandas is not installed.
         """
-        times_s, bounds_j = self.times_s[::-1], self.energies_j[::-1]
+        times_s = self.times_s[::-1]
+        bounds_j = self.energies_j[::-1]
         columns = {
             "time_s": times_s,
             "time_ratio": times_s / self.baseline_time_s,
@@ -555,7 +557,8 @@ class Frontier(TimeEnergyCurve):
         on_time = limits.get("on_time", ON_TIME)
         own = self.in_modes(deadline_s, on_time)
         while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
-            deadline_s, before = least_energy_s, own
+            deadline_s = least_energy_s
+            before = own
             own = self.in_modes(deadline_s, on_time)
             if own is before:
                 break

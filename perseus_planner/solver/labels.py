@@ -109,7 +109,9 @@ class LabelSearch:
     def __init__(
         self, dag: PipelineDag, problem: PointProblem, deadline_s: float, effort: float = 1.0
     ) -> None:
-        self._problem, self._deadline_s, self._effort = problem, deadline_s, effort
+        self._problem = problem
+        self._deadline_s = deadline_s
+        self._effort = effort
         self._prices = _prices(dag, deadline_s)
         count = len(problem.member)
         before = _waits(problem.before_start, problem.before, problem.before_lag_s)
@@ -124,7 +126,8 @@ class LabelSearch:
 
     def improve(self, chosen: Integers) -> Integers:
         """Return the best points found, which cost no more than `chosen`, (n,), a plan in time."""
-        best, labels = chosen, max(1, round(self._effort * _LABELS))
+        best = chosen
+        labels = max(1, round(self._effort * _LABELS))
         # One flow ranks labels otherwise than the largest bound of several: which is better
         # differs from problem to problem.
         nominal = self._prices.only(int(np.argmin(np.abs(np.array(_AROUND) - 1.0))))
@@ -229,7 +232,8 @@ class LabelSearch:
                 return _Found(None, is_best)
             labels = labels.take(some)
             came.append((parent[some], point[some]))
-        label, chosen = int(np.argmin(labels.cost_j)), known.copy()
+        label = int(np.argmin(labels.cost_j))
+        chosen = known.copy()
         for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
             chosen[k] = points[k][point[label]]
             label = int(parent[label])
@@ -241,7 +245,8 @@ class LabelSearch:
     def _limits(self, order: _Order, time_s: Sequence[Floats]) -> tuple[list[float], list[float]]:
         """Return the earliest start and the latest end of each node, seconds."""
         fastest_s = [float(own_s.min()) for own_s in time_s]
-        earliest_s, latest_s = [0.0] * len(time_s), [0.0] * len(time_s)
+        earliest_s = [0.0] * len(time_s)
+        latest_s = [0.0] * len(time_s)
         for k in order.nodes:
             ends = (earliest_s[i] + fastest_s[i] + lag_s for i, lag_s in order.before[k])
             earliest_s[k] = max(ends, default=0.0)
@@ -287,8 +292,10 @@ def _undominated(labels: _Labels) -> Integers:
 
 def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
     """Return the flows of the relaxed problem's optima for deadlines around this one."""
-    scaled, count = scaled_network(dag), len(dag.order)
-    network, tree = scaled.network, slowest_tree(scaled.network)
+    scaled = scaled_network(dag)
+    count = len(dag.order)
+    network = scaled.network
+    tree = slowest_tree(scaled.network)
     slowest = int(tree.event[network.sink])
     targets = [min(slowest, int(part * deadline_s / scaled.tick_s)) for part in _AROUND]
     flows = {}
@@ -300,14 +307,16 @@ def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
     # The walk ends where nothing is faster: the flow there is that of all shorter times.
     last_w = flows[min(flows)]
     flow_w = np.array([flows.get(target, last_w) for target in targets])
-    heads, tails = network.head.tolist(), network.tail.tolist()
+    heads = network.head.tolist()
+    tails = network.tail.tolist()
     waits = {
         (tails[arc] // 2, heads[arc] // 2): flow_w[:, arc]
         for arc in range(count, len(heads))
         if tails[arc] != network.source and heads[arc] != network.sink
     }
     first_w, last_w = np.zeros((2, len(flow_w), count))
-    first, last = network.tail == network.source, network.head == network.sink
+    first = network.tail == network.source
+    last = network.head == network.sink
     first_w[:, network.head[first] // 2] = flow_w[:, first]
     last_w[:, network.tail[last] // 2] = flow_w[:, last]
     return _Prices(flow_w[:, :count], waits, first_w, last_w)
@@ -315,5 +324,6 @@ def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
 
 def _waits(start: Integers, others: Integers, lags_s: Floats) -> Waits:
     """Return the neighbours of each node, with the least seconds between."""
-    other, lag_s = others.tolist(), lags_s.tolist()
+    other = others.tolist()
+    lag_s = lags_s.tolist()
     return [list(zip(other[a:b], lag_s[a:b], strict=True)) for a, b in pairwise(start.tolist())]

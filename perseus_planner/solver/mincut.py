@@ -81,7 +81,8 @@ def slowest_tree(network: Network) -> Tree:
     the time 0.
     """
     waiting = np.bincount(network.head, minlength=len(network.start) - 1)
-    event, ready = np.zeros_like(waiting), np.zeros_like(waiting)
+    event = np.zeros_like(waiting)
+    ready = np.zeros_like(waiting)
     tree = Tree(event, np.zeros(len(event), np.int32), (2 * network.other).astype(np.int32))
     ready[0] = network.source
     _grow_tree(
@@ -125,7 +126,8 @@ def _grow_tree(
     Arguments are fields of the network and of the tree, and two arrays that change: `waiting`,
     (nodes,) how many arcs lead to each node, and `ready`, (nodes,), which begins with the source.
     """
-    taken, reached = 0, 1
+    taken = 0
+    reached = 1
     while taken < reached:
         node = ready[taken]
         taken += 1
@@ -146,7 +148,8 @@ def _grow_tree(
             far[raising[arc]] |= 1
             far[lowering[arc]] |= 1
     # The root is the source so far: turn the path from there to the sink.
-    node, turned = sink, 0
+    node = sink
+    turned = 0
     while node != source:
         arc = residual[parent[node]]
         parent[node] = turned
@@ -213,21 +216,23 @@ def _advance(
     next is minus that power. Below a time with UNLIMITED power nothing is feasible. The other
     arguments are fields of the network, the tree, and the walker. Returns how many times there are.
     """
-    time, power, count = times[0], powers[0], 1
-    mark, is_within, reached, waiting, moved, pieces = (
-        kept[0],
-        kept[1],
-        kept[2],
-        kept[3],
-        kept[4],
-        kept[5],
-    )
+    time = times[0]
+    power = powers[0]
+    count = 1
+    mark = kept[0]
+    is_within = kept[1]
+    reached = kept[2]
+    waiting = kept[3]
+    moved = kept[4]
+    pieces = kept[5]
     begin = time + moved  # the time at which this round began
     while True:
-        leaving, entry = -1, source
+        leaving = -1
+        entry = source
         if is_within == 0:
             # Raise the flow along the tree: first see by how much, and which arc is full then.
-            least, node = UNLIMITED, source
+            least = UNLIMITED
+            node = source
             while node != sink:
                 arc = residual[parent[node]]
                 room = UNLIMITED
@@ -236,11 +241,13 @@ def _advance(
                 elif level[~arc] < last[~arc]:
                     room = vertex_slope[level[~arc] + 1] - flow[~arc]
                 if room < least:
-                    least, leaving = room, parent[node]
+                    least = room
+                    leaving = parent[node]
                 node = tail[arc] if arc >= 0 else head[~arc]
             if least == UNLIMITED:
                 powers[count - 1] = UNLIMITED
-                kept[1], kept[4] = 0, 0
+                kept[1] = 0
+                kept[4] = 0
                 return count
             node = source
             while node != sink:
@@ -253,7 +260,12 @@ def _advance(
                     node = head[~arc]
             power += least
             powers[count - 1] = power
-            mark, reached, waiting, moved, pieces, begin = mark + 1, 0, 0, 0, 0, time
+            mark = mark + 1
+            reached = 0
+            waiting = 0
+            moved = 0
+            pieces = 0
+            begin = time
         while True:
             if leaving >= 0:
                 # The full arc leaves the tree, and what is before it joins the source's side.
@@ -263,10 +275,13 @@ def _advance(
                     level[arc] += 1
                 far[raising[arc]] ^= 1
                 far[lowering[arc]] ^= 1
-                piece[pieces], piece_moved[pieces] = reached, moved
+                piece[pieces] = reached
+                piece_moved[pieces] = moved
                 pieces += 1
-                looked, listed = reached, 0
-                side[reached], taken_in[entry] = entry, mark
+                looked = reached
+                listed = 0
+                side[reached] = entry
+                taken_in[entry] = mark
                 reached += 1
                 while looked < reached:
                     node = side[looked]
@@ -275,7 +290,8 @@ def _advance(
                         other = far[i] >> 1
                         if taken_in[other] != mark:
                             if far[i] & 1:
-                                taken_in[other], parent[other] = mark, i
+                                taken_in[other] = mark
+                                parent[other] = i
                                 side[reached] = other
                                 reached += 1
                             else:
@@ -301,33 +317,43 @@ def _advance(
                         above = (child - 1) // 2
                         heap_moved[child], heap_arc[child] = heap_moved[above], heap_arc[above]
                         child = above
-                    heap_moved[child], heap_arc[child] = further, i
+                    heap_moved[child] = further
+                    heap_arc[child] = i
             # Arcs in the heap are no longer across the cut if the source's side took in both ends.
             while taken_in[far[heap_arc[0]] >> 1] == mark:
                 waiting -= 1
-                further, i = heap_moved[waiting], heap_arc[waiting]
-                above, child = 0, 1
+                further = heap_moved[waiting]
+                i = heap_arc[waiting]
+                above = 0
+                child = 1
                 while child < waiting:
                     if child + 1 < waiting and heap_moved[child + 1] < heap_moved[child]:
                         child += 1
                     if further <= heap_moved[child]:
                         break
                     heap_moved[above], heap_arc[above] = heap_moved[child], heap_arc[child]
-                    above, child = child, 2 * child + 1
-                heap_moved[above], heap_arc[above] = further, i
+                    above = child
+                    child = 2 * child + 1
+                heap_moved[above] = further
+                heap_arc[above] = i
             if heap_moved[0] > moved:
                 # One time for each round is enough: the power is the same.
                 is_first = count == 1 or times[count - 1] == begin
                 if time <= target or (is_first and count == len(times)):
-                    kept[0], kept[1], kept[2] = mark, 1, reached
-                    kept[3], kept[4], kept[5] = waiting, moved, pieces
+                    kept[0] = mark
+                    kept[1] = 1
+                    kept[2] = reached
+                    kept[3] = waiting
+                    kept[4] = moved
+                    kept[5] = pieces
                     return count
                 is_short = begin - heap_moved[0] < target
                 moved = begin - target if is_short else heap_moved[0]
                 time = begin - moved
                 if is_first:
                     count += 1
-                times[count - 1], powers[count - 1] = time, power
+                times[count - 1] = time
+                powers[count - 1] = power
                 if is_short:
                     leaving = -1
                     continue
@@ -335,15 +361,18 @@ def _advance(
             entering = heap_arc[0]
             arc = residual[entering]
             if arc >= 0:
-                node, entry = tail[arc], head[arc]
+                node = tail[arc]
+                entry = head[arc]
             else:
                 arc = ~arc
-                node, entry = head[arc], tail[arc]
+                node = head[arc]
+                entry = tail[arc]
                 level[arc] -= 1
             far[raising[arc]] ^= 1
             far[lowering[arc]] ^= 1
             # The first full arc from there to the sink, if there is one, leaves.
-            leaving, above = -1, entry
+            leaving = -1
+            above = entry
             while above != sink and leaving < 0:
                 i = parent[above]
                 arc = residual[i]
@@ -391,7 +420,8 @@ def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> 
     next one, as the `tree` does, which is the `slowest_tree`.
     """
     tree = slowest_tree(network) if tree is None else tree
-    nodes, arcs = len(tree.event), len(network.head)
+    nodes = len(tree.event)
+    arcs = len(network.head)
     flow = np.zeros(arcs, np.int64)
     walker = _Walker(
         level=network.first.copy(),
@@ -405,9 +435,12 @@ def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> 
         kept=np.zeros(6, np.int64),
     )
     part = np.empty((2, _MOST_STEPS), np.int64)
-    time, power = int(tree.event[network.sink]), 0
+    time = int(tree.event[network.sink])
+    power = 0
     for target in targets:
-        times, powers, count = [time], [power], _MOST_STEPS
+        times = [time]
+        powers = [power]
+        count = _MOST_STEPS
         while count == _MOST_STEPS:
             part[:, 0] = times[-1], powers[-1]
             count = _advance(
@@ -440,7 +473,8 @@ def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> 
             )
             times[-1:], powers[-1:] = part[:, :count].tolist()
         yield Step(times, powers, State(_events(network, tree, walker), flow))
-        time, power = times[-1], powers[-1]
+        time = times[-1]
+        power = powers[-1]
         if power == UNLIMITED:
             break
 

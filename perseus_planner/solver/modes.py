@@ -91,7 +91,8 @@ def _successions(dag: PipelineDag) -> list[tuple[int, int, int]]:
     """Return each computation with the node before it on its rank, and with the computation before
     it there.
     """
-    found, count = list[tuple[int, int, int]](), len(dag.computations)
+    found = list[tuple[int, int, int]]()
+    count = len(dag.computations)
     for program in dag.iteration.programs:
         latest: int | None = None
         for i, place in enumerate(program):
@@ -111,7 +112,8 @@ def baseline(dag: PipelineDag) -> PipelineDag:
     """
     if not dag.has_open_modes:
         return dag
-    problem, best = ModeProblem(dag), (math.inf, dag)
+    problem = ModeProblem(dag)
+    best = (math.inf, dag)
     for mode in problem.modes.usable:
         modes = (mode,) * len(dag.computations)
         if problem.fits(modes):
@@ -182,7 +184,8 @@ class ModeProblem:
         """What is kept and taken while each computation runs, on each GPU of its rank."""
         if self.modes.memory_bytes is None:
             return []
-        rows, dag = dict[tuple[object, ...], _Row](), self.dag
+        rows = dict[tuple[object, ...], _Row]()
+        dag = self.dag
         for program in dag.iteration.programs:
             places = [place for place in program if place < len(dag.computations)]
             last = {dag.computations[place][::2]: place for place in places}
@@ -250,7 +253,8 @@ class ModeProblem:
         """Add modes, and those that follow from them, to what is known: by how much each is late,
         and its cost. Return a bound on the cost of all.
         """
-        bound_j, mean = -math.inf, None
+        bound_j = -math.inf
+        mean = None
         for rounds in range(_ROUNDS):
             late_s, prices = self._prices(modes, within_s)
             least_j = math.fsum(
@@ -323,7 +327,8 @@ class ModeProblem:
             within_s: the replayed time of the iteration, seconds.
             modes: of the computations, if the changes between them are not a part of `least_j`.
         """
-        dag, count = self.dag, len(self.dag.computations)
+        dag = self.dag
+        count = len(self.dag.computations)
         operations = dag.keys[count:]
         fixed_j = [
             dag.points[key][0].effective_j + prices.nodes_w[count + i] * dag.points[key][0].time_s
@@ -358,7 +363,8 @@ class ModeProblem:
         for group, of_mode in zip(self.groups, self._costs_j(prices), strict=True):
             for mode, cost_j in of_mode.items():
                 costs[group, mode] += cost_j
-        count, ways = 1 + max(self.groups), self.modes.usable
+        count = 1 + max(self.groups)
+        ways = self.modes.usable
         if not self.memory_rows and not self._changes:
             of_group = [min(ways, key=lambda mode: costs[group, mode]) for group in range(count)]
             least_j = math.fsum(costs[group, mode] for group, mode in enumerate(of_group))
@@ -389,7 +395,8 @@ class ModeProblem:
         """Return the best modes and clocks; None if no choice of them is in time. Those that are
         not `whole` are parts of several, of which the modes are the nearest within memory.
         """
-        dag, count = self.dag, len(self.dag.computations)
+        dag = self.dag
+        count = len(self.dag.computations)
         unit_s = _UNIT * deadline_s
         within = (deadline_s - dag.profile.overhead_s) / unit_s
         programme = _Programme()

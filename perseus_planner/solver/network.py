@@ -121,7 +121,9 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
             "measurements: are too large or too small to plan with; give seconds and joules"
         ) from error
 
-    times, slopes = [0], [0]  # the curve of a wait without a lag
+    # The curve of a wait without a lag
+    times = [0]
+    slopes = [0]
     span: dict[tuple[int, str], tuple[int, int]] = {}
     for key, (hull_times, hull_slopes) in hulls.items():
         span[key] = (len(times), len(times) + len(hull_times) - 1)
@@ -139,7 +141,9 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     as_array = [
         np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)
     ]
-    ends, spans, curves = as_array[0:2], as_array[2:4], as_array[4:6]
+    ends = as_array[0:2]
+    spans = as_array[2:4]
+    curves = as_array[4:6]
     source = 2 * len(members)
     network = make_network(
         source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1])
@@ -154,7 +158,8 @@ def _coarse_unit_w(
     """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all
     curves, watts.
     """
-    cost, span = Fraction(0), 0
+    cost = Fraction(0)
+    span = 0
     for key, (times, slopes) in hulls.items():
         cost += counts[key] * sum(
             w * (a - b) for w, (a, b) in zip(slopes[1:], pairwise(times), strict=True)
@@ -176,11 +181,12 @@ def _below(
     """
     times, slopes = hull
     steep = [slope / unit_w for slope in slopes]
-    lower_times, lower_slopes, line = list[int](), list[Fraction](), 0
-    cost, touched = (
-        Fraction(0),
-        (Fraction(0), times[0]),
-    )  # the hull's cost here, and where it was touched last
+    lower_times = list[int]()
+    lower_slopes = list[Fraction]()
+    line = 0
+    # The hull's cost here, and where it was touched last
+    cost = Fraction(0)
+    touched = (Fraction(0), times[0])
     for vertex, time in enumerate(times):
         if vertex:
             cost += steep[vertex] * (times[vertex - 1] - time)
@@ -195,7 +201,8 @@ def _below(
         if steepest != flattest:
             lower_times.append(time)
             lower_slopes.append(flattest * unit_w)
-        touched, line = (cost, time), steepest or 0
+        touched = (cost, time)
+        line = steepest or 0
     return lower_times, lower_slopes
 
 
@@ -212,10 +219,12 @@ def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], li
     largest = max(abs(point.effective_j) for point in front)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
-    time_s, ticks = 0.0, 0
+    time_s = 0.0
+    ticks = 0
     for point in front:
         if point.time_s > time_s * (1 + _SAME_TIME):
-            time_s, ticks = point.time_s, max(ticks + 1, round(point.time_s / tick_s))
+            time_s = point.time_s
+            ticks = max(ticks + 1, round(point.time_s / tick_s))
         points[ticks] = round(
             point.effective_j / quantum_j
         )  # of equal times the last one is the cheapest

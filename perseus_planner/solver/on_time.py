@@ -208,7 +208,8 @@ class OnTimePlanner:
     @cached_property
     def _draws(self) -> Draws:
         """What times and energies may really be, scaled as the expected ones."""
-        iteration, spread = self.curve.dag.iteration, self.curve.profile.assumed_spread
+        iteration = self.curve.dag.iteration
+        spread = self.curve.profile.assumed_spread
         rows = exact_draws(self.curve.profile.measurements)
         if self._estimate is not None:
             drawn = self._estimate.draws(_DRAWS)
@@ -225,7 +226,8 @@ class OnTimePlanner:
     @cached_property
     def _jitter(self) -> Floats | None:
         """How many times as long each computation takes, in each of some iterations."""
-        jitter, shape = self.curve.profile.jitter, (len(self.curve.dag.computations), _ITERATIONS)
+        jitter = self.curve.profile.jitter
+        shape = (len(self.curve.dag.computations), _ITERATIONS)
         return np.exp(jitter * np.random.default_rng(0).standard_normal(shape)) if jitter else None
 
     @cached_property
@@ -281,10 +283,12 @@ class OnTimePlanner:
         """What expected times and energies are multiplied by for the baseline of measured rows."""
         if self._estimate is None:
             return 1.0, 1.0
-        wanted_s, wanted_j = self.curve.baseline_time_s, self.curve.baseline_energy_j
+        wanted_s = self.curve.baseline_time_s
+        wanted_j = self.curve.baseline_energy_j
         overhead_s = self.curve.profile.overhead_s
         base = baseline(self.curve.dag.with_profile(self._estimate.mean))
-        rows, longer = base.baseline_measurements(), 1.0
+        rows = base.baseline_measurements()
+        longer = 1.0
         # Newton's method: transfers and other fixed times do not scale, so once is not enough.
         for _ in range(_SCALINGS):
             scaled = [replace(row, time_s=longer * row.time_s) for row in rows]
@@ -381,8 +385,10 @@ class OnTimePlanner:
         maximum. Then each rank in turn gets its slowest clock that is on time, those first that
         have most to save.
         """
-        options, iteration = self._paces, self._mean.dag.iteration
-        keys, rank_of = iteration.keys, iteration.rank_of
+        options = self._paces
+        iteration = self._mean.dag.iteration
+        keys = iteration.keys
+        rank_of = iteration.rank_of
 
         def drawn_of(chosen: Sequence[int]) -> _Drawn:
             clocks = [options[rank][chosen[rank]][2] for rank in rank_of[: len(keys)]]
@@ -424,7 +430,9 @@ class OnTimePlanner:
         """For each rank, the (seconds, effective joules, clock) of all that it runs at one clock,
         fastest first, without those that are dominated.
         """
-        dag, profile, options = self._mean.dag, self._mean.profile, []
+        dag = self._mean.dag
+        profile = self._mean.profile
+        options = []
         tables = {
             key: {row.clock_mhz: row for row in profile.measurements[key]}
             for key in set(dag.iteration.keys)
@@ -458,7 +466,8 @@ class OnTimePlanner:
         steps: dict[Key, dict[int, _Faster]] = {}
         for key in set(self._mean.dag.iteration.keys):
             rows = self._mean.profile.measurements[key]
-            points, top = self._mean.dag.points[key], rows[0]
+            points = self._mean.dag.points[key]
+            top = rows[0]
             waiting_w = self._mean.profile.blocking_w(key[0])
             own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
             steps[key] = {}
@@ -469,7 +478,9 @@ class OnTimePlanner:
                         (point.time_s, point.effective_j, point.clock_mhz) for point in quicker
                     )
                 elif top.time_s <= row.time_s:
-                    time_s, effective_j, mhz = top.time_s, own_j[top.clock_mhz], top.clock_mhz
+                    time_s = top.time_s
+                    effective_j = own_j[top.clock_mhz]
+                    mhz = top.clock_mhz
                 else:
                     continue
                 cost_j = max(effective_j - own_j[row.clock_mhz], _LEAST_J)
@@ -527,7 +538,8 @@ class OnTimePlanner:
 
     def _certainty(self, plan: Plan, drawn: _Drawn, probability: float, safety_j: float) -> OnTime:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
-        base, keys = self._baseline, self.curve.dag.iteration.keys
+        base = self._baseline
+        keys = self.curve.dag.iteration.keys
         in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
         interpolated = {} if self._estimate is None else self._estimate.interpolated
         return OnTime(
@@ -570,18 +582,26 @@ def _search(
     two of them says that it is 0, but inside what is left of the interval (regula falsi).
     """
     tried: list[_Drawn] = []
-    margin, low, high = 0.0, 0.0, math.inf  #: what is late, and what is not
-    late, early = math.inf, -math.inf  #: how late plans with these margins are
+    # What is late, and what is not
+    margin = 0.0
+    low = 0.0
+    high = math.inf
+    # How late plans with these margins are
+    late = math.inf
+    early = -math.inf
     for _ in range(_SEARCHES):
         drawn = make(margin)
         if drawn is None:  # there is no time for such a margin
-            high, early = margin, -math.inf
+            high = margin
+            early = -math.inf
         else:
             tried.append(drawn)
             if lateness(drawn) > 0.0:
-                low, late = margin, lateness(drawn)
+                low = margin
+                late = lateness(drawn)
             else:
-                high, early = margin, lateness(drawn)
+                high = margin
+                early = lateness(drawn)
         if high - low <= _CLOSE * high < math.inf:
             break
         if high == math.inf:
@@ -614,7 +634,8 @@ def replay_draws(
         jitter: (computations, m) how many times as long they take in m iterations of a run. The
             seconds are the mean of such iterations then.
     """
-    iteration, index = dag.iteration, {clock: i for i, clock in enumerate(draws.clocks_mhz)}
+    iteration = dag.iteration
+    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
     points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
     effective_j: Floats = np.zeros(1)
     for (key, i), count in Counter(points).items():

@@ -125,12 +125,11 @@ def _in_ticks(problem: PointProblem, deadline_s: float, room: float) -> _Ticks:
 
 def _starts(problem: PointProblem, ticks: _Ticks, chosen: Integers) -> list[int]:
     """Return the earliest start of each node, ticks; none if rounding makes the plan late."""
-    first, before, lag = (
-        problem.before_start.tolist(),
-        problem.before.tolist(),
-        ticks.before_lag.tolist(),
-    )
-    start, end = list[int](), list[int]()
+    first = problem.before_start.tolist()
+    before = problem.before.tolist()
+    lag = ticks.before_lag.tolist()
+    start = list[int]()
+    end = list[int]()
     for k, duration in enumerate(ticks.point[chosen].tolist()):
         start.append(
             max((end[before[i]] + lag[i] for i in range(first[k], first[k + 1])), default=0)
@@ -164,12 +163,15 @@ def _take_along(
     `starts` and `others` are those of the predecessors and of the successors; `chain` tells along
     which of them a chain goes.
     """
-    meets, last = np.random.random() < _MEETINGS, np.random.random() < 0.5
+    meets = np.random.random() < _MEETINGS
+    last = np.random.random() < 0.5
     links = np.random.randint(0, _LONGEST) + 1 if np.random.random() < _CHAINS else 0
-    count, k = 1, moved[0]
+    count = 1
+    k = moved[0]
     taken[k] = move
     while True:
-        first, stop = starts[0][k], starts[0][k + 1]
+        first = starts[0][k]
+        stop = starts[0][k + 1]
         if meets and first < stop:
             before = others[0][np.random.randint(first, stop)]
             for i in range(starts[1][before], starts[1][before + 1]):
@@ -178,7 +180,8 @@ def _take_along(
                     taken[other] = move
                     moved[count] = other
                     count += 1
-        first, stop = starts[chain][k], starts[chain][k + 1]
+        first = starts[chain][k]
+        stop = starts[chain][k + 1]
         if links == 0 or first == stop:
             return count
         k = others[chain][stop - 1 if last else first]
@@ -207,22 +210,26 @@ def _anneal(
     np.random.seed(1)
     # Local names: an array taken out of a tuple inside the loop costs more than the loop's own
     # work.
-    member, point_start, cost_j, time = (
-        problem.member,
-        problem.point_start,
-        problem.cost_j,
-        ticks.point,
-    )
-    before_start, before, before_lag = problem.before_start, problem.before, ticks.before_lag
-    deadline, after_start, after, after_lag = (
-        ticks.deadline,
-        problem.after_start,
-        problem.after,
-        ticks.after_lag,
-    )
-    now, cost, least, heat_j = scratch[0], 0.0, 0.0, hot_j
+    member = problem.member
+    point_start = problem.point_start
+    cost_j = problem.cost_j
+    time = ticks.point
+    before_start = problem.before_start
+    before = problem.before
+    before_lag = ticks.before_lag
+    deadline = ticks.deadline
+    after_start = problem.after_start
+    after = problem.after
+    after_lag = ticks.after_lag
+    now = scratch[0]
+    cost = 0.0
+    least = 0.0
+    heat_j = hot_j
     seen = scratch[1]  # 1 + the move in which each node was last looked at
-    moved, nodes, points, taken = scratch[2], scratch[3], scratch[4], scratch[5]
+    moved = scratch[2]
+    nodes = scratch[3]
+    points = scratch[4]
+    taken = scratch[5]
     found = 0
     for node in range(len(best)):
         now[node] = best[node]
@@ -238,7 +245,8 @@ def _anneal(
         )  # whether the window that changes is that of k or of one before
         which = 0 if own else before_start[k] + np.random.randint(0, befores)
         node = k if own else before[which]
-        first, stop = point_start[member[node]], point_start[member[node] + 1]
+        first = point_start[member[node]]
+        stop = point_start[member[node] + 1]
         point = now[node] + (1 if np.random.random() < 0.5 else -1)
         if np.random.random() >= _NEAR:
             point = np.random.randint(first, stop)
@@ -256,7 +264,9 @@ def _anneal(
         )
         for k in moved[:count]:
             start[k] += shift
-        changed, added, fits = 0, 0.0, True
+        changed = 0
+        added = 0.0
+        fits = True
         for k in moved[:count]:
             fits = fits and start[k] >= 0
             for i in range(before_start[k] - 1, before_start[k + 1]):
@@ -265,11 +275,9 @@ def _anneal(
                     continue
                 seen[node] = move + 1
                 window = _window(deadline, start, after_start, after, after_lag, node)
-                point, first, stop = (
-                    now[node],
-                    point_start[member[node]],
-                    point_start[member[node] + 1],
-                )
+                point = now[node]
+                first = point_start[member[node]]
+                stop = point_start[member[node] + 1]
                 while point + 1 < stop and time[point + 1] <= window:
                     point += 1
                 while point > first and time[point] > window:
@@ -277,14 +285,16 @@ def _anneal(
                 fits = time[point] <= window
                 if point != now[node]:
                     added += cost_j[point] - cost_j[now[node]]
-                    nodes[changed], points[changed] = node, point
+                    nodes[changed] = node
+                    points[changed] = point
                     changed += 1
         if fits and (added <= 0.0 or np.random.random() < np.exp(-added / heat_j)):
             for i in range(changed):
                 now[nodes[i]] = points[i]
             cost += added
             if cost < least - 1e-9 * hot_j:
-                least, found = cost, move
+                least = cost
+                found = move
                 for node in range(len(best)):
                     best[node] = now[node]
         else:
@@ -323,7 +333,8 @@ class Planner:
     """
 
     def __init__(self, curve: TimeEnergyCurve, slower: PipelineDag | None = None) -> None:
-        self.curve, self.dag = curve, slower or curve.dag
+        self.curve = curve
+        self.dag = slower or curve.dag
         self.profile = self.dag.profile
         self._effort = 1.0 if slower is None else _QUICK
         self._plans: dict[tuple[float, int | None], Plan] = {}
@@ -430,7 +441,8 @@ class Planner:
             (level, whether faster clocks are requested early) -> plan, for the levels at which one
             was found.
         """
-        unlimited, within_s = self.clocks(aim_s), self._replayed_s(aim_s)
+        unlimited = self.clocks(aim_s)
+        within_s = self._replayed_s(aim_s)
         counts = [len(unlimited) if level is None else level for level in levels]
         clocks_by_level: dict[int | None, list[int]] = {}
         if levels[-1] is None:
@@ -463,22 +475,20 @@ class Planner:
 
         No rank changes its clock more often than before.
         """
-        keys, changed = self.dag.iteration.keys, list(clocks)
+        keys = self.dag.iteration.keys
+        changed = list(clocks)
         latency_s = (
             change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
         )
         for program in self.dag.iteration.programs:
             places = [place for place in program if place < len(keys)]
             for number, place in enumerate(places):
-                before, left_s = (
-                    number - 1,
-                    latency_s,
-                )  # -1 before the first one is the last one, as iterations repeat
-                run_mhz, mhz, table = (
-                    clocks[places[before]],
-                    clocks[place],
-                    self._table[keys[place]],
-                )
+                # -1 before the first one is the last one, as iterations repeat
+                before = number - 1
+                left_s = latency_s
+                run_mhz = clocks[places[before]]
+                mhz = clocks[place]
+                table = self._table[keys[place]]
                 if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
                     continue
                 while (
@@ -553,7 +563,8 @@ class Planner:
         """Return the point of each computation in `dag.order`."""
         key = deadline_s, effort, is_polished
         if key not in self._chosen:
-            problem, within_s = self._points, self._replayed_s(deadline_s)
+            problem = self._points
+            within_s = self._replayed_s(deadline_s)
             if deadline_s >= self._max_time_s:
                 chosen = problem.point_start[problem.member + 1] - 1  # the slowest of each
             elif is_polished:
@@ -590,13 +601,18 @@ class Planner:
         """Return a bound on the energy of an iteration of that time that runs at operating
         points alone, joules.
         """
-        curve, guides, within_s = self.curve, self.curve.guides, self._replayed_s(deadline_s)
-        sources, bounds_j = np.diff(self._points.before_start) == 0, [curve.bound_j(deadline_s)]
+        curve = self.curve
+        guides = self.curve.guides
+        within_s = self._replayed_s(deadline_s)
+        sources = np.diff(self._points.before_start) == 0
+        bounds_j = [curve.bound_j(deadline_s)]
         count = max(1, min(_BOUND_GUIDES[0], _BOUND_GUIDES[1] // len(sources)))
         for i in np.argsort(np.abs(guides.time_s - within_s), kind="stable")[:count].tolist():
-            at_s, price_w = float(guides.time_s[i]), guides.price_w[i].astype(np.float64)
+            at_s = float(guides.time_s[i])
+            price_w = guides.price_w[i].astype(np.float64)
             guide_s = min(max(at_s + self.profile.overhead_s, curve.min_time_s), curve.max_time_s)
-            later_s, price_of_all_w = deadline_s - guide_s, float(price_w[sources].sum())
+            later_s = deadline_s - guide_s
+            price_of_all_w = float(price_w[sources].sum())
             tangent_j = curve.bound_j(guide_s) + (self.dag.waiting_w - price_of_all_w) * later_s
             rounding_j = PRICE_ROUNDING * price_of_all_w * abs(later_s)
             bounds_j.append(
@@ -609,7 +625,8 @@ class Planner:
         """The replayed time with the fastest points, and with the slowest ones, seconds."""
         if self.dag is self.curve.dag:
             return self.curve.replayed_ends_s
-        start, member = self._points.point_start, self._points.member
+        start = self._points.point_start
+        member = self._points.member
         end_s = np.empty(len(member))
         fastest_s, slowest_s = (
             compute_ends(self._points, chosen, end_s)
@@ -683,7 +700,8 @@ class Planner:
         """Return the replayed plan of one clock (MHz) per computation; without a deadline, its
         time is its deadline.
         """
-        keys, curve = self.dag.iteration.keys, self.curve
+        keys = self.dag.iteration.keys
+        curve = self.curve
         points = [self._table[key][clock] for key, clock in zip(keys, clocks, strict=True)]
         time_s, energy_j = time_and_energy(self.dag, points)
         plan = Plan(
@@ -716,7 +734,8 @@ class Planner:
         if plan.clock_change is None:
             return plan
         timeline = replay(plan)
-        time_s, bound_j = timeline.time_s, curve.bound_j(max(timeline.time_s, curve.min_time_s))
+        time_s = timeline.time_s
+        bound_j = curve.bound_j(max(timeline.time_s, curve.min_time_s))
         deadline_s = time_s if deadline_s is None else deadline_s
         return replace(
             plan, deadline_s=deadline_s, time_s=time_s, energy_j=timeline.energy_j, bound_j=bound_j
@@ -744,7 +763,8 @@ class Planner:
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
         """Return the `Plan.measurements` of a plan of these clocks, highest clocks first."""
         used: dict[Key, set[int]] = {key: set() for key in self._table}
-        keys, ranks = self.dag.iteration.keys, self.dag.iteration.rank_of
+        keys = self.dag.iteration.keys
+        ranks = self.dag.iteration.rank_of
         for key, clock in zip(keys, clocks, strict=True):
             used[key].add(clock)
         if (

@@ -65,7 +65,8 @@ def point_problem(dag: PipelineDag) -> PointProblem:
     start = np.cumsum([0, *(len(dag.points[key]) for key in keys)])
     time_s = np.array([point.time_s for key in keys for point in dag.points[key]])
     cost_j = np.array([point.effective_j for key in keys for point in dag.points[key]])
-    gain_w, loss_w = np.zeros_like(time_s), np.full_like(time_s, np.inf)
+    gain_w = np.zeros_like(time_s)
+    loss_w = np.full_like(time_s, np.inf)
     for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):
             gain_w[i] = max(
@@ -115,7 +116,9 @@ def compute_ends(problem: PointProblem, chosen: Integers, end_s: Floats) -> floa
     """Fill `end_s` with the end of each node under the `chosen` points; return the makespan,
     seconds.
     """
-    before_start, before, time_s = problem.before_start, problem.before, problem.time_s
+    before_start = problem.before_start
+    before = problem.before
+    time_s = problem.time_s
     lag_s = problem.before_lag_s
     makespan_s = 0.0
     for k in range(len(chosen)):
@@ -194,7 +197,9 @@ def find_windows(problem: PointProblem, rank_of: Sequence[int]) -> list[Window]:
             meeting = _Meeting(ending, starting, max(each_s) - min(each_s))
             starting_of |= dict.fromkeys(starting, meeting)
             ending_of |= dict.fromkeys(ending, meeting)
-    windows, used = list[Window](), set[tuple[int, int]]()  # used: the lower of the two ranks, node
+    # Used: the lower of the two ranks, node
+    windows = list[Window]()
+    used = set[tuple[int, int]]()
     for meeting in dict.fromkeys(starting_of.values()):
         pairs = [
             (i, j)
@@ -217,7 +222,9 @@ def find_windows(problem: PointProblem, rank_of: Sequence[int]) -> list[Window]:
 
 
 def _neighbours(start: Integers, others: Integers, lags_s: Floats) -> list[dict[int, float]]:
-    bounds, other, lag_s = start.tolist(), others.tolist(), lags_s.tolist()
+    bounds = start.tolist()
+    other = others.tolist()
+    lag_s = lags_s.tolist()
     return [dict(zip(other[a:b], lag_s[a:b], strict=True)) for a, b in pairwise(bounds)]
 
 
@@ -237,7 +244,8 @@ def _least_j(problem: PointProblem, window: Window, price_w: Floats) -> float:
         0.0,
         np.inf,
     ):  # cheap pairs first: those that cost more than both together need no look
-        mine, others = cost_j <= min(most_j, least_j), other_j <= min(most_j, least_j)
+        mine = cost_j <= min(most_j, least_j)
+        others = other_j <= min(most_j, least_j)
         longer_s = np.subtract.outer(length_s[mine], other_s[others])
         wait_j = np.maximum(
             other_wait_w * (longer_s - window.loose_s), wait_w * (-longer_s - window.loose_s)
@@ -256,7 +264,8 @@ def _pairs(
     """Return the length of each choice of two points, with the lag, and how much it costs above
     the best, J.
     """
-    times_s, costs_j = [], []
+    times_s = []
+    costs_j = []
     for k in nodes:
         points = slice(*problem.point_start[problem.member[k] : problem.member[k] + 2])
         cost_j = problem.cost_j[points] + price_w[k] * problem.time_s[points]

@@ -59,8 +59,11 @@ def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> No
     """Fill `limit_s` with the latest end of each computation that leaves time for all successors
     at their fastest.
     """
-    after_start, after, time_s = problem.after_start, problem.after, problem.time_s
-    fastest, lag_s = problem.point_start, problem.after_lag_s
+    after_start = problem.after_start
+    after = problem.after
+    time_s = problem.time_s
+    fastest = problem.point_start
+    lag_s = problem.after_lag_s
     for k in range(len(limit_s) - 1, -1, -1):
         limit_s[k] = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
@@ -75,43 +78,42 @@ def _dispatch(
     """Choose a point for each computation in turn; the search begins at the points that `chosen`
     holds.
     """
-    member, point_start, time_s, cost_j = (
-        problem.member,
-        problem.point_start,
-        problem.time_s,
-        problem.cost_j,
-    )
-    gain_w, loss_w, before_start, before = (
-        problem.gain_w,
-        problem.loss_w,
-        problem.before_start,
-        problem.before,
-    )
+    member = problem.member
+    point_start = problem.point_start
+    time_s = problem.time_s
+    cost_j = problem.cost_j
+    gain_w = problem.gain_w
+    loss_w = problem.loss_w
+    before_start = problem.before_start
+    before = problem.before
     lag_s = problem.before_lag_s
-    wanted_s, price_w, early, late = (
-        guide.end_s,
-        guide.price_w,
-        guide.stiffness[0],
-        guide.stiffness[1],
-    )
+    wanted_s = guide.end_s
+    price_w = guide.price_w
+    early = guide.stiffness[0]
+    late = guide.stiffness[1]
     for k in range(len(chosen)):
         start_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
             start_s = max(start_s, end_s[before[i]] + lag_s[i])
-        first, stop, price = point_start[member[k]], point_start[member[k] + 1], price_w[k]
-        wanted, limit = wanted_s[k] - start_s, limit_s[k] - start_s
+        first = point_start[member[k]]
+        stop = point_start[member[k] + 1]
+        price = price_w[k]
+        wanted = wanted_s[k] - start_s
+        limit = limit_s[k] - start_s
         middle = chosen[k]
         while middle + 1 < stop and time_s[middle] < wanted:
             middle += 1
         while middle > first and (time_s[middle - 1] >= wanted or time_s[middle] > limit):
             middle -= 1
-        best, least = first, np.inf
+        best = first
+        least = np.inf
         point = middle
         while point < stop and (time_s[point] <= limit or point == first):
             cost = cost_j[point] + price * (time_s[point] + late * max(0.0, time_s[point] - wanted))
             cost += price * early * max(0.0, wanted - time_s[point])
             if cost < least:
-                best, least = point, cost
+                best = point
+                least = cost
             if time_s[point] >= wanted and gain_w[point] <= price * (1.0 + late):
                 break  # no slower point can be better
             point += 1
@@ -122,7 +124,8 @@ def _dispatch(
             point -= 1
             cost = cost_j[point] + price * (time_s[point] + early * (wanted - time_s[point]))
             if cost < least:
-                best, least = point, cost
+                best = point
+                least = cost
         chosen[k] = best
         end_s[k] = start_s + time_s[best]
 
@@ -134,14 +137,19 @@ def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Flo
 
     `end_s` then holds their latest starts.
     """
-    point_start, time_s, cost_j = problem.point_start, problem.time_s, problem.cost_j
-    after_start, after, lag_s = problem.after_start, problem.after, problem.after_lag_s
+    point_start = problem.point_start
+    time_s = problem.time_s
+    cost_j = problem.cost_j
+    after_start = problem.after_start
+    after = problem.after
+    lag_s = problem.after_lag_s
     total_j = 0.0
     for k in range(len(chosen) - 1, -1, -1):
         latest_s = deadline_s
         for i in range(after_start[k], after_start[k + 1]):
             latest_s = min(latest_s, end_s[after[i]] - lag_s[i])
-        point, slowest = chosen[k], point_start[problem.member[k] + 1] - 1
+        point = chosen[k]
+        slowest = point_start[problem.member[k] + 1] - 1
         room_s = latest_s - (end_s[k] - time_s[point])
         while point < slowest and time_s[point + 1] <= room_s:
             point += 1
@@ -216,7 +224,8 @@ def _vary_all(guide: Guide, step_s: float, size: float) -> None:
     if what < 2:
         guide.stiffness[what] *= np.exp(0.5 * size)
     else:
-        end_s, moved_s = guide.end_s, 0.3 * step_s * size
+        end_s = guide.end_s
+        moved_s = 0.3 * step_s * size
         for k in range(len(end_s)):
             end_s[k] += moved_s
 
@@ -226,12 +235,14 @@ def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float)
     """Change the ends, or the prices, of a group: some classes, from one computation to a later
     one or to the last.
     """
-    count, classes = len(problem.member), len(problem.point_start) - 1
+    count = len(problem.member)
+    classes = len(problem.point_start) - 1
     first = np.random.randint(0, count)
     stop = (
         count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
     )
-    which, what = np.random.randint(0, classes), np.random.randint(0, 4)
+    which = np.random.randint(0, classes)
+    what = np.random.randint(0, 4)
     moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
     prices = np.random.random() < 0.25
     for k in range(first, stop):
@@ -248,7 +259,10 @@ def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float)
 
 @inner_kernel
 def _copy(source: Guide, target: Guide) -> None:
-    from_s, from_w, to_s, to_w = source.end_s, source.price_w, target.end_s, target.price_w
+    from_s = source.end_s
+    from_w = source.price_w
+    to_s = target.end_s
+    to_w = target.price_w
     for k in range(len(to_s)):
         to_s[k], to_w[k] = from_s[k], from_w[k]
     for what in range(2):
@@ -281,7 +295,8 @@ def improve(
         The effective energy of the final `chosen`, joules.
     """
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
-    plans, times_s = np.array([chosen, chosen, chosen]), np.empty((2, len(chosen)))
+    plans = np.array([chosen, chosen, chosen])
+    times_s = np.empty((2, len(chosen)))
     cost_j = _improve(
         problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group
     )
@@ -304,7 +319,11 @@ def _improve(
 ) -> float:
     """Do as `improve` does, with equal guides; the best plan is the first one of `plans`."""
     np.random.seed(1)
-    chosen, trial, before, limit_s, end_s = plans[0], plans[1], plans[2], times_s[0], times_s[1]
+    chosen = plans[0]
+    trial = plans[1]
+    before = plans[2]
+    limit_s = times_s[0]
+    end_s = times_s[1]
     _set_limits(problem, deadline_s * (1 - _ROUNDING), limit_s)
     for attempt in range(tries):
         if attempt > 0:
@@ -337,12 +356,10 @@ def _try_all(
     problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats
 ) -> None:
     """Count `trial` up from the fastest points, and keep the `best` one."""
-    point_start, member, cost_j, best_j = (
-        problem.point_start,
-        problem.member,
-        problem.cost_j,
-        np.inf,
-    )
+    point_start = problem.point_start
+    member = problem.member
+    cost_j = problem.cost_j
+    best_j = np.inf
     k = 0
     while k < len(trial):
         trial_j = 0.0
@@ -423,12 +440,15 @@ def round_plan(
         )
         plans.append(plan._replace(cost_j=cost_j))
         if len(plans) == 1:
-            best, best_guide, target = plans[0], guide, anchor
+            best = plans[0]
+            best_guide = guide
+            target = anchor
     order = np.argsort(target.end_s)
     as_known = _RoundedPlan(deadline_s, np.inf, known)
     mixed = best._replace(cost_j=np.inf)
     for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
-        chosen, end_s = np.empty_like(best.chosen), np.empty(len(best.chosen))
+        chosen = np.empty_like(best.chosen)
+        end_s = np.empty(len(best.chosen))
         cost_j = mix(problem, deadline_s, first.chosen, second.chosen, order, chosen, end_s)
         if cost_j < mixed.cost_j:
             mixed = best._replace(cost_j=cost_j, chosen=chosen)
@@ -467,7 +487,8 @@ def point_step_s(problem: PointProblem) -> float:
     """Return three times the mean distance between neighbouring points, over all classes that
     have several, seconds.
     """
-    first, last = problem.point_start[:-1], problem.point_start[1:] - 1
+    first = problem.point_start[:-1]
+    last = problem.point_start[1:] - 1
     several = last > first
     if not several.any():
         return 0.0

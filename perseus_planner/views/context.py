@@ -84,7 +84,8 @@ def context_of_profile(profile: Profile, iteration: Iteration | None = None) -> 
 
 def context_of_plan(plan: Plan) -> Context:
     """Return the context of a plan's numbers."""
-    digest, stages = plan.profile_digest, plan.schedule.stages
+    digest = plan.profile_digest
+    stages = plan.schedule.stages
     return _context(plan, plan.iteration, profile_digest=digest, stages=stages)
 
 
@@ -127,7 +128,8 @@ def origin_label(origin: str) -> str:
 
 def pipeline_text(context: Context) -> str:
     """Describe the pipeline of an iteration: its schedule, stages, microbatches and GPU."""
-    stages, ranks = context.stages, context.ranks or context.stages
+    stages = context.stages
+    ranks = context.ranks or context.stages
     if stages == ranks:
         size = counted(stages, "stage")
     elif stages % ranks == 0:
@@ -182,7 +184,8 @@ def saved_text(account: Account) -> str:
         )
     if account.lowered == 0:
         return "no clock was lowered, nothing was saved"
-    share, within = 100 * saving.share, 100 * saving.within_share
+    share = 100 * saving.share
+    within = 100 * saving.within_share
     return (
         f"saved {si(saving.saved_j, 'J')} ({share:.2f} % \u00b1 {within:.2f}, a 95 % interval) "
         f"against {ALL_MAXIMUM}"

@@ -118,7 +118,8 @@ def profile_text(summary: ProfileSummary) -> str:
     """Return what `planner profile` and `planner show` print: a table with a row for each
     computation, from its highest clock to its lowest.
     """
-    context, rows = summary.context, summary.computations
+    context = summary.context
+    rows = summary.computations
     has_errors = any(row.time_error is not None for row in rows)
     columns = [
         *lay_out(
@@ -362,7 +363,8 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
     """Return iteration times from the fastest up to that of least energy, with marks for the
     special ones.
     """
-    baseline_s, least_s = frontier.baseline_time_s, frontier.least_energy_time_s
+    baseline_s = frontier.baseline_time_s
+    least_s = frontier.least_energy_time_s
     special = sorted(
         [
             (frontier.min_time_s, "fastest"),
@@ -385,11 +387,9 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     """Yield plans for stragglers that are slower than the time of least energy, against waiting
     for them.
     """
-    waiting_w, least_s, most_s = (
-        frontier.dag.waiting_w,
-        frontier.least_energy_time_s,
-        frontier.max_time_s,
-    )
+    waiting_w = frontier.dag.waiting_w
+    least_s = frontier.least_energy_time_s
+    most_s = frontier.max_time_s
     times_s = [ratio * frontier.baseline_time_s for ratio in _STRAGGLER_RATIOS]
     asked = [
         (time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)
@@ -426,7 +426,8 @@ def _point(frontier: Frontier, time_s: float, mark: str) -> FrontierPoint:
 
 
 def _remarks(frontier: Frontier) -> Iterator[str]:
-    profile, options = frontier.profile, frontier.dag.points
+    profile = frontier.profile
+    options = frontier.dag.points
     yield from schedule_remarks(context_of_profile(profile, frontier.dag.iteration))
     if (sharded := remark(profile.conditions)) is not None:
         yield sharded

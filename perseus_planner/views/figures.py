@@ -137,7 +137,8 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
         plan = None if version is None else run.plan(version, pipeline)
         in_mhz = plan is None or plan.control != "power-limit"
-        lanes, programs = list[Lane](), list[str]()
+        lanes = list[Lane]()
+        programs = list[str]()
         for rank, row in zip(ranks, rows, strict=True):
             records = rank.computations[number]
             waiting_w = None if plan is None else plan.rank_waiting_w[rank.pipeline_rank]
@@ -146,7 +147,8 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         note = f"recorded: iteration {number} {by}, each rank from the start of its iteration"
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
-        origin, origins = "times measured", {row.origin for row in rows}
+        origin = "times measured"
+        origins = {row.origin for row in rows}
         if len(origins) == 1 and (of_clocks := origins.pop()):
             origin += f", clocks {of_clocks}"
         time_us = round(_US * max(row.time_s for row in rows))
@@ -265,13 +267,11 @@ FORMATS = tuple(_METADATA)  #: of figure files, as their names end
 _MARKERS = MappingProxyType(
     {"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"}
 )
-_WAITING, _UNKNOWN, _CRITICAL, _LATE, _NEVER_SET = (
-    "gainsboro",
-    "darkgrey",
-    "black",
-    "magenta",
-    "lime",
-)
+_WAITING = "gainsboro"
+_UNKNOWN = "darkgrey"
+_CRITICAL = "black"
+_LATE = "magenta"
+_NEVER_SET = "lime"
 _FAR = 1.15  #: of the time of the slowest point, up to which the bound is drawn
 _HEIGHT = 0.8  #: of a bar, where ranks are 1 apart
 _COLUMNS = 4  #: stages side by side in the figure of curves
@@ -486,7 +486,8 @@ def draw_curves(profile: Profile) -> Figure:
     from matplotlib.figure import Figure
 
     stages = profile.stages
-    rows, columns = ceil(stages / _COLUMNS), min(stages, _COLUMNS)
+    rows = ceil(stages / _COLUMNS)
+    columns = min(stages, _COLUMNS)
     figure = Figure(figsize=(1.0 + 3.4 * columns, 0.8 + 2.8 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for curve in curves_of(profile):

@@ -253,8 +253,10 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
     """Return notes on how sure a plan is that was made for a probability; without what it saves
     alone, if it waits for a straggler.
     """
-    probability, interval = f"{100 * sure.probability:g} %", f"{100 * INTERVAL:g} %"
-    ratio, saved = sure.time_ratio, sure.saved_share
+    probability = f"{100 * sure.probability:g} %"
+    interval = f"{100 * INTERVAL:g} %"
+    ratio = sure.time_ratio
+    saved = sure.saved_share
     expected = ""
     if sure.limit_ratio is not None:
         limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"

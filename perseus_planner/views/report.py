@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from perseus_planner.views.run import RunSummary, UnplannedRun
     from perseus_planner.views.sources import Sources
 
-_NOT_KNOWN, _MINUS = "\u2013", "\u2212"
+_NOT_KNOWN = "\u2013"
+_MINUS = "\u2212"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[st
     """Return the iteration with all clocks at maximum, as planned and as recorded; then what is
     left out, and why.
     """
-    charts, left_out = list[GanttChart](), list[str]()
+    charts = list[GanttChart]()
+    left_out = list[str]()
     if sources.before is not None:
         note = "before: the baseline of every saving"
         charts.append(chart_plan(ALL_MAXIMUM, sources.before, note))
@@ -164,7 +166,8 @@ def chart_sources(sources: Sources) -> FrontierChart:
     """
     iteration_points = [_point_of(name, "plan", plan) for name, plan in sources.plans.items()]
     for name, run in sources.summaries.items():
-        time_s, energy_j = run.current.time_s, run.current.energy_j
+        time_s = run.current.time_s
+        energy_j = run.current.energy_j
         if time_s is not None and energy_j is not None:
             energy_j /= run.pipelines_of_plan
             iteration_points.append(IterationPoint(name, "run", time_s, energy_j, run.origin))
@@ -172,12 +175,14 @@ def chart_sources(sources: Sources) -> FrontierChart:
     if frontier is None:
         if (plan := sources.any_plan) is not None:
             baseline = _point_of(ALL_MAXIMUM, "baseline", plan)
-            time_s, energy_j = plan.baseline_time_s, plan.baseline_energy_j
+            time_s = plan.baseline_time_s
+            energy_j = plan.baseline_energy_j
             iteration_points.insert(0, replace(baseline, time_s=time_s, energy_j=energy_j))
         return FrontierChart("", (), (), tuple(iteration_points))
     first = next(iter(sources.plans.values()), None)
     deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
-    peers, left_out = list[IterationPoint](), list[str]()
+    peers = list[IterationPoint]()
+    left_out = list[str]()
     try:
         other_planners = extensions.offer("other planners")
     except UsageError as error:
@@ -366,7 +371,8 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
     rows = list[dict[str, Any]]()
     for saving in report.savings:
         of = _pipelines(saving, report)
-        energy, time = saving.energy_origin, saving.time_origin
+        energy = saving.energy_origin
+        time = saving.time_origin
         origin = energy if energy == time else f"time {time}, energy {energy}"
         before = saving.baseline_efficiency
         baseline = (saving.baseline, saving.baseline_time_s, saving.baseline_energy_j, before)
@@ -460,7 +466,8 @@ def _multiples(curves: Sequence[MeasuredCurve]) -> dict[str, list[tuple[str, int
 
 def _stages(numbers: Sequence[int]) -> str:
     """Name stages, such as "stages 0 to 6" or "stages 0, 2, 4"."""
-    first, last = numbers[0], numbers[-1]
+    first = numbers[0]
+    last = numbers[-1]
     if first == last:
         return f"stage {first}"
     if list(numbers) == list(range(first, last + 1)):

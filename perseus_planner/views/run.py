@@ -281,7 +281,8 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
     """Predict the computations of each rank; times are seconds after the start of the iteration,
     number 0.
     """
-    spans, calls = plan.timeline.spans, clock_calls(plan)
+    spans = plan.timeline.spans
+    calls = clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
         spans_s = [
@@ -337,7 +338,8 @@ def _sheet(summary: RunSummary) -> Sheet:
 
 def tables_of_run(summary: RunSummary) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield the tables of a run for a page, to three digits: headings and columns."""
-    unit, rank = unit_of(summary.context.control), Column("rank", "rank")
+    unit = unit_of(summary.context.control)
+    rank = Column("rank", "rank")
     yield "Each plan", lay_out(summary.plans, *_PLANS, digits=3)
     yield (
         f"Ranks by plan {summary.version}, per iteration",
@@ -355,7 +357,8 @@ def run_text(summary: RunSummary) -> str:
     """
     count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
-    rank_columns, unit = [Column("rank", "rank"), *several], unit_of(summary.context.control)
+    rank_columns = [Column("rank", "rank"), *several]
+    unit = unit_of(summary.context.control)
     parts = [
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
         *([] if summary.verdict is None else [str(summary.verdict)]),
@@ -399,7 +402,8 @@ def _off(name: str) -> Callable[[Any], str | None]:
     """Return the function that writes the deviation of a field from what was planned, percent."""
 
     def write(row: Any) -> str | None:
-        value, planned = getattr(row, name), getattr(row, f"planned_{name}")
+        value = getattr(row, name)
+        planned = getattr(row, f"planned_{name}")
         if value is None or not planned:
             return None
         text = f"{100 * (value / planned - 1):+.2f}"

@@ -205,14 +205,16 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         "job": Job.load,
         "kareus": lambda path: extensions.offer("kareus")(path, blocking_power_w),
     }
-    names, sources = list[str](), defaultdict[Any, dict[str, Any]](dict)
+    names = list[str]()
+    sources = defaultdict[Any, dict[str, Any]](dict)
     for path in paths:
         names.append(name := _short_name(path, names))
         reader = readers.get(kind_of(path), Plan.load)  # which refuses other files with the reason
         sources[reader][name] = reader(path)
     runs, frontiers, profiles, jobs, kareus = (sources[reader] for reader in readers.values())
     plans = sources[Plan.load]
-    job, profile = _only(jobs, "job file"), _only(profiles, "profile")
+    job = _only(jobs, "job file")
+    profile = _only(profiles, "profile")
     is_planned = any(run.versions for run in runs.values())
     if profile is None and job is not None and not (frontiers or plans or is_planned):
         if len(job.profiles) > 1:
@@ -377,7 +379,8 @@ def _run_saving(
     share = run.total.saved_share
     if current.time_s is None or current.energy_j is None or share is None:
         return
-    plan, total = run.plan(summary.version, summary.ranks[0].pipeline), run.total
+    plan = run.plan(summary.version, summary.ranks[0].pipeline)
+    total = run.total
     iteration_s = total.mean_iteration_s
     part = total.gpu_s / total.metered_s / total.iterations
     baseline_s = plan.baseline_time_s + iteration_s - current.time_s
@@ -528,10 +531,12 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
 
 def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
     """Return where the energy of a replayed iteration goes; its sum is the plan's energy."""
-    iteration, time_s = plan.iteration, plan.timeline.time_s
+    iteration = plan.iteration
+    time_s = plan.timeline.time_s
     spans = list(plan.timeline.spans.values())
     uses: list[list[EnergyUse]] = []
-    busy_s, clocks = [], []
+    busy_s = []
+    clocks = []
     for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
         in_order = [spans[place] for place in program]
         computed = [
@@ -595,7 +600,8 @@ def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy 
     if time_s is None or summary.current.energy_j is None:
         return None
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
-    uses, busy_s = [], []
+    uses = []
+    busy_s = []
     for number, waiting_w in enumerate(plan.rank_waiting_w):
         ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
         busy_s.append(fmean(rank.busy_s or 0.0 for rank in ranks))
@@ -621,7 +627,8 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
     """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks
     were equally busy.
     """
-    most_s, mean_s = max(before.busy_s), fmean(before.busy_s)
+    most_s = max(before.busy_s)
+    mean_s = fmean(before.busy_s)
     ranks = tuple(
         rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s
     )

@@ -49,7 +49,9 @@ class PerfettoTrace:
 
     def __init__(self, processes: int) -> None:
         self._events: list[dict[str, Any]] = []
-        self._pid, self._numbers, self._flows = 0, count(processes + 1), count(1)
+        self._pid = 0
+        self._numbers = count(processes + 1)
+        self._flows = count(1)
         self._threads: list[int] = []
 
     def begin(self, name: str, threads: Iterable[str]) -> None:
@@ -139,7 +141,8 @@ def total(counters: Sequence[Steps]) -> Steps:
         for number, counter in enumerate(counters)
         for at_ns, value in counter
     )
-    values, sums = dict[int, float](), Steps()
+    values = dict[int, float]()
+    sums = Steps()
     for at_ns, number, value in changes:
         values[number] = value
         if len(values) == len(counters):
@@ -183,7 +186,8 @@ def trace_plan(plan: Plan, path: str | os.PathLike[str], baseline: Plan | None =
         UsageError: If the file cannot be written.
     """
     origin = origin_text(plan.origin)
-    name, trace = f"{plan.schedule}. {origin}", PerfettoTrace(1 if baseline is None else 2)
+    name = f"{plan.schedule}. {origin}"
+    trace = PerfettoTrace(1 if baseline is None else 2)
     _add_plan(trace, name, plan)
     if baseline is not None:
         _add_plan(trace, f"{ALL_MAXIMUM}: {name}", baseline)
@@ -230,13 +234,15 @@ def _transfers(plan: Plan) -> Iterator[tuple[str, tuple[int, int], tuple[int, in
     """Yield what each computation gets from another rank: activations for a forward, else
     gradients.
     """
-    iteration, spans = plan.iteration, list(plan.timeline.spans.values())
+    iteration = plan.iteration
+    spans = list(plan.timeline.spans.values())
     for place, computation in enumerate(iteration.computations):
         for other in iteration.predecessors[place]:
             ranks = iteration.rank_of[other], iteration.rank_of[place]
             if other >= len(iteration.computations) or ranks[0] == ranks[1]:
                 continue
-            from_ns, to_ns = _ns(spans[other].end_s), _ns(spans[place].start_s)
+            from_ns = _ns(spans[other].end_s)
+            to_ns = _ns(spans[place].start_s)
             if from_ns > _ns(spans[other].start_s):
                 name = "activations" if computation.kind == "F" else "gradients"
                 name += f" of microbatch {computation.microbatch}"
@@ -245,7 +251,8 @@ def _transfers(plan: Plan) -> Iterator[tuple[str, tuple[int, int], tuple[int, in
 
 def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
     """Yield what the rank runs, and its waiting in between."""
-    iteration, timeline = plan.iteration, plan.timeline
+    iteration = plan.iteration
+    timeline = plan.timeline
 
     def waiting(name: str, start_s: float, end_s: float) -> Iterator[Slice]:
         watts = plan.rank_waiting_w[rank]
@@ -255,7 +262,8 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
     done_s = 0.0
     for place in iteration.programs[rank]:
         name = iteration.names[place]
-        span, category = timeline.spans[name], "operation of fixed time"
+        span = timeline.spans[name]
+        category = "operation of fixed time"
         details: dict[str, Any] = {}
         if place < len(iteration.computations):
             category = "computation"
@@ -289,7 +297,8 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
             f"{run.folder}: there is no iteration whose computations all ranks have kept; try "
             "again in a minute, or when the training has ended"
         )
-    first, summary = min(kept), summarize_run(run)
+    first = min(kept)
+    summary = summarize_run(run)
     sources = run_origin_text(summary)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
     trace = PerfettoTrace(len(pipelines))
@@ -349,7 +358,9 @@ def _add_recorded_clock(
     """Add the clock or the power limit that was set, from when it was; nothing where no iteration
     ran by a plan.
     """
-    zero_s, spans, plan = rows[0].begin_s, Steps(), None
+    zero_s = rows[0].begin_s
+    spans = Steps()
+    plan = None
     for row in rows:
         if row.version is None:
             continue
@@ -369,7 +380,9 @@ def _recorded_slices(
     """Yield the computations and the rest of each iteration; overlapping slices are cut to
     follow each other.
     """
-    zero_s, done_ns, rest = rows[0].begin_s, 0, "waiting or other work"
+    zero_s = rows[0].begin_s
+    done_ns = 0
+    rest = "waiting or other work"
     for row in rows:
         plan = None if row.version is None else run.plan(row.version, rank.pipeline)
         done_ns = max(done_ns, _ns(row.begin_s - zero_s))

@@ -41,7 +41,9 @@ _HEARTBEAT_S = 0.25  # between two heartbeats, and between two checks of the oth
 # how long a leaving rank, which may hold the store, waits for the others to read the last message
 _LEAVE_S = 2.0
 _MAX_POLL_S = 0.05
-_STACKS, _FRAMES = 8, 6  # how many are shown
+# How many are shown
+_STACKS = 8
+_FRAMES = 6
 _STUCK = (
     "a stage whose computations wait for another stage cannot be measured; if they only take "
     "long, allow more with SweepSettings(repetition_s=)"
@@ -166,7 +168,8 @@ class RankGroup:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.store: Store = dist.PrefixStore(
             f"perseus-planner/{next(_sessions)}", _get_default_store()
         )
@@ -302,7 +305,8 @@ class RankGroup:
 
     def _wait_for(self, keys: list[str]) -> None:
         # The store's own wait blocks its connection, and torch logs every timeout of it.
-        pause_s, longest_s = 1e-3, min(_MAX_POLL_S, 1e-3 * self.size)
+        pause_s = 1e-3
+        longest_s = min(_MAX_POLL_S, 1e-3 * self.size)
         while not self.store.check(keys):
             self.check()
             time.sleep(pause_s)
@@ -339,10 +343,13 @@ class RankGroup:
 
     def _watch(self) -> Generator[float | None]:
         """Show that this rank lives, and watch the next one and the repetition in progress."""
-        other, others, changed_s = (self.rank + 1) % self.size, None, time.monotonic()
+        other = (self.rank + 1) % self.size
+        others = None
+        changed_s = time.monotonic()
         is_shown = False
         for beat in count():
-            now_s, begun_s = time.monotonic(), self._begun_s
+            now_s = time.monotonic()
+            begun_s = self._begun_s
             lasts_s = 0.0 if begun_s is None else now_s - begun_s
             if lasts_s > 3 * self._repetition_s:
                 _end_collectives(is_last=lasts_s > 4 * self._repetition_s)
@@ -350,7 +357,8 @@ class RankGroup:
                 self.store.set(f"alive/{self.rank}", str(beat))
                 alive = read_key(self.store, f"alive/{other}")
                 if alive != others:
-                    others, changed_s = alive, now_s
+                    others = alive
+                    changed_s = now_s
                 elif now_s > changed_s + 2 * self._repetition_s:
                     self._report(
                         f"rank {other} has shown no sign of life for {2 * self._repetition_s:.6g} "
@@ -402,7 +410,9 @@ class StageGroup:
     """
 
     def __init__(self, group: RankGroup, ranks: Sequence[int], size: int) -> None:
-        self._group, self._ranks, self.size = group, tuple(ranks), size
+        self._group = group
+        self._ranks = tuple(ranks)
+        self.size = size
         starts = range(0, len(ranks), size)
         self.replicas = [_rank_names(ranks[start : start + size]) for start in starts]
 

@@ -41,7 +41,8 @@ UNLIKE_TRAINING = (
 _TOLERANCE = 0.10
 
 # The same on all GPUs of a stage, which may wait for each other in each repetition.
-_ROUNDS, _REPETITIONS = 3, 3
+_ROUNDS = 3
+_REPETITIONS = 3
 
 
 def difference_from_training(stage: Stage, trained_s: Mapping[str, float]) -> str:

@@ -58,7 +58,10 @@ class Neighbour:
     def __init__(
         self, group: RankGroup, pairs: Mapping[int, int], channels: Mapping[int, Any], device: Any
     ) -> None:
-        self._group, self._pairs, self._channels, self._device = group, pairs, channels, device
+        self._group = group
+        self._pairs = pairs
+        self._channels = channels
+        self._device = device
         # When it fails, the store or the receiver has ended: all notice it where they wait.
         self._sender = Loop(
             self._send_messages(), "perseus-planner messages", on_error=lambda _: None
@@ -78,7 +81,8 @@ class Neighbour:
         import torch
         import torch.distributed as dist
 
-        rank, sender = self._group.rank, self._pairs[self._group.rank]
+        rank = self._group.rank
+        sender = self._pairs[self._group.rank]
         limit_s = duration_s + LIMIT_S
         try:
             turn = self._group.store.add(f"asked/{sender}", 1)

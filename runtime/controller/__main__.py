@@ -22,7 +22,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
     parser.add_argument("--max-changes-per-s", type=float, required=True, help="of all its GPUs")
-    options, starter = parser.parse_args(), WatchedProcess(os.getppid())
+    options = parser.parse_args()
+    starter = WatchedProcess(os.getppid())
     if os.fork():
         os._exit(0)  # so that the process that started it has no child to wait for
     try:

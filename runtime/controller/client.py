@@ -79,7 +79,8 @@ def start_controller(ranks: int, max_changes_per_s: float, timeout_s: float) -> 
     Raises:
         GpuError: If it does not become ready.
     """
-    package, rate = "perseus_planner.runtime.controller", repr(max_changes_per_s)
+    package = "perseus_planner.runtime.controller"
+    rate = repr(max_changes_per_s)
     options = ("--ranks", str(ranks), "--max-changes-per-s", rate)
     who = "the clock controller of this node"
     process, address = start_module(package, *options, who=who, timeout_s=timeout_s)
@@ -114,7 +115,9 @@ class Connection:
         self._is_open = self._was_lost = False
         self._descriptor: int | None = create_shared_memory()
         shared = SharedRequest(self._descriptor)
-        self.memory, self.request, self._alive_ns = shared.memory, shared.request, shared.alive_ns
+        self.memory = shared.memory
+        self.request = shared.request
+        self._alive_ns = shared.alive_ns
         self.latest = shared.latest
         try:
             self.connect(address)

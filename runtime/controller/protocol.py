@@ -173,7 +173,9 @@ ToRank: TypeAlias = (
 AnyMessage: TypeAlias = FromRank | ToRank
 
 
-_TABLES, _WORDS = 4, 4096  #: that are kept, as the device may be iterations behind; of each table
+# That are kept, as the device may be iterations behind; of each table
+_TABLES = 4
+_WORDS = 4096
 _HEADER = 3  #: words: number of the table, rows, and entries of a row
 _NUMBERS = 0xFFFF  #: of tables, as many as a request can name
 
@@ -234,7 +236,8 @@ class LatestStarts:
         Returns:
             None if there is no such table or row.
         """
-        words, start = self._words, self._start(table)
+        words = self._words
+        start = self._start(table)
         number, rows, width = words[start : start + _HEADER]
         if number != table or position >= rows or _HEADER + 2 * rows * width > _WORDS:
             return None

@@ -51,14 +51,17 @@ MAX_SKIPPED = 64
 another program.
 """
 
-OUTSIDE_NS, LONG_NS = 20_000_000, 2_000_000_000
+OUTSIDE_NS = 20_000_000
+LONG_NS = 2_000_000_000
 """How long a rank runs something else than computations before its GPU is reset for it, if its
 iterations are at least so long; else ten times that. The calls of a node for that and for the first
 clocks of the next iteration take up to 90 ms, which should not be spent in each short iteration.
 """
 
 _SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
-_ABOVE, _OVERRIDDEN = 1.05, 3  #: by how much, and how often in a row it is overridden
+# By how much, and how often in a row it is overridden
+_ABOVE = 1.05
+_OVERRIDDEN = 3
 _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
 
 
@@ -98,7 +101,9 @@ class Rank:
     def __init__(
         self, channel: PacketChannel, attach_request: AttachRequest, shared: SharedRequest, pid: int
     ) -> None:
-        self.channel, self.attach_request, self.shared = channel, attach_request, shared
+        self.channel = channel
+        self.attach_request = attach_request
+        self.shared = shared
         self.process = WatchedProcess(pid)
         self.launcher = WatchedProcess(attach_request.launcher) if attach_request.launcher else None
         self.gpu: Gpu | None = None
@@ -197,12 +202,15 @@ class Rank:
             return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
         if request == self._request and not self._is_reset:
             return None
-        is_again, self._request = is_turned(request, self._request), request
+        is_again = is_turned(request, self._request)
+        self._request = request
         self._is_reset = False
-        before, self._position = self._position, position
+        before = self._position
+        self._position = position
         is_new_iteration = before is not None and (position < before or is_again)
         if is_new_iteration:
-            self._lasted_ns, self._begun_ns = now_ns - self._begun_ns, now_ns
+            self._lasted_ns = now_ns - self._begun_ns
+            self._begun_ns = now_ns
             self._first_ns = None
         if position == 0 and request & BEGUN:
             self._first_ns = now_ns
@@ -289,7 +297,8 @@ class Rank:
         assert self.gpu is not None  # samples begin when the rank is attached
         self.sample_due_ns = None
         now_ns = time.monotonic_ns()
-        energy_j, clock_mhz = _read(self.gpu.energy_j), _read(self.gpu.clock_mhz)
+        energy_j = _read(self.gpu.energy_j)
+        clock_mhz = _read(self.gpu.clock_mhz)
         sample = GpuSample(
             seen_ns=seen_ns,
             now_ns=now_ns,

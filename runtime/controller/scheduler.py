@@ -89,7 +89,8 @@ class ChangeScheduler(Generic[Key]):
         only.
         """
         queue = self._gpus[gpu]
-        queue.pending, queue.value = None, RESET
+        queue.pending = None
+        queue.value = RESET
         self.judge_anew(gpu)
 
     def judge_anew(self, gpu: Key) -> None:
@@ -120,7 +121,8 @@ class ChangeScheduler(Generic[Key]):
             return None
         _, gpu = min(waiting, key=lambda item: item[0])
         queue = self._gpus[gpu]
-        pending, queue.pending = queue.pending, None
+        pending = queue.pending
+        queue.pending = None
         assert pending is not None  # as it is waiting
         queue.value = pending.value
         queue.outcomes.append(False)

@@ -83,7 +83,9 @@ class Controller:
         max_changes_per_s: float,
         starter: WatchedProcess | None = None,
     ) -> None:
-        self._handshakes, self._count, self._starter = handshakes, ranks, starter
+        self._handshakes = handshakes
+        self._count = ranks
+        self._starter = starter
         self._scheduler: ChangeScheduler[Rank] = ChangeScheduler(max_changes_per_s)
         self._waiting: list[Rank] = []  #: not attached yet
         self._attached: dict[Rank, LeaseGroup] = {}
@@ -189,7 +191,8 @@ class Controller:
 
     def _add(self, rank: Rank, now_ns: int) -> None:
         if len(self._ranks()) >= self._count:
-            number, count = rank.attach_request.rank, f"all {self._count} ranks of this node"
+            number = rank.attach_request.rank
+            count = f"all {self._count} ranks of this node"
             _turn_away(rank, GpuError(f"{count} have attached; rank {number} is one too many"))
             return
         self._waiting.append(rank)
@@ -235,7 +238,8 @@ class Controller:
         self._has_leased = True
         self._poller = None
         self._write_sign_of_life()
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         opened = [rank for rank in waiting if _is_open(rank)]
         errors = shared_gpu_errors([*self._attached, *opened])
         ranks = [rank for rank in opened if rank not in errors]
@@ -355,7 +359,8 @@ class Controller:
         for rank in self._ranks():
             rank.fail(reason, "; ".join(filter(None, problems)) or None)
             rank.close()
-        self._waiting, self._attached = [], {}
+        self._waiting = []
+        self._attached = {}
 
     def _write_sign_of_life(self) -> None:
         now_ns = time.monotonic_ns()

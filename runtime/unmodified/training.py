@@ -134,7 +134,8 @@ class UnmodifiedTraining:
         """Detach the runtime, as the script opens a block of its own."""
         if self._process != os.getpid():
             return
-        self._parts, self._iterations = (), None
+        self._parts = ()
+        self._iterations = None
         self._runtime.close()
         _warn(f"from here on this script plans its training itself, {_UNUSED}")
 

@@ -30,26 +30,29 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 _TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
-_TRIAL, _LATE_TRIAL = 0.0028, 0.0014  #: likewise with trials, early and later
-_EARLY, _ENOUGH = (
-    36,
-    0.75,
-)  #: early are so many iterations of one pipeline, and until so many rows may be planned on
-_DOUBT, _MORE_DOUBT = (
-    0.01,
-    0.002,
-)  #: how much longer it may be if rows are over the bound; and while trials are ahead
+# Likewise with trials, early and later
+_TRIAL = 0.0028
+_LATE_TRIAL = 0.0014
+# Early are so many iterations of one pipeline, and until so many rows may be planned on
+_EARLY = 36
+_ENOUGH = 0.75
+# How much longer it may be if rows are over the bound; and while trials are ahead
+_DOUBT = 0.01
+_MORE_DOUBT = 0.002
 #: iterations between two solutions for the same rows, whose powers are known better by then
 _AGAIN = 4
 #: a search for the same costs waits for the next iteration; later for that share of all of them.
 #: Costs are the same if none differs by more, relative
-_REST, _SAME = 1 / 200, 0.001
+_REST = 1 / 200
+_SAME = 0.001
 _FRESH = 2  #: how often a fresh plan is polished before it is compared with the running one
 #: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
 #: compare lower ones with; half as often later
 _CHECK = 4
 _REPEAT = 6  #: iterations before a trial is tried again
-_GROWTH, _TARGET_GROWTH = 1.25, 1.6  #: how many more rows are worth a new plan, or a new target
+# How many more rows are worth a new plan, or a new target
+_GROWTH = 1.25
+_TARGET_GROWTH = 1.6
 
 
 class _Ran(NamedTuple):
@@ -84,7 +87,8 @@ class Autopilot:
         prior: Profile | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        self.job, self.settings = job, settings or AutopilotSettings()
+        self.job = job
+        self.settings = settings or AutopilotSettings()
         self._search = Searcher(job, self.settings.max_changes)
         self._learner = Learner(
             job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
@@ -175,9 +179,11 @@ class Autopilot:
         """
         if not self._learner.is_ready:
             return ()
-        problem, ranks = self._search.problem, self.job.ranks
+        problem = self._search.problem
+        ranks = self.job.ranks
         factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
-        full, gpus = self._search.full(), self.job.gpus_per_stage
+        full = self._search.full()
+        gpus = self.job.gpus_per_stage
         found = []
         for program, costs, rank_factors in zip(
             self._last, self._learner.costs(), factors, strict=True
@@ -202,7 +208,8 @@ class Autopilot:
         """Charge the ledger with what clocks did to an iteration, and leave more time in plans, or
         less, by that.
         """
-        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        iteration = observations[0].iteration
+        time_s = max(seen.time_s for seen in observations)
         ran = self._ahead.pop(iteration, None)
         for earlier in [number for number in self._ahead if number < iteration]:
             del self._ahead[earlier]
@@ -269,12 +276,14 @@ class Autopilot:
         return self._planned(iteration)
 
     def _planned(self, iteration: int) -> Decision:
-        settings, search = self.settings, self._search
+        settings = self.settings
+        search = self._search
         rows = float(self._learner.times.known.sum())
         is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
         optimism = 1.0 if is_early else 0.3
         margin = self._guarantee.margin.start(self._learner.times.spread)
-        mean, plan = self._learner.costs(), self._learner.costs("plan", optimism, margin)
+        mean = self._learner.costs()
+        plan = self._learner.costs("plan", optimism, margin)
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
         agreed_s = reference_s * (settings.slowdown + _TIGHT)
@@ -285,7 +294,8 @@ class Autopilot:
         is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
-            group, deadline_s = self._group(pipeline), deadlines_s[pipeline]
+            group = self._group(pipeline)
+            deadline_s = deadlines_s[pipeline]
             if not is_due and group in self._plan:
                 plans[group] = self._plan[group]
             elif group not in plans:
@@ -295,12 +305,15 @@ class Autopilot:
             programs.append(plans[group])
         self._plan = plans
         if solve:
-            self._solved_rows, self._solved = rows, iteration
+            self._solved_rows = rows
+            self._solved = iteration
         if is_due:
             self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
         more = _TRIAL if is_early else _LATE_TRIAL
-        trials, limit_s = 0, reference_s * (settings.slowdown + more)
-        run, spare_s = list(programs), 0.0
+        trials = 0
+        limit_s = reference_s * (settings.slowdown + more)
+        run = list(programs)
+        spare_s = 0.0
         if settings.learn:
             if is_due:
                 self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
@@ -314,7 +327,8 @@ class Autopilot:
                     program, settled, iteration, pipeline, is_early=is_early
                 )
                 if new := self._new_modes(iteration, pipeline):
-                    wanted, spare_s = new, self._spare_s()
+                    wanted = new
+                    spare_s = self._spare_s()
                 most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
                 limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
                 run[pipeline], tried = search.with_trials(
@@ -342,7 +356,8 @@ class Autopilot:
         """Return what each rank should try if one is to run for the first time in a mode: at full
         clocks, of which its others tell. Empty if none is.
         """
-        ranks, untried = range(self.job.ranks), self._learner.untried()
+        ranks = range(self.job.ranks)
+        untried = self._learner.untried()
         due = [
             (rank, mode)
             for mode, classes in enumerate(untried)
@@ -451,9 +466,11 @@ class Autopilot:
         """Return the options that each rank should try, those first that the best plan might use;
         and which it may.
         """
-        search, options = self._search, settled.shape[1]
+        search = self._search
+        options = settled.shape[1]
         sweep = _bit_reversed(options)
-        wanted, is_open = [], np.zeros((self.job.ranks, options), dtype=bool)
+        wanted = []
+        is_open = np.zeros((self.job.ranks, options), dtype=bool)
         for rank, classes in enumerate(search.classes):
             first, stop = search.problem.rank_start[rank : rank + 2]
             is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
@@ -487,10 +504,12 @@ class Autopilot:
 
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
         """Return the share of energy that a program saves, and its standard error."""
-        member, rank = self._search.problem.member, self._search.problem.rank
+        member = self._search.problem.member
+        rank = self._search.problem.rank
         energies = []
         for candidate in (program, self._search.full()):
-            seconds, waiting_s = np.zeros_like(costs.time_s), np.zeros(self.job.ranks)
+            seconds = np.zeros_like(costs.time_s)
+            waiting_s = np.zeros(self.job.ranks)
             computed_s = costs.time_s[member, candidate]
             np.add.at(seconds, (member, candidate), computed_s)
             np.add.at(waiting_s, rank, -computed_s)

@@ -130,7 +130,8 @@ def time_at_last_clock(
         return None
     if seen.change_s is None or seen.changed_mhz is None or seen.changed_mhz == seen.clock_mhz:
         return seen.clock_mhz, duration_s
-    old_s, before_s = times_s.get(seen.clock_mhz), seen.change_s - seen.begin_s
+    old_s = times_s.get(seen.clock_mhz)
+    before_s = seen.change_s - seen.begin_s
     if before_s <= 0.0:
         return seen.changed_mhz, duration_s
     if before_s >= duration_s:

@@ -36,7 +36,8 @@ _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
 _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
 #: share by which lower clocks follow what they miss beside full ones, and what they usually do
-_LEVELS, _LEVEL = 0.2, 0.005
+_LEVELS = 0.2
+_LEVEL = 0.005
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
 _LAST = 12  #: likewise, where a few times are much longer
@@ -69,13 +70,18 @@ class Learner:
         *,
         learn: bool,
     ) -> None:
-        self._learn, self._classes = learn, len(keys)
-        self.job, self._class_rank, self._prior = job, class_rank, prior
-        gpus, modes = job.pipelines * job.ranks, len(job.modes)
+        self._learn = learn
+        self._classes = len(keys)
+        self.job = job
+        self._class_rank = class_rank
+        self._prior = prior
+        gpus = job.pipelines * job.ranks
+        modes = len(job.modes)
         in_modes = [(stage, in_mode(kind, mode)) for mode in job.modes for stage, kind in keys]
         self._class_of = {key: i for i, key in enumerate(in_modes)}
         names = sorted({kind for _, kind in in_modes})
-        kinds, stages = ([names.index(kind) for _, kind in in_modes], [s for s, _ in in_modes])
+        kinds = [names.index(kind) for _, kind in in_modes]
+        stages = [s for s, _ in in_modes]
         self._number = {clock: i for i, clock in enumerate(job.clocks_mhz)}
         self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
         ranks = class_rank.tolist() * modes
@@ -119,7 +125,8 @@ class Learner:
 
     def by_option(self, table: NDArray[Any]) -> NDArray[Any]:
         """Return a table of rows and clocks as one of classes and options."""
-        modes, clocks = len(self.job.modes), len(self.job.clocks_mhz)
+        modes = len(self.job.modes)
+        clocks = len(self.job.clocks_mhz)
         of_modes = table.reshape(modes, self._classes, clocks)
         return of_modes.transpose(1, 2, 0).reshape(self._classes, clocks * modes)
 
@@ -269,7 +276,8 @@ class Learner:
             same = pipeline * (1 + microbatch.max()) + microbatch == place
             few = (value - times.mean[row, clock])[same & known]
             if len(few) >= _FEW:
-                shared, error = float(np.median(few)), 1.25 * times.noise / math.sqrt(len(few))
+                shared = float(np.median(few))
+                error = 1.25 * times.noise / math.sqrt(len(few))
                 value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
         self._level_with_top(row[known], clock[known], value[known])
         for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
@@ -317,7 +325,8 @@ class Learner:
         limit, and return whose times are of one.
 
         """
-        times, changed = self.times, np.zeros(len(row), dtype=bool)
+        times = self.times
+        changed = np.zeros(len(row), dtype=bool)
         miss = value - times.mean[row, clock]
         usual = np.median(miss[known]) if known.any() else 0.0
         spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
@@ -391,9 +400,11 @@ class Learner:
         power_w, error_w, waiting_w = (
             self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
         )
-        power_w, error_w = self.by_option(power_w), self.by_option(error_w)
+        power_w = self.by_option(power_w)
+        error_w = self.by_option(error_w)
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
-        ranks, all_costs = self.job.ranks, []
+        ranks = self.job.ranks
+        all_costs = []
         for pipeline in range(self.job.pipelines):
             factor = self.times.factor[pipeline * ranks : (pipeline + 1) * ranks][self._class_rank]
             all_costs.append(Costs(table * factor[:, None], power_w, waiting_w))
@@ -412,7 +423,8 @@ class Learner:
                 "the autopilot has not observed all stages at full clocks; there is no profile yet"
             )
         power_w, error_w, waiting_w = self.powers.tables()
-        variance, table = self.times.variance(), {}
+        variance = self.times.variance()
+        table = {}
         #: a mode in which not every class was measured is not part of it
         lacking = np.append(self.untried().any(axis=1), True)
         measured = self._classes * int(np.argmax(lacking))
@@ -423,7 +435,8 @@ class Learner:
                 count = float(self.times.count[row, clock])
                 time_s = math.exp(float(self.times.mean[row, clock])) * factor
                 time_error_s = time_s * math.sqrt(variance[row, clock])
-                watts, doubt_w = float(power_w[row, clock]), float(error_w[row, clock])
+                watts = float(power_w[row, clock])
+                doubt_w = float(error_w[row, clock])
                 mhz = self.job.clocks_mhz[clock]
                 evidence = Evidence(mhz, time_error_s, doubt_w * time_s, max(1, round(count)), 0.0)
                 rows.append(Measurement(mhz, time_s, watts * time_s, evidence))

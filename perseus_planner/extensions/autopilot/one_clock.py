@@ -93,10 +93,12 @@ class Curve:
     """
 
     def __init__(self, x: np.ndarray, slope: float, error: float) -> None:
-        less, more = np.minimum.outer(x, x), np.maximum.outer(x, x)
+        less = np.minimum.outer(x, x)
+        more = np.maximum.outer(x, x)
         bends = 4.0 * less**2 * (3.0 * more - less) / 6.0  # a slope may change by 2 within x = 1
         self._prior = error**2 * np.outer(x, x) + bends
-        self._covariance, self.mean = self._prior.copy(), slope * x
+        self._covariance = self._prior.copy()
+        self.mean = slope * x
         self._scatter = 1.0  #: of measurements: their variance, beside what it should be
         self.doubt = np.zeros(2)  #: sums of standard errors, less one each; upwards, downwards
 
@@ -144,14 +146,16 @@ class Block:
         """Return the mean of the logarithms, given their standard deviation; an outlier counts
         as three of these.
         """
-        middle, most = median(self.logs), _TUNING.outlier * noise
+        middle = median(self.logs)
+        most = _TUNING.outlier * noise
         return middle + fmean(max(-most, min(most, log - middle)) for log in self.logs)
 
     def power(self) -> tuple[float, float] | None:
         """Return the mean watts of a rank and the seconds in which it was measured; None if it
         was not.
         """
-        watts, seconds = [], 0.0
+        watts = []
+        seconds = 0.0
         for readings in self.metered.values():
             (begin, begin_j, _), (end, end_j, _) = readings[0], readings[-1]
             if end > begin and end_j > begin_j:
@@ -221,7 +225,8 @@ class OneClock:
         """Learn from what ranks observed of one iteration."""
         if not observations:
             return
-        iteration, time_s = observations[0].iteration, max(seen.time_s for seen in observations)
+        iteration = observations[0].iteration
+        time_s = max(seen.time_s for seen in observations)
         index = max(seen.version for seen in observations)
         if self._ledger is not None:
             self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
@@ -293,7 +298,8 @@ class OneClock:
         length = block.last + 1 - max(block.first, self._decided) - SETTLING
         if block.index == 0 or length >= self._length:
             return length >= self._length
-        most, expected = _TUNING.outlier * self._noise, math.log(self._seconds(block.index))
+        most = _TUNING.outlier * self._noise
+        expected = math.log(self._seconds(block.index))
         off = sum(max(-most, min(most, log - expected)) for log in block.logs)
         return abs(off) > self._owed(len(block.logs), _TUNING.sure)
 
@@ -316,10 +322,15 @@ class OneClock:
         """Charge blocks to the ledger, planned ones compared with those at full clocks before and
         after them.
         """
-        noise, before, after = self._noise, self._blocks[0], self._blocks[-1]
-        begin, end = before.level(noise), after.level(noise)
-        middle, full = (begin + end) / 2, 0.5 / len(before.logs) + 0.5 / len(after.logs)
-        middle_s, self.reference_s = math.exp(middle), math.exp(end)
+        noise = self._noise
+        before = self._blocks[0]
+        after = self._blocks[-1]
+        begin = before.level(noise)
+        end = after.level(noise)
+        middle = (begin + end) / 2
+        full = 0.5 / len(before.logs) + 0.5 / len(after.logs)
+        middle_s = math.exp(middle)
+        self.reference_s = math.exp(end)
         powers = [power for power in (before.power(), after.power()) if power]
         if powers:
             self._top_w = fmean(watts for watts, _ in powers)
@@ -327,13 +338,16 @@ class OneClock:
             if block.index == 0:
                 continue
             count_s = (block.last - block.first + 1) * middle_s
-            took, variance = self._time.mean[block.index], self._time.error[block.index] ** 2
+            took = self._time.mean[block.index]
+            variance = self._time.error[block.index] ** 2
             if block.logs:
                 measured = block.level(noise) - middle
-                sampling, drift = noise**2 * (1 / len(block.logs) + full), (end - begin) ** 2 / 12
+                sampling = noise**2 * (1 / len(block.logs) + full)
+                drift = (end - begin) ** 2 / 12
                 known = self._time.add(block.index, measured, sampling + drift)
                 if drift <= max(sampling, variance):
-                    took, variance = measured, known
+                    took = measured
+                    variance = known
                 if powers and (power := block.power()):
                     stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
                     watts = math.log(power[0] / fmean(watts for watts, _ in powers))
@@ -357,10 +371,13 @@ class OneClock:
         before, and what this one may owe.
         """
         assert self.reference_s is not None
-        left, share = _TUNING.risk - self._upper_s / self.reference_s, sum(self._limits)
-        error, mean = self._time.error, self._time.mean
+        left = _TUNING.risk - self._upper_s / self.reference_s
+        share = sum(self._limits)
+        error = self._time.error
+        mean = self._time.mean
         doubted = _TUNING.sure * error * (1.0 + self._time.doubt.max())
-        least, most = _TUNING.least_full, _TUNING.most_full
+        least = _TUNING.least_full
+        most = _TUNING.most_full
         audits = [audited_share(each, self._aim - 1.0, least, most) for each in doubted.tolist()]
         lengths = self._full_length * (1.0 / np.array(audits) - 1.0)
         longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
@@ -371,7 +388,8 @@ class OneClock:
         is_possible &= (left > 0.0) and (self._top_w is not None)
         is_possible[0] = True
         self._index = index = int(np.argmin(np.where(is_possible, least_cost, np.inf)))
-        self._length, owed = self._full_length, _TUNING.risk
+        self._length = self._full_length
+        owed = _TUNING.risk
         if index == 0:
             self._phase = "paying" if left <= 0.0 else "following"
             last = self._blocks[-1].last
@@ -395,7 +413,8 @@ class OneClock:
         """The value of least energy among those that are as fast as agreed, down to the lowest one
         that was measured: its position, its time as a multiple, and the share of energy it saves.
         """
-        times, costs = np.exp(self._time.mean), np.exp(self._time.mean + self._power.mean)
+        times = np.exp(self._time.mean)
+        costs = np.exp(self._time.mean + self._power.mean)
         known = range(1, max(self._measured, default=0) + 1)
         fast = [index for index in known if times[index] <= self._aim]
         best = min((0, *fast), key=lambda index: float(costs[index]))
@@ -417,7 +436,8 @@ class OneClock:
         """
         if self._top_w is None:
             return ()
-        time_s, full_s = self._seconds(self._index), self._seconds(0)
+        time_s = self._seconds(self._index)
+        full_s = self._seconds(0)
         full_w = self._top_w * math.exp(self._power.mean[0])
         watts = self._top_w * math.exp(self._power.mean[self._index])
         row = RankRow(time_s, time_s * watts, full_s, full_s * full_w, 0.0)
@@ -429,7 +449,8 @@ class OneClock:
         Raises:
             UsageError: If the highest value was not measured yet.
         """
-        job, top_w = self.job, self._top_w
+        job = self.job
+        top_w = self._top_w
         if top_w is None:
             raise UsageError("no iteration at full clocks was measured; there is no profile yet")
         rows = []

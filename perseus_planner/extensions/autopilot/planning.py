@@ -160,7 +160,8 @@ class Searcher:
         """Return the program with the next higher clock of the rank wherever one may not be
         planned on.
         """
-        usable, repaired = self._usable(costs), program.copy()
+        usable = self._usable(costs)
+        repaired = program.copy()
         for k, (rank, option) in enumerate(zip(self.problem.rank, program, strict=True)):
             mode = option & self._mask
             in_it = usable[rank, mode : option + 1 : self._mask + 1]
@@ -174,7 +175,8 @@ class Searcher:
         Attempts begin with different numbers of changes, so that several of them find different
         plans.
         """
-        job, usable = self.job, self._usable(costs)
+        job = self.job
+        usable = self._usable(costs)
         table = dict[tuple[int, str], tuple[Measurement, ...]]()
         for number, (stage, kind) in enumerate(self.keys):
             for m, mode in enumerate(job.modes):
@@ -231,7 +233,8 @@ class Searcher:
         if self._max_changes is None:
             return program
         joined = program.copy()
-        clocks, bits = program >> self._bits, self._bits
+        clocks = program >> self._bits
+        bits = self._bits
         for rank, (first, stop) in enumerate(pairwise(self.problem.rank_start)):
             steps = int(clocks[first] != before[first] >> bits)
             if self._changes(program, rank) + steps <= self._max_changes:
@@ -316,13 +319,16 @@ class Searcher:
         begin = int(trial[spot[0]])
         first = min(clock, begin + 1 + ((clock - begin - 1) & self._mask))
         ahead = [c for c in range(first, clock + 1, self._mask + 1) if is_open[c]]
-        low, high = 0, len(ahead)  # the first `low` fit, as far as is known
+        # The first `low` fit, as far as is known
+        low = 0
+        high = len(ahead)
         deepest = None
         kept = trial.copy()
         probe = high - 1
         while low < high:
             if fits(*spot, rank, ahead[probe]):
-                low, deepest = probe + 1, ahead[probe]
+                low = probe + 1
+                deepest = ahead[probe]
             else:
                 high = probe
             probe = (low + high) // 2
@@ -374,7 +380,9 @@ class Searcher:
 def _tied(job: AutopilotJob) -> Integers:
     """Return `ClockProblem.tied` where a microbatch has one mode in all of a stage."""
     computations = job.iteration.computations
-    tied, first, latest = np.arange(len(computations)), dict[object, int](), dict[object, int]()
+    tied = np.arange(len(computations))
+    first = dict[object, int]()
+    latest = dict[object, int]()
     for place, (stage, _, microbatch) in enumerate(computations):
         group = stage, microbatch
         if group in latest:

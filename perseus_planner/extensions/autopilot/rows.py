@@ -24,15 +24,13 @@ _LONGEST = 0.3  #: a time that is longer by more, relative, is a pause
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
 _LEAST_NOISE = 1e-4
 _TAILS = 2.0  #: times the noise; a tail that is larger is not noise
-_BENDS, _STEPS = (
-    (0.01, 0.03, 0.1),
-    (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15),
-)  #: that are tried; see `_covariance`
-_SLOPE, _SLOPE_DOUBT, _OWN_SLOPE = (
-    0.6,
-    0.4,
-    0.1,
-)  #: of log time over log clock: expected, its doubt, and between stages
+# That are tried; see `_covariance`
+_BENDS = (0.01, 0.03, 0.1)
+_STEPS = (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)
+# Of log time over log clock: expected, its doubt, and between stages
+_SLOPE = 0.6
+_SLOPE_DOUBT = 0.4
+_OWN_SLOPE = 0.1
 _OWN = 0.4  #: how much of bends and steps is a stage's own
 #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _NEW_ROWS = 0.05
@@ -40,18 +38,18 @@ _ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bo
 #: how far over the physical bound a measured row may be for the process to be trusted, and one of
 #: few times over the process to be planned on
 _OVER = 0.05
-_FEW, _OUTLIER = (
-    12,
-    3.0,
-)  #: computations of a row up to which it is doubted, and standard errors beside all others
+# Computations of a row up to which it is doubted, and standard errors beside all others
+_FEW = 12
+_OUTLIER = 3.0
 _FEW_OVER = 0.05  #: share of measured rows over the bound that tells nothing of others
-_DOUBT, _FADING = (
-    0.3,
-    10.0,
-)  #: how far over the physical bound a row may be before any is known, and after how many
+# How far over the physical bound a row may be before any is known, and after how many
+_DOUBT = 0.3
+_FADING = 10.0
 #: logarithm of the time of a class in a mode in which it was not measured yet, over that in its own
 #: way: its doubt, most likely at most, and at most
-_NEW, _NEW_SAFE, _NEW_DOUBT = 0.3, 0.3, 0.7
+_NEW = 0.3
+_NEW_SAFE = 0.3
+_NEW_DOUBT = 0.7
 
 
 class TimeTables(NamedTuple):
@@ -84,9 +82,11 @@ class TimeRows:
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
-        self.count, self.mean = np.zeros(shape), np.zeros(shape)
+        self.count = np.zeros(shape)
+        self.mean = np.zeros(shape)
         self.factor = np.ones(gpus)
-        self.noise, self.spread = _NOISE, _NOISE
+        self.noise = _NOISE
+        self.spread = _NOISE
         #: (class, clock) -> times far over the physical bound, before they are seen again
         self.doubted: dict[tuple[int, int], Floats] = {}
         #: by how much the mean of a few times is longer than that of those that are not the longest
@@ -109,7 +109,8 @@ class TimeRows:
             miss = value - self.mean[row, clock]
             most = _MOST_MISS * math.sqrt(self._variance(count) + self._variance(len(values)))
             value = self.mean[row, clock] + min(max(miss, -most), most) * len(values) / total
-        self.mean[row, clock], self.count[row, clock] = value, total
+        self.mean[row, clock] = value
+        self.count[row, clock] = total
 
     def add_noise(self, misses: Floats) -> None:
         """Note what an iteration's times differ from their rows by, relative."""
@@ -167,20 +168,25 @@ class TimeRows:
             between: whether rows that were not measured may be planned on where measured ones tell
                 enough of them.
         """
-        measured, based = int(self.known.sum()), self.known[:, 0]
+        measured = int(self.known.sum())
+        based = self.known[:, 0]
         if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
             self._fitted_rows = measured
-        mean, error = np.empty_like(self.mean), np.empty_like(self.mean)
-        enough, apart = np.zeros(self.mean.shape[0], dtype=bool), np.zeros_like(self.known)
+        mean = np.empty_like(self.mean)
+        error = np.empty_like(self.mean)
+        enough = np.zeros(self.mean.shape[0], dtype=bool)
+        apart = np.zeros_like(self.known)
         for kind in np.unique(self._kinds):
             rows = np.flatnonzero((self._kinds == kind) & based)
             if len(rows):
                 mean[rows], error[rows], apart[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
-        mean[~based], error[~based] = mean[self._own[~based]], _NEW
+        mean[~based] = mean[self._own[~based]]
+        error[~based] = _NEW
         bound, beta = self.bound()
         enough &= np.log(beta) < _OVER
-        known, top = self.known & based[:, None], mean[:, :1]
+        known = self.known & based[:, None]
+        top = mean[:, :1]
         fading = float(np.exp(-known[:, 1:].sum() / _FADING))
         plan = mean + error
         plan[:, 0] = mean[:, 0]
@@ -233,7 +239,8 @@ class TimeRows:
         """Return mean and standard error of the log times of classes of one kind, a Gaussian
         process over the clock; and which rows of few times are much longer.
         """
-        known, x = self.known[rows], self._x
+        known = self.known[rows]
+        x = self._x
         top = self.mean[rows, 0]
         stage, clock = np.nonzero(known)
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
@@ -284,7 +291,9 @@ def _factored(covariance: Floats, value: Floats) -> tuple[Floats, Floats]:
     """
     size = len(value)
     larger = np.full((size + 1, size + 1), 1e12)
-    larger[:size, :size], larger[size, :size], larger[:size, size] = covariance, value, value
+    larger[:size, :size] = covariance
+    larger[size, :size] = value
+    larger[:size, size] = value
     root = np.linalg.cholesky(larger)
     return root[:size, :size], root[size, :size]
 
@@ -308,7 +317,8 @@ def _covariance(
     Stages share a line, Brownian bends and a step at each clock; each has a share of them for
     itself.
     """
-    a, b = x[clock], x[other_clock]
+    a = x[clock]
+    b = x[other_clock]
     same = stage[:, None] == other_stage
     there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
     wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
@@ -327,11 +337,10 @@ def _variance(x: Floats, bend: float, step: float) -> Floats:
 
 
 _KNOTS = 7
-_WAITING, _WAITING_DOUBT, _OWN_WAITING = (
-    0.2,
-    0.08,
-    0.01,
-)  #: power of a waiting GPU, relative to the highest
+# Power of a waiting GPU, relative to the highest
+_WAITING = 0.2
+_WAITING_DOUBT = 0.08
+_OWN_WAITING = 0.01
 _ENERGY_NOISE = 0.002  #: standard deviation of an energy, relative
 _DRIFT = 0.002  #: of the level of a stage's power between iterations, relative
 #: of the energy that a counter has not shown, as a part of the highest power times its step
@@ -368,8 +377,10 @@ class PowerRows:
         self._hats = np.array(
             [np.interp(-x, -knots, unit_row) for unit_row in np.eye(len(knots))]
         ).T  # (clocks, knots)
-        self._classes, self._knots = len(kinds), len(knots)
-        self._ranks, self._gpus = max(ranks) + 1, gpus
+        self._classes = len(kinds)
+        self._knots = len(knots)
+        self._ranks = max(ranks) + 1
+        self._gpus = gpus
         self._class_ranks = np.asarray(ranks)
         self.top_w = 0.0  #: the highest power, roughly; 0 before it is known
         size = self._classes * self._knots
@@ -409,13 +420,15 @@ class PowerRows:
         row = np.zeros(len(self._mean))
         row[: self._waiting] = (seconds @ self._hats).ravel()
         row[self._waiting + rank] = waiting_s
-        place, following = self._unread + gpu, len(self._mean) - 1
+        place = self._unread + gpu
+        following = len(self._mean) - 1
         doubt = (_UNREAD * step_s) ** 2
         if not self._steps_s[gpu]:
             self._reset(place, doubt)
             self._steps_s[gpu] = step_s
         self._reset(following, doubt)
-        row[place], row[following] = 1.0, -1.0
+        row[place] = 1.0
+        row[following] = -1.0
         self._drift(rank)
         self._update(row, energy_j / self.top_w, (_ENERGY_NOISE * time_s) ** 2)
         self._mean[place] = self._mean[following]
@@ -434,7 +447,8 @@ class PowerRows:
         """Return the power of each row and its standard error, (classes, clocks), and of
         waiting, (ranks,): watts.
         """
-        size, hats = self._waiting, self._hats
+        size = self._waiting
+        hats = self._hats
         mean = self._mean[:size].reshape(self._classes, self._knots) @ hats.T
         blocks = [
             self._covariance[i : i + self._knots, i : i + self._knots]
@@ -485,12 +499,14 @@ def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Fl
         kinds: (classes,)
         stages: (classes,)
     """
-    line, walk = np.outer(u, u), np.minimum.outer(u, u)
+    line = np.outer(u, u)
+    walk = np.minimum.outer(u, u)
     every = 0.10**2 + 0.4**2 * line + 0.10**2 * walk
     of_kind = 0.08**2 + 0.2**2 * line + 0.05**2 * walk
     of_stage = 0.04**2 + 0.1**2 * line + 0.01**2 * walk
     own = 0.02**2 + 0.07**2 * line + 0.02**2 * walk
-    same_kind, same_stage = kinds[:, None] == kinds, stages[:, None] == stages
+    same_kind = kinds[:, None] == kinds
+    same_stage = stages[:, None] == stages
     ones = np.ones_like(same_kind)
     parts = (
         (ones, every),

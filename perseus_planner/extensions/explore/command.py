@@ -186,7 +186,8 @@ def estimate(
     from perseus_planner.extensions.explore.views import estimate_text, summarize_estimate
 
     refuse_same([Path(model)], output)
-    system, job = of.system().limited(power_limit_w), pipeline.of(model)
+    system = of.system().limited(power_limit_w)
+    job = pipeline.of(model)
     if pipeline.link is not None:
         system = with_link(system, pipeline.link * 1e9)
     calibration = None
@@ -344,7 +345,8 @@ def explore(
         precision=job_gpus.precision,
         attention=job_gpus.attention,
     )
-    system, objective = of.system().limited(power_limit_w), goal.objective()
+    system = of.system().limited(power_limit_w)
+    objective = goal.objective()
     with console.progress("Exploring") as update:
         explored = exploring(
             shape,
@@ -384,7 +386,8 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         )
     if options.recompute not in ("none", "full"):
         raise UsageError(f"--recompute: {options.recompute!r} is not measured; give none or full")
-    system, shape = system_of(options.gpu), named_transformer(str(options.kernels))
+    system = system_of(options.gpu)
+    shape = named_transformer(str(options.kernels))
     layer = None if options.layer is None else StageBuilder.load(options.layer).function
     for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
         if layer is None and getattr(shape, name) != measured:

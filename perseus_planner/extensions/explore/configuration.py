@@ -112,7 +112,8 @@ class Configuration:
         words = shape.vocabulary * shape.hidden
         experts = layers * (shape.expert_parameters / shape.expert_degree)
         others = layers * (shape.layer_parameters - shape.expert_parameters)
-        first, last = self.stage_ranks[0], self.stage_ranks[-1]
+        first = self.stage_ranks[0]
+        last = self.stage_ranks[-1]
         others[first] += words
         others[first] += shape.sequence * shape.hidden if shape.positions == "learned" else 0
         others[last] += shape.hidden * (2 if shape.biases else 1)
@@ -122,7 +123,8 @@ class Configuration:
     @property
     def name(self) -> str:
         """What tells it from others of the same model, in one word."""
-        shape, virtual = self.shape, f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        shape = self.shape
+        virtual = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
         counts = [(layers, len(list(same))) for layers, same in groupby(self.split)]
         runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in counts]
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
@@ -168,7 +170,8 @@ class Configuration:
         """Return the seconds in which replicas sum `size` bytes of each parameter on a GPU, of
         which there are so many, those of experts first.
         """
-        seconds, shape = np.zeros(held.shape[1:]), self.shape
+        seconds = np.zeros(held.shape[1:])
+        shape = self.shape
         for parameters, replicas, groups in zip(
             held,
             (self.expert_replicas, self.replicas),
@@ -234,7 +237,8 @@ class Configuration:
         """
         sums_s = self.reduction_s(system)
         if self.overlap_reduction:
-            shape, virtual = self.shape, self.virtual_stages
+            shape = self.shape
+            virtual = self.virtual_stages
             bare = np.full(
                 self.ranks,
                 (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
@@ -279,7 +283,9 @@ def _stage_ranks(name: str, stages: int, virtual_stages: int) -> tuple[int, ...]
     return schedule_of(name, stages, stages // virtual_stages, virtual_stages).stage_ranks
 
 
-_WEIGHT, _STATE = 2, 12  # bytes: bf16, and the float32 weight and two moments of Adam
+# Bytes: bf16, and the float32 weight and two moments of Adam
+_WEIGHT = 2
+_STATE = 12
 _RESERVE_BYTES = 2e9  # CUDA context, NCCL buffers, workspaces; assumed
 _RESERVE_SHARE = 0.02  # fragmentation; assumed
 
@@ -370,7 +376,8 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
     activation read, and in `precision` what products read.
     """
     low = shape.narrow_bytes or 2.0
-    inner, wide = shape.heads * shape.head_size, 2 * (2 if shape.gated else 1)
+    inner = shape.heads * shape.head_size
+    wide = 2 * (2 if shape.gated else 1)
     keys_values = 2 * (shape.heads if shape.kv_latent else shape.kv_heads) * shape.head_size
     shared = 2 * (2 * inner + keys_values) + (low if shape.narrow_bytes else 0) * inner
     dense = 1 - shape.expert_share
@@ -389,9 +396,12 @@ def _in_flight(
     schedule: str, stages: int, microbatches: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
-    kept, last = [0] * stages, "W" if schedule in SPLIT_BACKWARD else "B"
+    kept = [0] * stages
+    last = "W" if schedule in SPLIT_BACKWARD else "B"
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
-        counts, total, most = dict.fromkeys({computation.stage for computation in program}, 0), 0, 0
+        counts = dict.fromkeys({computation.stage for computation in program}, 0)
+        total = 0
+        most = 0
         for computation in program:
             more = (computation.kind == "F") - (computation.kind == last)
             counts[computation.stage] += more

@@ -45,7 +45,9 @@ _SLOPES = 200
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
 _FEWER = (2, 3)  # the same for long pipelines
 _LONG = 24  # stages
-_LARGE, _MANY = 2500, 16  # computations above which not all operating points are used, but so many
+# Computations above which not all operating points are used, but so many
+_LARGE = 2500
+_MANY = 16
 _SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
 
 
@@ -74,7 +76,8 @@ def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
         count: Number of points to keep, evenly spaced down to the one of least effective energy; 0
             for all.
     """
-    load, gpu = phases.load(system), system.gpu
+    load = phases.load(system)
+    gpu = system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
     top_mhz = load.achieved_mhz(clocks[0])
     set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
@@ -139,7 +142,8 @@ class CurveMaker:
         """Make curves on `system` with so many operating points of a computation; 0 for all, or
         16 in large jobs.
         """
-        self.system, self.points = system, points
+        self.system = system
+        self.points = points
         self._points = cache(lambda phases: points_of(phases, system, points))
         self._rows = cache(lambda phases, count: measurements_of(phases, system, count))
         self._hull = cache(self._hull_of)
@@ -149,11 +153,14 @@ class CurveMaker:
         """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        kinds, ranks = job.kinds, job.ranks  # of which each has every so many-th stage
+        # Of which each has every so many-th stage
+        kinds = job.kinds
+        ranks = job.ranks
         all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
         forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
         trip_s = self._top_s(stages[-ranks:], kinds[:2])
-        hop_s, count = job.transfer_s(self.system), job.microbatches
+        hop_s = job.transfer_s(self.system)
+        count = job.microbatches
         end_s = self.ends_s(job, stages)
         if kinds == "FB":  # else gradients of weights may wait
             back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
@@ -250,11 +257,10 @@ class CurveMaker:
         Static power counts with what takes the time; the iteration is that of the microbatches that
         were solved, at most.
         """
-        job, gpu = candidate.job, self._gpu
-        frontier, parts = (
-            self._frontiers[job],
-            dict.fromkeys(("arithmetic", "memory", "traffic"), 0.0),
-        )
+        job = candidate.job
+        gpu = self._gpu
+        frontier = self._frontiers[job]
+        parts = dict.fromkeys(("arithmetic", "memory", "traffic"), 0.0)
         for phases in job.stage_phases(self.system, candidate.times):
             for kind in job.kinds:
                 load = phases[kind].load(self.system)
@@ -379,9 +385,11 @@ def estimate(
     profile = CurveMaker(system).profile(job, stages, kinds=kinds)
     if calibration is None:
         return profile
-    gpus, rows = profile.gpus_per_stage, {}
+    gpus = profile.gpus_per_stage
+    rows = {}
     for stage, kind in profile.measurements:
-        load, clocks = stages[stage][kind].load(system), system.gpu.clocks_mhz
+        load = stages[stage][kind].load(system)
+        clocks = system.gpu.clocks_mhz
         rows[stage, kind] = tuple(
             Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
             for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)
@@ -433,7 +441,8 @@ def calibration_of(
     shape = job.shape
     if profile.stages != len(job.split):
         job = replace(job, split=split_layers(shape.layers, profile.stages))
-    stage, gpus = (profile.stages - 1) // 2, profile.gpus_per_stage
+    stage = (profile.stages - 1) // 2
+    gpus = profile.gpus_per_stage
     if profile.control == "power-limit":
         raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
     if gpus not in (1, shape.tensor_degree):
@@ -441,7 +450,8 @@ def calibration_of(
             f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
             "give the tensor degree that was measured"
         )
-    phases, ratios = job.stage_phases(system)[stage], {}
+    phases = job.stage_phases(system)[stage]
+    ratios = {}
     for kind in "FBIW":
         rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
         if not rows and kind in "IW":

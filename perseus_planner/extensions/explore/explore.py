@@ -82,7 +82,9 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
             f"--recompute: {model.attention} attention keeps no scores that selective could "
             "recompute; give none or full, or --attention plain"
         )
-    fitting, least, unmeasured = list[Candidate](), None, bool(system.kernels)
+    fitting = list[Candidate]()
+    least = None
+    unmeasured = bool(system.kernels)
     for job, times in _configurations(model, system, choices):
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
         needed = memory(job, system)
@@ -194,10 +196,8 @@ def _pipelines(
                 break
             if group * data % shape.expert_degree:
                 continue
-            count, shared = (
-                choices.batch // (data * shape.microbatch),
-                data * shape.context_degree > 1,
-            )
+            count = choices.batch // (data * shape.microbatch)
+            shared = data * shape.context_degree > 1
             kinds = [("1f1b", 1)]
             if ranks > 1:
                 kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
@@ -267,9 +267,11 @@ class Objective:
 
     def point(self, curve: Curve) -> tuple[float, float] | None:
         """Return the time and energy of the best point of a curve, or None if it has none."""
-        times_s, energies_j = curve.times_s, curve.energies_j
+        times_s = curve.times_s
+        energies_j = curve.energies_j
         finite = np.isfinite(energies_j)
-        times_s, energies_j = times_s[finite], energies_j[finite]
+        times_s = times_s[finite]
+        energies_j = energies_j[finite]
         if len(times_s) == 0:
             return None
         if self.deadline_s is not None:
@@ -366,7 +368,8 @@ def explore(
     search.run(progress)
     if not search.first():
         raise UsageError(search.out_of_reach())
-    solved, gap = len(search.curves), search.gap()
+    solved = len(search.curves)
+    gap = search.gap()
     search.solve_again(CurveMaker(system))
     return Exploration(
         maker=search.maker,
@@ -395,7 +398,9 @@ class _Search:
     """Which exact curves are computed."""
 
     def __init__(self, found: list[Candidate], maker: CurveMaker, objective: Objective) -> None:
-        self.found, self.maker, self.objective = found, maker, objective
+        self.found = found
+        self.maker = maker
+        self.objective = objective
         bounds = [maker.bound(candidate) for candidate in found]
         fastest_s = min(bound.least_s for bound in bounds)
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
@@ -431,7 +436,9 @@ class _Search:
         the others.
         """
         kept = dict.fromkeys([*self.first(), *(place for _, _, place in self._frontier())])
-        self.maker, self.curves, self.exact_values = maker, {}, {}
+        self.maker = maker
+        self.curves = {}
+        self.exact_values = {}
         for place in kept:
             self._solve(place)
 
@@ -559,7 +566,8 @@ def _bound_curve(
     be as low as there.
     """
     finite = np.isfinite(bounds_j)
-    times_s, energies_j = grid_s[finite], bounds_j[finite]
+    times_s = grid_s[finite]
+    energies_j = bounds_j[finite]
     if len(times_s) == 0 or least_s >= times_s[0]:
         return Curve(times_s, energies_j)
     return Curve(np.insert(times_s, 0, least_s), np.insert(energies_j, 0, energies_j[0]))

@@ -92,7 +92,8 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
 
 def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Return the seconds of a forward and of its backward: medians, the longest of all ranks."""
-    forwards, backwards = [], []
+    forwards = []
+    backwards = []
     for turn in range(_REPETITIONS + 3):
         _barrier()
         begin_s = time.perf_counter()
@@ -112,14 +113,17 @@ class _Layer:
     """One GPU's share of a layer."""
 
     def __init__(self, shape: Transformer, group: Any) -> None:
-        self._shape, self._group = shape, group
+        self._shape = shape
+        self._group = group
         inner, keys = (
             heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu)
         )
         wide = (2 if shape.gated else 1) * shape.ffn_per_gpu
         self._norms = [_weight(shape.hidden), _weight(shape.hidden)]
-        self._qkv, self._out = _weight(inner + 2 * keys, shape.hidden), _weight(shape.hidden, inner)
-        self._up, self._down = _weight(wide, shape.hidden), _weight(shape.hidden, shape.ffn_per_gpu)
+        self._qkv = _weight(inner + 2 * keys, shape.hidden)
+        self._out = _weight(shape.hidden, inner)
+        self._up = _weight(wide, shape.hidden)
+        self._down = _weight(shape.hidden, shape.ffn_per_gpu)
         self._sizes = [inner, keys, keys]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,10 +136,8 @@ class _Layer:
         )
         repeated = shape.heads_per_gpu // shape.kv_heads_per_gpu
         if repeated > 1:
-            keys, values = (
-                keys.repeat_interleave(repeated, 1),
-                values.repeat_interleave(repeated, 1),
-            )
+            keys = keys.repeat_interleave(repeated, 1)
+            values = values.repeat_interleave(repeated, 1)
         if shape.attention == "plain":
             attended = (queries @ keys.transpose(-1, -2) * shape.head_size**-0.5).softmax(
                 -1
@@ -160,11 +162,10 @@ class _Head:
     """One GPU's share of embedding, head and loss."""
 
     def __init__(self, shape: Transformer, group: Any) -> None:
-        self._shape, self._group = shape, group
-        self._table, self._norm = (
-            _weight(shape.vocabulary_per_gpu, shape.hidden),
-            _weight(shape.hidden),
-        )
+        self._shape = shape
+        self._group = group
+        self._table = _weight(shape.vocabulary_per_gpu, shape.hidden)
+        self._norm = _weight(shape.hidden)
 
     def run(self, words: torch.Tensor) -> torch.Tensor:
         """Run embedding, norm, head and loss."""
@@ -223,7 +224,8 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, group: Any, *steps: Any) -> torch.Tensor:
-        context.group, context.back = group, steps[1]
+        context.group = group
+        context.back = steps[1]
         return steps[0](value, group)
 
     @staticmethod

@@ -354,13 +354,15 @@ Operations: TypeAlias = "Mapping[str, tuple[Operation, ...]]"
 
 def layer_operations(shape: Transformer) -> Operations:
     """Return the operations of one layer; of layers that differ the mean."""
-    linear, core = (*_linear(shape), *_expert_products(shape)), _attention(shape)
+    linear = (*_linear(shape), *_expert_products(shape))
+    core = _attention(shape)
     activation = shape.tokens * shape.hidden * shape.element_bytes
     traffic = (Exchange(activation, 2.0),) if shape.tensor_degree > 1 else ()
     # The gather before the products is repeated for the gradients of weights (Korthikanti et al.,
     # section 4.2.2).
     gathered = (Exchange(activation, 1.0),) if traffic and shape.sequence_parallel else ()
-    routed, passed_on = _dispatches(shape), _ring(shape)
+    routed = _dispatches(shape)
+    passed_on = _ring(shape)
     forward: tuple[Operation, ...] = (
         *linear,
         *core,
@@ -420,11 +422,11 @@ def head_operations(shape: Transformer) -> Operations:
     """Return the operations of the final norm, the language-model head and the loss, on the last
     stage.
     """
-    element, logits = (
-        shape.tokens * shape.hidden * shape.element_bytes,
-        shape.tokens * shape.vocabulary_per_gpu,
-    )
-    tokens, hidden, words = shape.tokens, shape.hidden, shape.vocabulary_per_gpu
+    element = shape.tokens * shape.hidden * shape.element_bytes
+    logits = shape.tokens * shape.vocabulary_per_gpu
+    tokens = shape.tokens
+    hidden = shape.hidden
+    words = shape.vocabulary_per_gpu
     # Logits are read and written in float32, and once more by the logarithm of the softmax.
     forward = shape.element_bytes + 3 * _FLOAT32
     # The gradient of the losses is written; with the logarithms it is read and the gradient of the
@@ -445,7 +447,8 @@ def head_operations(shape: Transformer) -> Operations:
 
 def _linear(shape: Transformer) -> tuple[Product, ...]:
     """Return the forward's products with weights that a tensor group shares."""
-    degree, copied = shape.tensor_degree, 0.0
+    degree = shape.tensor_degree
+    copied = 0.0
     if not shape.kv_latent:  # GPUs beyond the heads of keys and values have copies of them
         copied = 2 * shape.head_size * (shape.kv_heads_per_gpu - shape.kv_heads / degree)
     products = []
@@ -465,7 +468,8 @@ def _expert_products(shape: Transformer) -> tuple[Product, ...]:
     """
     if not shape.experts:
         return ()
-    tokens, share = shape.tokens / shape.tensor_degree, shape.expert_share
+    tokens = shape.tokens / shape.tensor_degree
+    share = shape.expert_share
     rows = tokens * shape.experts_used * shape.expert_degree / shape.experts
     local = share * shape.experts / shape.expert_degree
     wide = (2 if shape.gated else 1) * shape.expert_ffn
@@ -519,8 +523,10 @@ def _attention(shape: Transformer) -> tuple[Operation, ...]:
     """Return the products of queries with keys and of scores with values, and the passes over
     the scores.
     """
-    count, rows = shape.microbatch * shape.heads_per_gpu, shape.sequence / shape.context_degree
-    fused, pairs = shape.attention != "plain", _pairs(shape)
+    count = shape.microbatch * shape.heads_per_gpu
+    rows = shape.sequence / shape.context_degree
+    fused = shape.attention != "plain"
+    pairs = _pairs(shape)
     width = shape.head_size + shape.rotary_size
     scores = Product(rows, pairs, width, count, weights=False, fused=fused)
     values = Product(rows, shape.head_size, pairs, count, weights=False, fused=fused)
@@ -535,7 +541,8 @@ def _pairs(shape: Transformer) -> float:
     length = shape.sequence
     if shape.attention != "flash-causal":
         return length
-    every, window = (length + 1) / 2, min(shape.window or length, length)
+    every = (length + 1) / 2
+    window = min(shape.window or length, length)
     inside = (window + 1) / 2 if shape.chunked else window - window * (window - 1) / (2 * length)
     whole = shape.layers // shape.global_every / shape.layers if shape.global_every else 0.0
     return whole * every + (1 - whole) * inside
@@ -559,7 +566,8 @@ def _passes(
     tensors and writes one; tokens are copied for their experts, sorted on arrival, and summed.
     Backward: norms and activation also read their inputs.
     """
-    used, share = shape.experts_used / shape.tensor_degree, shape.expert_share
+    used = shape.experts_used / shape.tensor_degree
+    share = shape.expert_share
     inside = (1 - share) * shape.ffn_per_gpu + share * (
         shape.shared_ffn / shape.tensor_degree + used * shape.expert_ffn
     )
@@ -777,7 +785,8 @@ def dispatch_s(size: float, shape: Transformer, system: System) -> float:
 
     Experts are drawn evenly: of n nodes k draws touch n (1 - (1 - 1 / n)^k).
     """
-    degree, used = shape.expert_degree, shape.experts_used
+    degree = shape.expert_degree
+    used = shape.experts_used
     nodes = max(1.0, degree / system.gpus_per_node)
     touched = nodes * (1 - (1 - 1 / nodes) ** used)
     far = min(touched, shape.routed_nodes or touched) * (1 - 1 / nodes)
@@ -791,7 +800,8 @@ def _with_host(phases: Phases, kind: str, shape: Transformer, system: System) ->
     the kernels of a layer and of its collectives.
     """
     sums_s = 2 * system.host_exchange_s if shape.tensor_degree > 1 else 0.0
-    forward_s, backward_s = system.host_forward_s + sums_s, system.host_backward_s + sums_s
+    forward_s = system.host_forward_s + sums_s
+    backward_s = system.host_backward_s + sums_s
     if shape.recomputation == "full":
         backward_s += forward_s
     host_s = {"F": forward_s, "B": backward_s}.get(kind, backward_s / 2)

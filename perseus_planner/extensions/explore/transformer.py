@@ -185,7 +185,8 @@ class Transformer(Checked):
         """Outputs, inputs and number of the products of a layer with weights that a tensor group
         shares, but for those of experts; of layers that differ the mean.
         """
-        inner, wide = self.heads * self.head_size, 2 if self.gated else 1
+        inner = self.heads * self.head_size
+        wide = 2 if self.gated else 1
         dense = 1 - self.expert_share
         blocks = ((self.ffn, dense), (self.shared_ffn, self.expert_share))
         return (
@@ -201,7 +202,9 @@ class Transformer(Checked):
 
     @property
     def _query_key_value_widths(self) -> tuple[tuple[float, float, float], ...]:
-        heads, hidden, rotary = self.heads, self.hidden, self.rotary_size
+        heads = self.heads
+        hidden = self.hidden
+        rotary = self.rotary_size
         if not self.kv_latent:
             return (((heads + 2 * self.kv_heads) * self.head_size, hidden, 1),)
         queries = heads * (self.head_size + rotary)
@@ -326,7 +329,8 @@ def transformer_of(values: Mapping[str, Any]) -> Transformer:
     many key and value heads as heads, which divide the hidden width, and a feed-forward block four
     times as wide.
     """
-    hidden, heads = values["hidden"], values["heads"]
+    hidden = values["hidden"]
+    heads = values["heads"]
     derived = {"kv_heads": 1, "head_size": 1, "ffn": 1, "layers": 1}
     if COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None:
         derived |= {"kv_heads": heads, "head_size": hidden // heads, "ffn": 4 * hidden}
@@ -437,7 +441,8 @@ def read_transformer(path: Path) -> Transformer:
     values = {
         key: value for key, value in document.values.items() if key not in ("format", "version")
     }
-    hidden, heads = values["hidden"], values["heads"]
+    hidden = values["hidden"]
+    heads = values["heads"]
     counts = COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None
     if counts and "head_size" not in values and hidden % heads:
         raise document.refusal(
@@ -629,11 +634,13 @@ def read_dimensions(path: Path) -> dict[str, Any]:
 
 
 def _with_experts(found: dict[str, Any]) -> dict[str, Any]:
-    shared, every = found.pop("shared_experts", 0), found.pop("expert_every", 1)
+    shared = found.pop("shared_experts", 0)
+    every = found.pop("expert_every", 1)
     if not found.get("experts"):
         unused = ("experts_used", "expert_ffn", "shared_ffn", "dense_layers", "routed_nodes")
         return {name: value for name, value in found.items() if name not in unused}
-    layers, first = found["layers"], found.get("dense_layers", 0)
+    layers = found["layers"]
+    first = found.get("dense_layers", 0)
     found["dense_layers"] = layers - (layers - first) // every
     return found | ({"shared_ffn": shared * found["expert_ffn"]} if shared else {})
 

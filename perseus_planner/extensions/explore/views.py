@@ -59,7 +59,8 @@ def estimate_text(summary: dict[str, Any]) -> str:
         f"{summary['parameters'] / 1e9:.2f} billion parameters, {summary['tokens']} tokens a "
         "microbatch"
     )
-    rows, gpus = summary["computations"], summary["gpus_per_stage"]
+    rows = summary["computations"]
+    gpus = summary["gpus_per_stage"]
     columns = [
         *lay_out(
             rows,
@@ -267,7 +268,8 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     Raises:
         JobError: If a file cannot be written.
     """
-    job, maker = row.candidate.job, found.maker
+    job = row.candidate.job
+    maker = found.maker
     profile_path = path.with_name(f"{path.stem}-profile.yaml")
     stages = job.stage_phases(found.maker.system, row.candidate.times)
     maker.profile(job, stages).save(profile_path)
@@ -302,7 +304,8 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
 
 
 def _row_view(row: Row, found: Exploration, run: Mapping[str, Any]) -> dict[str, Any]:
-    job, shape = row.candidate.job, row.candidate.job.shape
+    job = row.candidate.job
+    shape = row.candidate.job.shape
     slowdown = row.time_s / float(row.curve.times_s[0])
     return {
         "configuration": job.name,

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ANSWER_S, _LOOK_S = 0.5, 1.0  # in which metrics come; between looks whether a server is there
+# In which metrics come; between looks whether a server is there
+_ANSWER_S = 0.5
+_LOOK_S = 1.0
 
 
 @click.group(
@@ -421,7 +423,9 @@ def simulate(
         chunk_tokens=chunk,
         most_requests=most,
     )
-    requests, replays, left_out = read_trace(trace), [], list[str]()
+    requests = read_trace(trace)
+    replays = []
+    left_out = list[str]()
     for name in console.each("Replaying", dict.fromkeys((BASELINE, *(policies or POLICIES)))):
         try:
             replays.append(replay(measured, requests, settings, name))

@@ -92,7 +92,9 @@ class Histogram(NamedTuple):
         place = bisect_right(self.bounds, most)
         counts = [b - a for a, b in zip((0.0, *self.counts), self.counts, strict=False)]
         lows = (0.0, *self.bounds[:-1])
-        low, high, unsure = lows[place], self.bounds[place], counts[place]
+        low = lows[place]
+        high = self.bounds[place]
+        unsure = counts[place]
         sure = sum(counts[place + 1 :])
         if not unsure:
             return sure
@@ -180,7 +182,8 @@ class MetricsReader:
 
     def __init__(self, address: str, limit_s: float) -> None:
         base = address.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
-        self.where, parts = f"{base}/metrics", split_address(base, "http")
+        self.where = f"{base}/metrics"
+        parts = split_address(base, "http")
         self._path = f"{parts.path}/metrics"
         self._http = http.client.HTTPConnection(parts.netloc, timeout=limit_s)
 

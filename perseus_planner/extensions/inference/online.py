@@ -115,8 +115,10 @@ class _Iterations:
 
     def __init__(self) -> None:
         # Weak knowledge: nothing per token, so that what was never seen decides nothing.
-        self._squares, self._sums = np.diag([1e-6, 1e-3, 1e-1]), np.zeros(3)
-        self.costs_s, self.windows = np.zeros(3), 0
+        self._squares = np.diag([1e-6, 1e-3, 1e-1])
+        self._sums = np.zeros(3)
+        self.costs_s = np.zeros(3)
+        self.windows = 0
 
     def add(self, outputs: float, inputs: float, time_s: float) -> None:
         """Learn from iterations of so many output and input tokens each."""
@@ -148,7 +150,8 @@ class ServerClock:
         self._begun: tuple[ServerState, float] | None = None  #: of the window; joules
         #: of the objectives, up to which a prediction will do: the first token, and between tokens.
         self._margins = np.array(_TUNING.first_margin)
-        first_s, length_s = _TUNING.first_audit_s, _TUNING.audit_s
+        first_s = _TUNING.first_audit_s
+        length_s = _TUNING.audit_s
         self._audits = AuditTimes(first_s, length_s, self._random)
         self._chosen_s = -math.inf  #: when a clock was chosen last
         self._rates = np.zeros(3)  #: requests, their input and their output tokens in a second
@@ -178,9 +181,11 @@ class ServerClock:
         """Learn from a state of the server and the energy counter of its GPUs; return the clock
         from now on, MHz.
         """
-        before, self._before = self._before, state
+        before = self._before
+        self._before = state
         if before is None or state.output_tokens < before.output_tokens:  # it has started again
-            self._begun, self._lost = None, 0.0
+            self._begun = None
+            self._lost = 0.0
             return self.clock_mhz
         self._count(before, state)
         self._learn(state, energy_j)
@@ -190,11 +195,13 @@ class ServerClock:
     def _set(self, index: int, reason: str) -> None:
         if index != self.index:
             self._begun = None
-        self.index, self.reason = index, reason
+        self.index = index
+        self.reason = reason
 
     def _count(self, before: ServerState, state: ServerState) -> None:
         """Keep the ledger, and what arrives."""
-        ttft, tbt = state.ttft.since(before.ttft), state.tbt.since(before.tbt)
+        ttft = state.ttft.since(before.ttft)
+        tbt = state.tbt.since(before.tbt)
         self.requests += ttft.seen
         # The time between tokens is the mean of a request: one long iteration makes none late.
         if state.tpot is None or before.tpot is None:
@@ -202,7 +209,8 @@ class ServerClock:
             slow = ended * (tbt.total > tbt.seen * self.settings.tbt_s)
         else:
             tpot = state.tpot.since(before.tpot)
-            ended, slow = tpot.seen, tpot.above(self.settings.tbt_s)
+            ended = tpot.seen
+            slow = tpot.above(self.settings.tbt_s)
             self._lost = max(self._lost, state.ttft.seen - state.tpot.seen - state.running)
         late = np.array((ttft.above(self.settings.ttft_s), slow))
         self.late += late[0]
@@ -223,7 +231,8 @@ class ServerClock:
         counts = np.array((ttft.seen, inputs, state.output_tokens - before.output_tokens))
         self._rates = fade * self._rates + (1 - fade) * counts / length_s
         if ttft.seen and inputs:
-            mean, keep = inputs / ttft.seen, 0.98**ttft.seen
+            mean = inputs / ttft.seen
+            keep = 0.98**ttft.seen
             first = not self._length.any()
             part = 1.0 if first else 1 - keep
             self._length = (1 - part) * self._length + part * np.array((mean, mean**2))
@@ -294,7 +303,8 @@ class ServerClock:
     def _iteration_s(self, outputs: float, inputs: float) -> np.ndarray:
         """Return what an iteration takes at most at each clock, as far as is sure."""
         base_s, output_s, input_s = self._iterations.costs_s
-        mean, error = self._slower.mean, self._slower.error
+        mean = self._slower.mean
+        error = self._slower.error
         slower = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
         times_s: np.ndarray = slower * (base_s + outputs * output_s)
         return times_s + np.exp(self._x) * inputs * input_s
@@ -364,8 +374,12 @@ def attend(
     """
     clocks_mhz = common_settings([gpu.supported_clocks_mhz for gpu in gpus])
     chooser = ServerClock(clocks_mhz[:: max(1, len(clocks_mhz) // _CLOCKS)], settings)
-    current_mhz, changes, failures, told_s = clocks_mhz[0], 0, 0, 0.0
-    begin_s, begin_j = time.monotonic(), sum(gpu.energy_j() for gpu in gpus)
+    current_mhz = clocks_mhz[0]
+    changes = 0
+    failures = 0
+    told_s = 0.0
+    begin_s = time.monotonic()
+    begin_j = sum(gpu.energy_j() for gpu in gpus)
     with ExitStack() as stack:
         if not is_dry:
             stack.enter_context(lease_gpus(gpus, power_limit=False))
@@ -381,7 +395,8 @@ def attend(
             else:
                 chooser.observe(state, sum(gpu.energy_j() for gpu in gpus))
             if chooser.clock_mhz != current_mhz:
-                current_mhz, changes = chooser.clock_mhz, changes + 1
+                current_mhz = chooser.clock_mhz
+                changes = changes + 1
                 for gpu in () if is_dry else gpus:
                     gpu.set_clock_mhz(current_mhz)
             if poll_s - told_s > _TELL_S:

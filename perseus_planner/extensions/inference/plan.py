@@ -283,7 +283,9 @@ class _Model:
         least_share: float = 1.0,
     ) -> None:
         demand = dict(sorted(demand.items()))
-        self._period_s, self._before, self._costs = period_s, before, costs
+        self._period_s = period_s
+        self._before = before
+        self._costs = costs
         self._idle_w = {at: profile.idle_w(at) for at in profile.configurations}
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
@@ -399,7 +401,9 @@ class _Model:
 
     def plan(self, values: npt.NDArray[np.float64], bound: float) -> PoolPlan:
         """Return the pools of an answer, with no more instances than their shares need."""
-        power_w, first, pools = 0.0, list[_Part](), list[Pool]()
+        power_w = 0.0
+        first = list[_Part]()
+        pools = list[Pool]()
         for _, longest, at, segment, entries in self._groups:
             shares = needed = 0.0
             serves: dict[RequestClass, float] = defaultdict(float)
@@ -476,7 +480,8 @@ def _instances(filled: float) -> int:
     return max(1, math.ceil(filled - _ROUNDING))
 
 
-_FORMAT, _VERSION = "perseus-planner/inference", 1
+_FORMAT = "perseus-planner/inference"
+_VERSION = 1
 _KEYS = ("profile", "control", "gpus", "classes", "policies", "epochs")
 
 
@@ -504,7 +509,8 @@ def make_plan(
         InfeasibleGpus: If there are too few GPUs.
         UsageError: If a class has no configuration that meets its objective.
     """
-    totals, plans = dict[str, dict[str, Any]](), list[PoolPlan]()
+    totals = dict[str, dict[str, Any]]()
+    plans = list[PoolPlan]()
     for name in POLICIES:
         plans = []
         for _, length_s, demand in periods:

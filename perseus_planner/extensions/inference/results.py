@@ -527,7 +527,8 @@ def _power_of_aiperf(part: _Part) -> tuple[float | None, list[str]]:
     ]
     if not sensors_w:
         return (sum(counters_w) or None), []
-    power_w, counted_w = sum(sensors_w), sum(counters_w)
+    power_w = sum(sensors_w)
+    counted_w = sum(counters_w)
     if counted_w and abs(counted_w - power_w) > _OFF * power_w:
         return power_w, [
             f"its GPUs drew {power_w:.4g} W by their sensors and {counted_w:.4g} W by their energy "
@@ -550,7 +551,8 @@ def _gpus_of_aiperf(part: _Part) -> int | None:
 def _guidellm(part: _Part) -> _Load:
     metrics = part.part("metrics")
     totals = metrics.part("request_totals") if "request_totals" in metrics else None
-    completed, failed = math.nan, 0.0
+    completed = math.nan
+    failed = 0.0
     if totals is not None:
         completed = totals.number("successful", _REQUESTS)
         failed = totals.number("errored", _REQUESTS) if "errored" in totals else 0.0

@@ -156,8 +156,10 @@ class Server:
         limit_s: float = 600.0,
     ) -> None:
         self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
-        self._parts, self._limit_s = split_address(self.address, "http", "https"), limit_s
-        self._chat, self._text = chat, text or chat
+        self._parts = split_address(self.address, "http", "https")
+        self._limit_s = limit_s
+        self._chat = chat
+        self._text = text or chat
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -205,8 +207,12 @@ class Server:
             "ignore_eos": True,
         }
         path = "/chat/completions" if self._chat else "/completions"
-        times_s, end_s, usage, finish = list[float](), 0.0, None, "no reason given"
-        encoded, begin_s = msgspec.json.encode(body), time.monotonic()
+        times_s = list[float]()
+        end_s = 0.0
+        usage = None
+        finish = "no reason given"
+        encoded = msgspec.json.encode(body)
+        begin_s = time.monotonic()
         with self._answered("POST", path, encoded) as response:
             for now_s, event in self._events(response):
                 if event.error is not None:
@@ -215,7 +221,8 @@ class Server:
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
-                    finish, end_s = choice.finish_reason or finish, now_s
+                    finish = choice.finish_reason or finish
+                    end_s = now_s
                 usage = event.usage or usage
         events = len(times_s)
         if usage is None:
@@ -288,11 +295,13 @@ class Server:
         """
         while True:
             try:
-                connection, is_new = self._free.pop(), False
+                connection = self._free.pop()
+                is_new = False
             except IndexError:
                 secure = self._parts.scheme == "https"
                 kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-                connection, is_new = kind(self._parts.netloc, timeout=self._limit_s), True
+                connection = kind(self._parts.netloc, timeout=self._limit_s)
+                is_new = True
             try:
                 connection.request(method, path, body, self._headers)
                 return connection, connection.getresponse()
@@ -397,8 +406,10 @@ class ServedRow(Cell):
         computed = first.input - first.cached_tokens
         if not after or self.energy_j is None or first.energy_j is None or computed <= 0:
             return self
-        first_s, all_s = 1 / first.requests_per_s, 1 / self.requests_per_s
-        input_j, input_s = first.energy_j / computed, first_s / computed
+        first_s = 1 / first.requests_per_s
+        all_s = 1 / self.requests_per_s
+        input_j = first.energy_j / computed
+        input_s = first_s / computed
         # What its own input costs, of which more or less may have come from a cache.
         own = self.input - self.cached_tokens
         return replace(
@@ -446,10 +457,13 @@ class Traffic:
     def __init__(
         self, target: Server, shape: Shape, concurrency: int | None, rate_per_s: float | None
     ) -> None:
-        self._target, self._shape = target, shape
+        self._target = target
+        self._shape = shape
         self.answers: list[Answer] = []
-        self._ending, self._problem = threading.Event(), list[BaseException]()
-        self._is_open, self._warm = rate_per_s is not None, concurrency or 1
+        self._ending = threading.Event()
+        self._problem = list[BaseException]()
+        self._is_open = rate_per_s is not None
+        self._warm = concurrency or 1
         self._threads: list[threading.Thread] = []
         for _ in range(self._warm):
             self._start(self._repeat if rate_per_s is None else partial(self._arrive, rate_per_s))
@@ -548,7 +562,10 @@ class _Meter:
     def __init__(
         self, target: Server, gpus: Sequence[Gpu], monitor: Monitor, settings: ServingSettings
     ) -> None:
-        self._target, self._gpus, self._monitor, self._settings = target, gpus, monitor, settings
+        self._target = target
+        self._gpus = gpus
+        self._monitor = monitor
+        self._settings = settings
         self.achieved_mhz = self._idle_w = 0.0
         self._metrics = MetricsReader(target.address, _ANSWER_S) if target.is_plain else None
 

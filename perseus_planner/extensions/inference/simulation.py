@@ -124,11 +124,10 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
         for of, loop, input_s, input_j, output_s, output_j in rows:
             outputs = of.output_tokens - 1
             # One of its iterations computes its prompt, or the end of it.
-            count, inputs = loop * outputs / of.output_tokens, of.input_tokens / outputs
-            time_s, joules = (
-                output_s + inputs * (input_s - least_s),
-                output_j + inputs * (input_j - least_j),
-            )
+            count = loop * outputs / of.output_tokens
+            inputs = of.input_tokens / outputs
+            time_s = output_s + inputs * (input_s - least_s)
+            joules = output_j + inputs * (input_j - least_j)
             by_loop[loop].append((count, count * time_s, count * joules))
         decodes = sorted(
             (fmean(a), fmean(b), fmean(c))  # a row for each class
@@ -156,7 +155,10 @@ class Instance:
 
     def plan(self, pool: Pool, from_s: float) -> None:
         """Take requests as planned, from some time on."""
-        self.pool, self.from_s, self.until_s, self.given = pool, from_s, math.inf, 0.0
+        self.pool = pool
+        self.from_s = from_s
+        self.until_s = math.inf
+        self.given = 0.0
         self.planned_tokens_per_s = max(1.0, sum(pool.serves.values())) / pool.instances
 
     @property
@@ -193,8 +195,11 @@ class BatchingServer(Instance):
         most: int,
     ) -> None:
         super().__init__(pool, from_s)
-        self._paces, self._chunk_tokens, self._most = paces, chunk_tokens, most
-        self._now_s, self._step = from_s, 0
+        self._paces = paces
+        self._chunk_tokens = chunk_tokens
+        self._most = most
+        self._now_s = from_s
+        self._step = 0
         self._waiting: deque[Request] = deque()
         self._prompts: deque[tuple[Request, int]] = deque()  #: with the input tokens that are left
         #: step of the last token, number, request, and when its first token came
@@ -250,7 +255,8 @@ class BatchingServer(Instance):
         """Compute up to so many input tokens; return the requests whose prompts are done, and how
         many there were.
         """
-        done, left = list[Request](), tokens
+        done = list[Request]()
+        left = tokens
         while self._prompts and left:
             request, rest = self._prompts.popleft()
             if rest > left:
@@ -272,7 +278,8 @@ class Fluid(Instance):
 
     def __init__(self, pool: Pool, from_s: float, profile: InferenceProfile) -> None:
         super().__init__(pool, from_s)
-        self._profile, self._now_s = profile, from_s
+        self._profile = profile
+        self._now_s = from_s
         #: requests, input and output tokens
         self._got: dict[RequestClass, npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
 
@@ -292,7 +299,8 @@ class Fluid(Instance):
 
     def _power_w(self, length_s: float) -> float:
         """Return the mean power: each class has its share of the instance's time, on its curve."""
-        at, parts = self.pool.at, []
+        at = self.pool.at
+        parts = []
         idle_w = self._profile.idle_w(at)
         for of, (count, inputs, outputs) in self._got.items():
             cells = self._profile.feasible(of, at) or self._profile.feasible(self.pool.longest, at)
@@ -366,20 +374,26 @@ class _Cluster:
     def __init__(
         self, profile: InferenceProfile, trace: Trace, settings: Settings, policy: str
     ) -> None:
-        self.profile, self.trace, self.settings, self.policy = profile, trace, settings, policy
+        self.profile = profile
+        self.trace = trace
+        self.settings = settings
+        self.policy = policy
         self.classes = trace.classes(profile)
         self.paces = read_paces(profile)
         self.has_times = set(self.paces) == set(profile.configurations)
         self.pools: tuple[Pool, ...] = ()
         self.instances: list[Instance] = []
         self.ended_j = self.change_j = 0.0
-        self.changes, self.short_periods = [0, 0, 0], 0
+        self.changes = [0, 0, 0]
+        self.short_periods = 0
         #: of each request, to its first token and between tokens
         self.latencies_s = np.zeros((len(trace.times_s), 2))
 
     def run(self) -> dict[str, Any]:
-        trace, settings = self.trace, self.settings
-        periods, before_j = list[dict[str, Any]](), 0.0
+        trace = self.trace
+        settings = self.settings
+        periods = list[dict[str, Any]]()
+        before_j = 0.0
         length_s = min(_TICK_S, settings.epoch_s)
         every = max(1, round(settings.epoch_s / length_s))
         starts_s = length_s * np.arange(int(trace.end_s // length_s) + 2)
@@ -393,20 +407,23 @@ class _Cluster:
             end_s = min(now_s + length_s, max(trace.end_s, now_s + 1.0))
             gpus = self._advance(self.instances, end_s)
             energy_j = self._energy_j()
-            power_w, before_j = (energy_j - before_j) / (end_s - now_s), energy_j
+            power_w = (energy_j - before_j) / (end_s - now_s)
+            before_j = energy_j
             periods.append(
                 {"start_s": now_s, "power_w": power_w, "gpus": gpus, "requests": len(requests)}
             )
         self._advance(self.instances, math.inf)
         late: list[Any] = [None] * len(periods)
-        total, p95s_s = None, (None, None)
+        total = None
+        p95s_s = (None, None)
         if self.has_times:
             ttfts_s, tbts_s = self.latencies_s.T
             most_s = np.array([self.profile.ttft_s(of) for of in self.profile.classes])
             is_late = ttfts_s > most_s[self.classes]
             is_late |= tbts_s > self.profile.objectives.tbt_s
             late = [int(is_late[first:last].sum()) for first, last in pairwise(edges)]
-            total, p95s_s = sum(late), np.quantile(self.latencies_s, 0.95, axis=0).tolist()
+            total = sum(late)
+            p95s_s = np.quantile(self.latencies_s, 0.95, axis=0).tolist()
         return {
             "policy": self.policy,
             "description": POLICIES[self.policy],
@@ -439,7 +456,9 @@ class _Cluster:
 
     def _plan(self, now_s: float, length_s: float) -> None:
         """Plan the next period, and begin to change to it."""
-        demand, settings, before = self._predict(now_s, length_s), self.settings, self.pools
+        demand = self._predict(now_s, length_s)
+        settings = self.settings
+        before = self.pools
         plan_for = partial(
             plan_pools,
             self.profile,

@@ -80,8 +80,10 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
 
     if len(paths) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
-    file, view = paths[0].name, plan_view(read_plan(paths[0]))
-    baseline_j, saved = view["policies"][0]["energy_j"], None
+    file = paths[0].name
+    view = plan_view(read_plan(paths[0]))
+    baseline_j = view["policies"][0]["energy_j"]
+    saved = None
     if baseline_j is not None:
         saved = rates.cost(baseline_j - view["energy_j"])
     headline = _headline(view, saved)

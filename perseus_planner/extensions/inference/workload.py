@@ -52,7 +52,8 @@ from perseus_planner.base.units import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-INPUT_BOUNDS, OUTPUT_BOUNDS = (256, 1024), (100, 350)
+INPUT_BOUNDS = (256, 1024)
+OUTPUT_BOUNDS = (100, 350)
 """Most tokens of the classes short and medium, those of DynamoLLM."""
 LOAD_TOKENS_PER_S = 2000.0
 """The load of a row without `tokens_per_s`: that of table I of DynamoLLM."""
@@ -134,8 +135,10 @@ class Cell:
         """Return what it carries of requests of so many tokens each, on average: like those that
         were measured, unless the costs of tokens are known.
         """
-        tokens, after = input_tokens + output_tokens, max(0.0, output_tokens - 1.0)
-        energy_j, tokens_per_s = self.energy_j or 0.0, self.tokens_per_s
+        tokens = input_tokens + output_tokens
+        after = max(0.0, output_tokens - 1.0)
+        energy_j = self.energy_j or 0.0
+        tokens_per_s = self.tokens_per_s
         if self.input_token_j is not None and self.output_token_j is not None:
             energy_j = input_tokens * self.input_token_j + after * self.output_token_j
         if self.input_token_s is not None and self.output_token_s is not None:
@@ -167,7 +170,8 @@ class InferenceProfile:
     assumed_load: bool = False  #: whether the file has no loads, so that one was assumed
 
     def __post_init__(self) -> None:
-        given, classes = len(self.objectives.ttft_s), len(self._inputs)
+        given = len(self.objectives.ttft_s)
+        classes = len(self._inputs)
         if given not in (0, 1, classes):
             raise UsageError(
                 f"--ttft: has {given} times for {classes} input classes; give one each, or one"
@@ -457,7 +461,10 @@ def read_trace(path: Path) -> Trace:
     table = CsvFile(path, UsageError)
     header = ",".join(names[0] for names in _COLUMNS)
     time, first, last = (table.one_of(names, header) for names in _COLUMNS)
-    times, inputs, outputs, kinds = list[float](), list[int](), list[int](), set[bool]()
+    times = list[float]()
+    inputs = list[int]()
+    outputs = list[int]()
+    kinds = set[bool]()
     for row in table:
         time_s, is_date = row.read(time, _TIME)
         kinds.add(is_date)

@@ -136,7 +136,8 @@ def _cheapest(
     deadline, the first one of equals; `all_maximum` if none does.
     """
     tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
-    best, best_j = all_maximum(dag), math.inf
+    best = all_maximum(dag)
+    best_j = math.inf
     for clocks in family:
         points = [
             table[clocks[computation.stage]]
@@ -145,7 +146,8 @@ def _cheapest(
         time_s, energy_j = time_and_energy(dag, points)
         effective_j = energy_j - dag.waiting_w * time_s
         if time_s <= deadline_s and effective_j < best_j:
-            best, best_j = _clocks(dag, points), effective_j
+            best = _clocks(dag, points)
+            best_j = effective_j
     return best
 
 
@@ -161,7 +163,8 @@ def _balanced_clocks(
     """Return the steps of ZeusPerStage: the clock of each stage, MHz, for each clock of the
     heaviest stage.
     """
-    ladders, times_s = [], []
+    ladders = []
+    times_s = []
     for stage in range(dag.profile.stages):
         ladder = _shared_clocks(
             points for points, other in zip(measured, stages, strict=True) if other == stage
@@ -178,7 +181,8 @@ def _balanced_clocks(
         ladders.append(ladder)
         times_s.append([forward_s[clock] for clock in ladder])
     heaviest = max(range(len(ladders)), key=lambda stage: times_s[stage][0])
-    steps, family = [0] * len(ladders), []
+    steps = [0] * len(ladders)
+    family = []
     for step, clock in enumerate(ladders[heaviest]):
         for stage, ladder in enumerate(ladders):
             lowest = len(ladder) - 1

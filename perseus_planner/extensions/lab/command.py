@@ -68,7 +68,8 @@ def summarize_cluster(
 
 
 def _policy(cluster: Cluster, outcome: Outcome, baseline_j: float) -> dict[str, Any]:
-    energy_j, iteration_s = outcome.energy_j, outcome.time_s / outcome.iterations
+    energy_j = outcome.energy_j
+    iteration_s = outcome.time_s / outcome.iterations
     return {
         "policy": outcome.policy,
         "time_s": outcome.time_s,
@@ -153,7 +154,8 @@ def summarize_lengths(
         outcomes: its outcomes; the first is that of the policy `max`, the baseline of the others.
         slowdown: the target.
     """
-    frontier, baseline = job.frontier, outcomes[0]
+    frontier = job.frontier
+    baseline = outcomes[0]
     as_is_s, reordered_s = job.reordered_s()
     return {
         "context": context_of_profile(frontier.profile, frontier.dag.iteration),
@@ -403,7 +405,8 @@ def simulate(
     Cluster(solved, pipelines, iterations)  # checks the numbers that the stragglers are read with
     events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
     cluster = Cluster(solved, pipelines, iterations, events, reaction_delay_s)
-    outcomes, left_out = list[Outcome](), list[str]()
+    outcomes = list[Outcome]()
+    left_out = list[str]()
     for name in console.each("Simulating", dict.fromkeys((_BASELINE, *(policies or _DEFAULT)))):
         try:
             outcomes.append(replay(cluster, name, slowdown))

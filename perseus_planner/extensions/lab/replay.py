@@ -219,13 +219,15 @@ class IterationReplays:
 
     def _replay(self, clocks: Clocks, stages: SlowStages) -> ReplayedIteration:
         """Replay with the time that clock changes take, which no slowdown applies to."""
-        profile, iteration = slowed(self.dag.profile, dict(stages)), self.dag.iteration
+        profile = slowed(self.dag.profile, dict(stages))
+        iteration = self.dag.iteration
         tables = {
             key: {row.clock_mhz: row for row in profile.measurements[key]}
             for key in dict.fromkeys(iteration.keys)
         }
         tasks = [Task(tables[key], mhz) for key, mhz in zip(iteration.keys, clocks, strict=True)]
-        change, waiting_w = profile.clock_change or ClockChange(0.0), self.dag.rank_waiting_w
+        change = profile.clock_change or ClockChange(0.0)
+        waiting_w = self.dag.rank_waiting_w
         replayed = replay_changes(iteration, tasks, change, waiting_w, profile.gpus_per_stage)
         time_s = max(replayed.ends_s) + profile.overhead_s
         return ReplayedIteration(
@@ -233,7 +235,8 @@ class IterationReplays:
         )
 
     def _per_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
-        ranks, per_node = len(self.dag.schedule.ranks), np.array(values)
+        ranks = len(self.dag.schedule.ranks)
+        per_node = np.array(values)
         return np.array([math.fsum(per_node[self._rank_of == rank]) for rank in range(ranks)])
 
 
@@ -447,12 +450,11 @@ def _equal_iterations(
     """Yield a number of equal iterations, with each distinct iteration in them and the pipelines
     that run it.
     """
-    actual, delayed = (
-        _DelayedView(cluster.stragglers, 0.0),
-        _DelayedView(cluster.stragglers, cluster.delay_s),
-    )
+    actual = _DelayedView(cluster.stragglers, 0.0)
+    delayed = _DelayedView(cluster.stragglers, cluster.delay_s)
     plans: dict[frozenset[Condition], Mapping[Condition, Clocks]] = {}
-    now, left = Fraction(0), cluster.iterations
+    now = Fraction(0)
+    left = cluster.iterations
     while left:
         actual.move_to(now)
         delayed.move_to(now)
@@ -468,7 +470,8 @@ def _equal_iterations(
         upcoming = [moment for moment in (actual.upcoming, delayed.upcoming) if moment is not None]
         count = min([left, *(math.ceil((moment - now) / longest_s) for moment in upcoming)])
         yield count, running
-        now, left = now + count * longest_s, left - count
+        now = now + count * longest_s
+        left = left - count
 
 
 def _groups(
@@ -586,7 +589,8 @@ def read_lengths(path: Path) -> Lengths:
     for row in table:
         place = row.read("step", INDEX), row.read("pipeline", INDEX)
         if of_sequences:
-            microbatch, length = row.read("microbatch", INDEX), row.read("length", COUNT)
+            microbatch = row.read("microbatch", INDEX)
+            length = row.read("length", COUNT)
             before = work[place].get(microbatch, 0.0)
             work[place][microbatch] = before + length + _SQUARE * length**2
         elif place in work:
@@ -639,14 +643,17 @@ class UnlikeJob:
         # Loaded here with Numba, which whoever only reads lengths does not need.
         from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
 
-        self.frontier, self.lengths, self._slowdown = frontier, lengths, slowdown
+        self.frontier = frontier
+        self.lengths = lengths
+        self._slowdown = slowdown
         microbatches = lengths.work.shape[2]
         if frontier.schedule.microbatches != microbatches:
             raise UsageError(
                 f"lengths: have {microbatches} microbatches in an iteration, and the schedule "
                 f"{frontier.schedule.microbatches}; solve for {microbatches}"
             )
-        dag, change = frontier.dag, frontier.profile.clock_change
+        dag = frontier.dag
+        change = frontier.profile.clock_change
         rows = dag.profile.measurements
         laws = {key: Law(0.0, (rows[key][0].time_s,)) for key in dict.fromkeys(dag.iteration.keys)}
         self._most_changes = None if change is None else MOST_CHANGES
@@ -665,7 +672,8 @@ class UnlikeJob:
             InfeasibleError: If no iteration is as fast as the target of the policy.
             UsageError: If there is no such policy.
         """
-        times_s, effective_j = [], []
+        times_s = []
+        effective_j = []
         make = self._maker(policy)
         for iteration, pipelines in enumerate(self.lengths.work):
             target_s = self._slowdown * max(self.full_clocks_s(iteration))
@@ -686,7 +694,8 @@ class UnlikeJob:
 
     def _maker(self, policy: str) -> Callable[[NDArray[np.float64], float], BatchPlan]:
         """Return what makes the plan of a pipeline from its work and the target."""
-        planner, frontier = self.planner, self.frontier
+        planner = self.planner
+        frontier = self.frontier
         if policy == "batch":
             return planner.plan
         if policy == "one-clock":
@@ -700,7 +709,8 @@ class UnlikeJob:
                 f"policy {shown(policy)} does not apply to lengths; choose from "
                 f"{', '.join(LENGTH_POLICIES)}"
             )
-        deadline_s, most = self._slowdown * frontier.baseline_time_s, self._most_changes
+        deadline_s = self._slowdown * frontier.baseline_time_s
+        most = self._most_changes
         if policy == "planner-fixed":
             plan = frontier.plan_until(deadline_s, max_changes=most, on_time=None)
         else:
@@ -722,7 +732,8 @@ class UnlikeJob:
         """Return the seconds of all iterations at full clocks: as they are, and if each pipeline
         ran its microbatches in the best order that was tried.
         """
-        as_is_s, reordered_s = 0.0, 0.0
+        as_is_s = 0.0
+        reordered_s = 0.0
         for iteration, pipelines in enumerate(self.lengths.work):
             as_is_s += max(self.full_clocks_s(iteration))
             reordered_s += max(

@@ -69,7 +69,8 @@ _ELSEWHERE = (
 )  # browsers send these for pages of other sites, or of another port
 _LEAST_BYTES_A_SECOND = 2**16
 _SAFE = ("GET", "HEAD", "OPTIONS")
-_REGISTER, _ALERT = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
+_REGISTER = ("POST", "/v1/jobs")
+_ALERT = ("POST", "/v1/alerts")
 _HEADERS = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -192,7 +193,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status = time.perf_counter(), 500
+        began_s = time.perf_counter()
+        status = 500
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -320,7 +322,8 @@ _FAULT = (
 def error_answer(error: Exception) -> Response:
     """Return the answer for an error."""
     if isinstance(error, HTTPException):
-        status, text = error.status_code, error.detail
+        status = error.status_code
+        text = error.detail
         if text == HTTPStatus(status).phrase:
             text = _MESSAGES.get(status, text)  # in place of the framework's
         return _answer(status, text, headers=error.headers)
@@ -328,7 +331,8 @@ def error_answer(error: Exception) -> Response:
         return _answer(422, complaint(error.errors()))
     if not isinstance(error, PlannerError):
         return _answer(500, _FAULT)
-    status, code = status_of(error), "infeasible" if isinstance(error, InfeasibleError) else None
+    status = status_of(error)
+    code = "infeasible" if isinstance(error, InfeasibleError) else None
     again = {"Retry-After": "1"} if status == 503 else None
     return _answer(status, str(error), code, headers=again, least=_least(error))
 
@@ -447,7 +451,8 @@ class _Jobs(Collector):
     """
 
     def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
-        self._jobs, self._since_s = jobs, since_s
+        self._jobs = jobs
+        self._since_s = since_s
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))

@@ -107,7 +107,8 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
-_BETWEEN_TICKS_S, _LONGEST_NAP_S = 0.01, 2.0
+_BETWEEN_TICKS_S = 0.01
+_LONGEST_NAP_S = 2.0
 _RETRY_S = 1.0
 
 
@@ -247,14 +248,16 @@ class AsyncService:
             nap_s = self._next_tick_s - self.service.now_s()
             self._problem = None
         except Fenced as error:
-            self.fenced, nap_s = error, math.inf
+            self.fenced = error
+            nap_s = math.inf
             self.on_fenced()
         except Exception as error:  # a full disk, for example: it may pass
             if self._problem is None:
                 _log.exception(
                     "The service cannot carry out what is due; it tries again every second"
                 )
-            self._problem, nap_s = str(error), _RETRY_S
+            self._problem = str(error)
+            nap_s = _RETRY_S
         return min(max(nap_s, 0.0), _LONGEST_NAP_S)
 
 
@@ -314,7 +317,8 @@ class CheckedRoute(APIRoute):
             if role:
                 check_role(request.state.role, role)
             call = Call(request.scope, request.receive)
-            headers, path = request.headers, request.path_params
+            headers = request.headers
+            path = request.path_params
             of_header = {"idempotency_key": headers.get("idempotency-key")}
             given = {**request.query_params, **path, **of_header}
             try:
@@ -768,7 +772,8 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         routes=router.routes,
         exception_handlers=dict.fromkeys(errors, answered),
     )
-    app.state.service, app.state.metrics = live, metrics
+    app.state.service = live
+    app.state.metrics = metrics
     document = app.openapi
     app.openapi = cache(lambda: _with_texts(document()))  # type: ignore[method-assign]
     app.add_middleware(Guard, access=access, limits=limits, metrics=metrics)

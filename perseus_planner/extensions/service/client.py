@@ -61,7 +61,8 @@ Value = TypeVar("Value")
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8400"
 """Where the service listens by default."""
-ADDRESS_VARIABLE, TOKEN_VARIABLE = "PLANNER_SERVICE", "PLANNER_TOKEN"
+ADDRESS_VARIABLE = "PLANNER_SERVICE"
+TOKEN_VARIABLE = "PLANNER_TOKEN"
 """The environment variables with the address of the service and the token to send."""
 TIMEOUT_S = 10.0
 """How long a client waits for an answer, besides what a long poll waits."""

@@ -77,7 +77,8 @@ def status(
             of_jobs = client.totals()
             _print(Totals(of_jobs), totals_text(of_jobs))
             return
-        before, clear = None, watch and sys.stdout.isatty()
+        before = None
+        clear = watch and sys.stdout.isatty()
         while True:
             shown: Any = client.jobs() if job is None else client.status(job)
             if shown != before and job is None:
@@ -451,5 +452,6 @@ def _print(value: Any, text: str, *, clear: bool = False) -> None:
     if console.is_json():
         from perseus_planner.extensions.service.models import to_json
 
-        text, clear = to_json(value, indent=2).decode(), False
+        text = to_json(value, indent=2).decode()
+        clear = False
     click.echo(_CLEAR * clear + console.printable(text))

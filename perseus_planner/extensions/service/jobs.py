@@ -236,7 +236,8 @@ class JobState:
         """
         version = None if self.taken is None else self.taken.version
         tally = add_counters(self.tally, sent, now_s, version)
-        drawn_w, limit_w = None if tally is None else tally.power_w, self.power_limit_w
+        drawn_w = None if tally is None else tally.power_w
+        limit_w = self.power_limit_w
         over_s = None
         if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
             over_s = self.over_s or now_s
@@ -259,7 +260,8 @@ class JobState:
         """Return the state after a look at its reports: those that are gone become past reports."""
         if not look.gone:
             return self if look is self.look else replace(self, look=look)
-        reports, past = {**self.reports}, {**self.past}
+        reports = {**self.reports}
+        past = {**self.past}
         for report in look.gone:
             past[report.key] = reports.pop(report.key)
         for key in [*past][:-REMEMBERED]:
@@ -268,7 +270,9 @@ class JobState:
 
 
 _LIMIT_CHANGE = 0.01
-_OVER, _OVER_FOR_S = 1.02, 60.0  # a job that draws so much of its budget for so long is over it
+# A job that draws so much of its budget for so long is over it
+_OVER = 1.02
+_OVER_FOR_S = 60.0
 
 
 def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
@@ -323,7 +327,8 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
     """Return the job in `state` with the frontier, settings and plans of `first`, to be
     reconciled with its reports.
     """
-    before, now = state.job, first.job
+    before = state.job
+    now = first.job
     if before.deadline_s != state.registered.deadline_s:  # set since then
         now = replace(now, deadline_s=before.deadline_s)
     version = state.promised + 1
@@ -503,7 +508,8 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
 
 
 def _look(state: JobState, now_s: float) -> Look:
-    reports, iteration = state.reports.values(), _iteration(state, now_s)
+    reports = state.reports.values()
+    iteration = _iteration(state, now_s)
     return Look.empty(now_s).with_reports(state.registered, reports, now_s, iteration)
 
 
@@ -560,7 +566,9 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
     """Estimate when the next iteration with which a report begins will run; infinite if that is
     unknown.
     """
-    iteration, taken, look = _iteration(state, now_s), state.taken, state.look
+    iteration = _iteration(state, now_s)
+    taken = state.taken
+    look = state.look
     if iteration is None or taken is None or (look is not None and look.until_s > -math.inf):
         return math.inf
     waiting = [
@@ -579,7 +587,9 @@ def _effect(state: JobState) -> Effect:
     return "already" if is_taken else "next iteration"
 
 
-_MOST_REPORTS, _MOST_OF_A_SOURCE = 8192, 1024  # of a job: what one source sends leaves room
+# Of a job: what one source sends leaves room
+_MOST_REPORTS = 8192
+_MOST_OF_A_SOURCE = 1024
 
 
 def check_deadline(deadline_s: float | None, curve: Curve) -> None:
@@ -736,10 +746,12 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
 
 def _stragglers(before: JobState, after: JobState) -> list[str]:
     """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
-    was, now = before.decision.stragglers, after.decision.stragglers
+    was = before.decision.stragglers
+    now = after.decision.stragglers
     slow: dict[tuple[str, str], list[int]] = {}
     for pipeline in [number for number, key in now.items() if was.get(number) != key]:
-        what, old = _slow(after, now[pipeline]), was.get(pipeline)
+        what = _slow(after, now[pipeline])
+        old = was.get(pipeline)
         if old is None or _slow(before, old) != what:
             slow.setdefault(what, []).append(pipeline)
     changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
@@ -795,7 +807,8 @@ _KEPT = 1024
 
 def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
     """Return the totals of a job; `ended_s` is None if it runs."""
-    job, tally = state.job, state.tally
+    job = state.job
+    tally = state.tally
     plans = () if tally is None else tally.plans
     return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
 
@@ -835,7 +848,8 @@ def expected(state: JobState) -> Expected:
     """Return the power that the newest plans predict while the slowest pipeline takes the
     decided time.
     """
-    plans, waiting_w = _plans(state), state.curve.waiting_w
+    plans = _plans(state)
+    waiting_w = state.curve.waiting_w
     iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
     energy_j = math.fsum(
         count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
@@ -848,7 +862,8 @@ def expected(state: JobState) -> Expected:
 
 def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
     """Return the status of each pipeline, in order."""
-    decision, plans = state.decision, [costs for costs, _ in _plans(state)]
+    decision = state.decision
+    plans = [costs for costs, _ in _plans(state)]
     of_pipeline = [plans[index] for index in state.published.of_pipeline]
     return tuple(
         PipelineStatus(

@@ -259,7 +259,9 @@ class Parts:
     """The parts of a job, found once for each scope."""
 
     def __init__(self, job: str, pipelines: int, places: tuple[Place, ...]) -> None:
-        self._job, self._pipelines, self._places = job, pipelines, places
+        self._job = job
+        self._pipelines = pipelines
+        self._places = places
         self._known: dict[str, dict[str, list[Place]]] = {}
         self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
 
@@ -348,7 +350,8 @@ class Parts:
         return 0
 
     def _pipeline(self, value: str) -> int:
-        number, count = _number("pipeline", value), self._pipelines
+        number = _number("pipeline", value)
+        count = self._pipelines
         if number >= count:
             raise UsageError(
                 f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
@@ -791,7 +794,8 @@ def rule_of(alert: Any) -> str:
 
 
 def _report(alert: _Alert, now_s: float) -> Report:
-    texts, is_over = {**alert.annotations, **alert.labels}, alert.status == "resolved"
+    texts = {**alert.annotations, **alert.labels}
+    is_over = alert.status == "resolved"
     began_s = alert.began.timestamp()
     ended_s = max(alert.ended.timestamp(), math.nextafter(began_s, math.inf))
     sent = {
@@ -1177,7 +1181,8 @@ class Curve:
         Raises:
             InfeasibleDeadline: If no iteration is that fast.
         """
-        times_s, energies_j = self.times_s, self.energies_j
+        times_s = self.times_s
+        energies_j = self.energies_j
         if deadline_s < times_s[0]:
             raise InfeasibleDeadline(deadline_s, times_s[0])
         if deadline_s >= times_s[-1]:

@@ -197,7 +197,8 @@ def _check_size(content: bytes) -> None:
             sizes = {member.filename: member.file_size for member in archive.infolist()}
     except zipfile.BadZipFile:
         return  # reading it says what it is instead
-    size, computations = sum(sizes.values()), sizes.get("header.npy", 0)
+    size = sum(sizes.values())
+    computations = sizes.get("header.npy", 0)
     if computations > _LARGEST_HEADER_BYTES:
         raise FrontierError(
             f"frontier.npz: its list of computations unpacks to {computations} bytes, more than "
@@ -411,7 +412,8 @@ def requests_of(
     targets = decision.targets if decision.own is None else (*decision.targets, decision.own)
     of_target = []
     for target in targets:
-        slow, gpu_w = tuple(sorted(target.slow_stages.items())), target.gpu_power_limit_w
+        slow = tuple(sorted(target.slow_stages.items()))
+        gpu_w = target.gpu_power_limit_w
         is_as_profiled = not slow and gpu_w is None
         request = PlanRequest(
             job.frontier,

@@ -124,8 +124,11 @@ class Look:
             UsageError: If a report is about what the job does not have; `check_scope` finds that
                 when it arrives.
         """
-        lasting, active, gone = {**self.lasting}, {**self.active}, [*self.gone]
-        next_s, until_s = self.next_s, self.until_s
+        lasting = {**self.lasting}
+        active = {**self.active}
+        gone = [*self.gone]
+        next_s = self.next_s
+        until_s = self.until_s
         changed: dict[tuple[Any, ...], list[Report]] = {}
         of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
         for report in reports:
@@ -134,7 +137,8 @@ class Look:
         for (source, *part), same in changed.items():
             begun = [(_has_begun(each, now_s, iteration), each) for each in same]
             newest_s = max((each.observed_s for has, each in begun if has), default=-math.inf)
-            slow, others = list[Report](), list[Report]()
+            slow = list[Report]()
+            others = list[Report]()
             for has_begun, each in begun:
                 if has_begun is None or each.observed_s < newest_s:
                     gone.append(each)
@@ -298,7 +302,8 @@ def decide(
     groups = _groups(calm, reported, earlier, before)
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    stragglers, expire_s = dict[int, str](), list[float]()
+    stragglers = dict[int, str]()
+    expire_s = list[float]()
     for pipeline, members in reported:
         if (place := pipeline.worst) is not None:
             keys = map(attrgetter("key"), map(itemgetter(place), members.values()))
@@ -366,7 +371,8 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     decided time. It is computed from `Numbers.bound_j`, which plans come close to, except with a
     switch budget.
     """
-    saved_j, aim_s = 0.0, target_s(job, numbers)
+    saved_j = 0.0
+    aim_s = target_s(job, numbers)
     for index, target in enumerate(decision.targets):
         own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
         count = decision.of_pipeline.count(index)
@@ -464,7 +470,9 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
 def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: float) -> _Pipeline:
     """Return a pipeline of which this is reported."""
     slow: dict[int, float] = {}
-    of_stages, of_all = [0.0] * len(said), [0.0] * len(said)  # how bad each report is
+    # How bad each report is
+    of_stages = [0.0] * len(said)
+    of_all = [0.0] * len(said)
     for index, (slowdown, iteration_s, cause, stages) in enumerate(said):
         if slowdown is not None and stages and cause in _COMPUTING:
             slow |= {stage: max(slowdown, slow.get(stage, 1.0)) for stage in stages}

@@ -125,7 +125,8 @@ def _range(demand: Demand) -> _Range:
         )
         times_s, energies_j = _curve_from(demand, start_s)
         end = int(np.argmin(energies_j / times_s))
-    times_s, energies_j = times_s[: end + 1], energies_j[: end + 1]
+    times_s = times_s[: end + 1]
+    energies_j = energies_j[: end + 1]
     fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
     fixed_j = np.maximum(
         fixed_j, 1e-12 * energies_j[:-1]
@@ -220,9 +221,11 @@ def begin_budgets(draft: Draft, names: Iterable[str], wall_s: float) -> None:
             share_power(draft, name)
         except InfeasibleError as error:
             # Another budget may be the one that cannot be met; then this one stays as it was.
-            power_w, text = before.power_w, "it stays as it was"
+            power_w = before.power_w
+            text = "it stays as it was"
             if isinstance(error, InfeasiblePower) and error.power_w == due.power_w:
-                power_w, text = _just_above(error), "the least is set"
+                power_w = _just_above(error)
+                text = "the least is set"
             _log.warning(
                 "The scheduled power budget of %s cannot be met, and %s: %s",
                 "all jobs" if name is None else f"job {name}",
@@ -272,7 +275,8 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     if power_w is None and all(state.job.power_w is None for state in states):
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
-    alone, least = shares(None, demands), shares(power_w, demands)
+    alone = shares(None, demands)
+    least = shares(power_w, demands)
     room = 1.0 if power_w is None else max(1.0, power_w / _sum_w(least))
     return [
         replace(state, share=_allowed(demand, own.time_s, share, room, power_w))

@@ -259,7 +259,8 @@ def server_of(
     service: Service, listener: Listener, ready: Callable[[], None], limits: Limits
 ) -> _Server:
     """Return what serves `service` at `listener` once it runs."""
-    address, tokens = listener.address, listener.tokens
+    address = listener.address
+    tokens = listener.tokens
     access = Access(tokens, loopback_only=not tokens and address.unix is None)
     app = create_app(service, access, limits)
     return _Server(_config(app, address), ready, app.state.service)

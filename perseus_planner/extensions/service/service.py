@@ -155,7 +155,8 @@ class Service:
         self._offset_s = 0.0
         storage.now_s = self.now_s
         stored = _by_clock(storage, storage.load(), self.now_s())
-        self._processes, self._solver = Processes(workers), Processes(1)
+        self._processes = Processes(workers)
+        self._solver = Processes(1)
         self._planning = Planning(storage.frontier, run or self._processes.run)
         self._replanner = Replanner(self._replan, workers)
         #: (what, job) -> when it is due: to look whether time alone changes the decision of the
@@ -419,7 +420,8 @@ class Service:
         Raises:
             UnknownReport: If the job has no such report.
         """
-        before, now_s = draft.state(job), self.now_s()
+        before = draft.state(job)
+        now_s = self.now_s()
         report = before.reports.get(key)
         if report is None or report.expires_s <= now_s:
             past = report or before.past.get(key)
@@ -469,7 +471,9 @@ class Service:
 
     @_command
     def _count(self, draft: Draft, job: str, sent: Counters) -> None:
-        before, now_s, limit_w = draft.state(job), self.now_s(), sent.gpu_power_limit_w
+        before = draft.state(job)
+        now_s = self.now_s()
+        limit_w = sent.gpu_power_limit_w
         after = before.with_telemetry(sent, now_s)
         if after.tally is not before.tally:
             self._unwritten[job] = None
@@ -492,7 +496,8 @@ class Service:
             When to call this again, unless a request comes first, seconds since the epoch; infinite
             for never.
         """
-        now_s, wall_s = self.now_s(), self._wall_s()
+        now_s = self.now_s()
+        wall_s = self._wall_s()
         if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
             self._offset_s = wall_s - now_s
             for name, state in self._writer.jobs.items():
@@ -578,7 +583,8 @@ class Service:
         """Solve or plan once for a job, and publish its plans if that was the last of them; takes
         up to minutes.
         """
-        state, problem = self._writer.jobs.get(name), ""
+        state = self._writer.jobs.get(name)
+        problem = ""
         if state is None:
             return
         try:

@@ -94,7 +94,8 @@ def _from_2(execute: Execute) -> None:
     rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
     number = 0
     for name, frontier, registration, state, telemetry in rows:
-        content, job = json.loads(state), json.loads(registration)
+        content = json.loads(state)
+        job = json.loads(registration)
         for counts, kind in enumerate(("past", "reports")):
             for report in content.pop(kind):
                 number += 1
@@ -319,7 +320,8 @@ class Storage:
         self._path: str | None = None
         self._lock = threading.RLock()
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
-        self._writer, self._report_number = uuid4().hex, 0
+        self._writer = uuid4().hex
+        self._report_number = 0
         self._size = 0  #: characters and bytes written in the transaction
         self.is_shared = location.startswith(("postgresql://", "postgres://"))
         self._connection: Any = _postgres(location) if self.is_shared else self._sqlite(location)
@@ -683,7 +685,8 @@ def _text(value: Any) -> str:
 
 def _registration_text(job: RegisteredJob) -> str:
     """Return a registration as JSON, its places in slices."""
-    begins, rest = range(0, len(job.places), SLICE), {**shared(RegisteredJob, job), "places": ()}
+    begins = range(0, len(job.places), SLICE)
+    rest = {**shared(RegisteredJob, job), "places": ()}
     slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
     return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 
@@ -692,7 +695,8 @@ def _state_text(state: JobState) -> str:
     """Return what changes of a job as JSON; what has not changed was written before."""
     kept: dict[str, Any] = {field: getattr(state, field) for field in _STATE}
     kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
-    decision, events = to_json(state.decision).decode(), (each.as_json for each in state.events)
+    decision = to_json(state.decision).decode()
+    events = (each.as_json for each in state.events)
     return f'{_text(kept)[:-1]},"decision":{decision},"events":[{",".join(events)}]}}'
 
 
@@ -758,7 +762,8 @@ def _copy(path: str, to: str) -> None:
     """Copy an SQLite file that others may read, with what its log has, unless it is there."""
     with suppress(FileExistsError):
         os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        source, target = sqlite3.connect(path), sqlite3.connect(to)
+        source = sqlite3.connect(path)
+        target = sqlite3.connect(to)
         source.backup(target)
         source.close()
         target.close()
@@ -791,7 +796,8 @@ def without_password(location: str) -> str:
 
 Result = TypeVar("Result")
 
-CHECKED_AFTER_S, SHARED_CHECKED_AFTER_S = 30.0, 2.0
+CHECKED_AFTER_S = 30.0
+SHARED_CHECKED_AFTER_S = 2.0
 """How long nothing may be written before it is checked that something can be: a file, and a
 database of which another service stands by."""
 _ROOM = 65536  # characters beyond what failed, with which it is tried again
@@ -827,9 +833,11 @@ class Writer:
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.budget = stored.budget
         self.problem: str | None = None
-        self._written_s, self._failed_size = time.monotonic(), 0
+        self._written_s = time.monotonic()
+        self._failed_size = 0
         self._storage = storage
-        self._reconciled, self._committed = reconciled, committed
+        self._reconciled = reconciled
+        self._committed = committed
         self._now_s = now_s
         self._commands: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
@@ -865,7 +873,8 @@ class Writer:
             raise
         self._written_s = time.monotonic()
         if self._failed_size == failed:
-            self.problem, self._failed_size = None, 0
+            self.problem = None
+            self._failed_size = 0
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` without waiting: its result is in the future once its changes are on disk.
@@ -920,7 +929,8 @@ class Writer:
             for _, future in batch:
                 future.set_exception(error)
             return
-        self.jobs, self.budget = draft.jobs(), draft.budget
+        self.jobs = draft.jobs()
+        self.budget = draft.budget
         try:
             self._committed(draft)
         except Exception:

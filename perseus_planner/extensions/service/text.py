@@ -96,7 +96,8 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
 
 def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     """Describe one job in full, with the events that are given, oldest first."""
-    job, decision = status.job, status.decision
+    job = status.job
+    decision = status.decision
     pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
     for number, pipeline_target in enumerate(decision.each):
         pipelines.setdefault(
@@ -152,7 +153,8 @@ def _alarm(status: JobStatus) -> str:
 
 
 def _reports(job: JobStatus) -> str:
-    counting, reports = set(job.decision.stragglers.values()), job.reports
+    counting = set(job.decision.stragglers.values())
+    reports = job.reports
     return table(
         lay_out(
             reports,

@@ -313,7 +313,8 @@ def _shares(spans: Sequence[tuple[float, float]], times_s: Floats, step_s: float
     begins = np.array([begin for begin, _ in spans])
     ends = np.array([end for _, end in spans])
     order = np.argsort(begins)
-    begins, ends = begins[order], ends[order]
+    begins = begins[order]
+    ends = ends[order]
     # Busy seconds until a moment: whole spans before it, and the begun one.
     before = np.concatenate([[0.0], np.cumsum(ends - begins)])
 

@@ -236,7 +236,8 @@ def estimate_saving(
     middle = _share(plan)
     power_w = plan.baseline_energy_j / plan.baseline_time_s * job.pipelines
     profile = _with_evidence(profile, gpu, times_s)
-    least, most = min(least, middle), max(most, middle)
+    least = min(least, middle)
+    most = max(most, middle)
     conditions = {
         "traced": (
             f"a plan at the same speed is expected to save {100 * least:.0f} to {100 * most:.0f} % "

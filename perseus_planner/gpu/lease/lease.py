@@ -104,7 +104,8 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
             block, if a GPU cannot be reset. The other GPUs are reset then, and its record is kept
             for `recover`.
     """
-    owner, lease = os.getpid(), secrets.token_hex(8)
+    owner = os.getpid()
+    lease = secrets.token_hex(8)
     _locks[lease] = []
     leased: list[tuple[Gpu, LeaseRecord]] = []
     guardian = None

@@ -77,7 +77,8 @@ class LockedRecords:
     """The records of one GPU while no other process can change them; see `lock_records`."""
 
     def __init__(self, folder: Path, uuid: str) -> None:
-        self._folder, self._uuid = folder, uuid
+        self._folder = folder
+        self._uuid = uuid
 
     def read(self) -> tuple[list[FoundRecord], list[str]]:
         """Return the records, and a description of each invalid file."""
@@ -249,7 +250,8 @@ def _make(name: str) -> None:
 
 
 def _read(folder: Path, pattern: str) -> tuple[list[FoundRecord], list[str]]:
-    records, problems = [], []
+    records = []
+    problems = []
     for path in sorted(folder.glob(pattern)):
         try:
             records.append(_load(path))

@@ -26,7 +26,9 @@ from perseus_planner.gpu.protocol import Library
 LIBRARY_NOT_FOUND = 12
 """Return code if libnvidia-ml.so.1 cannot be loaded."""
 
-_UNINITIALIZED, _INVALID_ARGUMENT, _FUNCTION_NOT_FOUND = 1, 2, 13
+_UNINITIALIZED = 1
+_INVALID_ARGUMENT = 2
+_FUNCTION_NOT_FOUND = 13
 
 _INSTALL = how_to_install("nvml")
 
@@ -153,7 +155,8 @@ def nvml_error(
     code: int, message: str, function: str, who: str, what: str, advice: str = ""
 ) -> GpuError:
     """Return the error for a return code of NVML, with advice."""
-    kind, general = _KINDS.get(code, GpuError), _ADVICE.get(code, f"{_SEE_LOG} and try again")
+    kind = _KINDS.get(code, GpuError)
+    general = _ADVICE.get(code, f"{_SEE_LOG} and try again")
     if code == _INVALID_ARGUMENT and "nvmlDeviceGet" in function:
         kind = GpuNotSupported  # as libraries answer that do not know what is asked for
     if kind is GpuNotPermitted and function.startswith(("nvmlDeviceSet", "nvmlDeviceReset")):
@@ -305,7 +308,8 @@ class NvmlDevice:
     def __init__(self, uuid: str, handle: Any) -> None:
         self.uuid = uuid
         self.who = f"nvml:{uuid}"
-        self._handle, self._generation = handle, NVML.generation
+        self._handle = handle
+        self._generation = NVML.generation
         self._lock = threading.Lock()
         self._supported: dict[NvmlQuantity, Way] = {}
 
@@ -485,7 +489,8 @@ def find_device(which: str) -> NvmlDevice:
         raise GpuNotSupported(f"nvml:{which}: {_MIG}")
     pci = _PCI.fullmatch(which)
     if pci:
-        who, bus_id = f"nvml:{which}", f"{pci[1] or '0000'}:{pci[2]}.0"
+        who = f"nvml:{which}"
+        bus_id = f"{pci[1] or '0000'}:{pci[2]}.0"
         handle = NVML.call("nvmlDeviceGetHandleByPciBusId", bus_id, who=who, what="find it")
         device = _device(which, handle)
     elif re.fullmatch("[0-9]{1,4}", which):
@@ -499,7 +504,9 @@ def find_device(which: str) -> NvmlDevice:
 
 
 def _visible_gpu(index: int) -> VisibleGpu:
-    text, name, problem = f"nvml:{index}", "", ""
+    text = f"nvml:{index}"
+    name = ""
+    problem = ""
     try:
         device = _at(index)
         text = device.who
@@ -512,7 +519,8 @@ def _visible_gpu(index: int) -> VisibleGpu:
 
 def _with_uuid(which: str) -> NvmlDevice:
     """Find a GPU by the beginning of its UUID, even if other GPUs cannot be read."""
-    devices, lost = [], None
+    devices = []
+    lost = None
     for index in range(_count()):
         try:
             device = _at(index)

@@ -32,7 +32,8 @@ from perseus_planner.gpu.nvml.device import (
 )
 from perseus_planner.gpu.protocol import RealGpu, check_clock, check_power_limit
 
-_SMOOTHING_ENABLED, _SMOOTHING_FLOOR = 251, 255
+_SMOOTHING_ENABLED = 251
+_SMOOTHING_FLOOR = 255
 _CHARGE_SMOOTHING_ENABLED = 300  #: by the state of charge of an energy store, from driver 615 on
 
 _PROFILE = "NVML_POWER_PROFILE_"
@@ -154,9 +155,14 @@ def _enforced_profiles(device: NvmlDevice) -> list[str]:
     return [names.get(number, f"number {number}") for number in numbers]
 
 
-_CLOCK_SM, _CLOCK_MEMORY, _CLOCK_ID_CURRENT, _TEMPERATURE_GPU = 1, 2, 0, 0
+_CLOCK_SM = 1
+_CLOCK_MEMORY = 2
+_CLOCK_ID_CURRENT = 0
+_TEMPERATURE_GPU = 0
 _SCOPE_MODULE = 1
-_TOTAL_ENERGY, _ENERGY, _POWER_INSTANT = 83, 191, 186
+_TOTAL_ENERGY = 83
+_ENERGY = 191
+_POWER_INSTANT = 186
 
 _REASON_BITS = {
     0x04: "sw-power-cap",
@@ -261,7 +267,8 @@ class NvmlReader(RealGpu):
     """
 
     def __init__(self, device: NvmlDevice, text: str) -> None:
-        self.uuid, self.text = device.uuid, text
+        self.uuid = device.uuid
+        self.text = text
         self._device = device
         self._is_open = True
         self._counted: tuple[int, ...] | None = None
@@ -274,7 +281,8 @@ class NvmlReader(RealGpu):
     @cached_property
     def driver(self) -> str:
         """Version of the NVIDIA driver."""
-        function, what = "nvmlSystemGetDriverVersion", "read the driver's version"
+        function = "nvmlSystemGetDriverVersion"
+        what = "read the driver's version"
         version = str(NVML.call(function, who=self._device.who, what=what)).strip()
         if not version:
             raise self._device.implausible(what, "an empty text", function)
@@ -308,7 +316,8 @@ class NvmlReader(RealGpu):
         # Any other reason explains a low clock, also one that only a newer driver knows.
         if self._device.number(_REASONS) & ~_CLOCKS_WERE_SET_BIT:
             return
-        clock_mhz, highest_mhz = self.clock_mhz(), self.supported_clocks_mhz[0]
+        clock_mhz = self.clock_mhz()
+        highest_mhz = self.supported_clocks_mhz[0]
         at_most = "although it works and nothing throttles it: a program has locked it"
         if clock_mhz < highest_mhz and not is_leased:
             yield (
@@ -329,14 +338,16 @@ class NvmlReader(RealGpu):
     @cached_property
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """SM clocks available at the highest memory clock, highest first."""
-        function, what = "nvmlDeviceGetSupportedGraphicsClocks", _LIST_CLOCKS
+        function = "nvmlDeviceGetSupportedGraphicsClocks"
+        what = _LIST_CLOCKS
         memory_mhz = self.memory_clocks_mhz[0]
         return self._device.clocks(function, memory_mhz, what=what, advice=_WITHOUT_CLOCKS)
 
     @cached_property
     def memory_clocks_mhz(self) -> tuple[int, ...]:
         """Memory clocks that can be locked, highest first."""
-        function, what = "nvmlDeviceGetSupportedMemoryClocks", _LIST_CLOCKS
+        function = "nvmlDeviceGetSupportedMemoryClocks"
+        what = _LIST_CLOCKS
         return self._device.clocks(function, what=what, advice=_WITHOUT_CLOCKS)
 
     @property
@@ -344,10 +355,8 @@ class NvmlReader(RealGpu):
         """Smallest and largest power limit that can be set, watts; none is below the floor of
         power smoothing.
         """
-        function, what = (
-            "nvmlDeviceGetPowerManagementLimitConstraints",
-            "read its range of power limits",
-        )
+        function = "nvmlDeviceGetPowerManagementLimitConstraints"
+        what = "read its range of power limits"
         smallest_mw, largest_mw = self._device.call(function, what=what, advice=_WITHOUT_LIMIT)
         if not 0 < smallest_mw <= largest_mw <= _MAX_MW:
             raise self._device.implausible(what, f"{smallest_mw} to {largest_mw} mW", function)
@@ -482,15 +491,14 @@ class NvmlGpu(NvmlReader):
         if clock_mhz is None:
             self._device.call("nvmlDeviceResetMemoryLockedClocks", what="reset its memory clock")
             return
-        function, what = "nvmlDeviceSetMemoryLockedClocks", f"lock its memory at {clock_mhz} MHz"
+        function = "nvmlDeviceSetMemoryLockedClocks"
+        what = f"lock its memory at {clock_mhz} MHz"
         self._device.call(function, clock_mhz, clock_mhz, what=what)
 
     def _limit_power(self, limit_w: float) -> None:
         # Not the newer nvmlDeviceSetPowerManagementLimit_v2: the binding ignores its return code.
-        function, what = (
-            "nvmlDeviceSetPowerManagementLimit",
-            f"set its power limit to {limit_w:g} W",
-        )
+        function = "nvmlDeviceSetPowerManagementLimit"
+        what = f"set its power limit to {limit_w:g} W"
         self._device.call(function, round(limit_w * 1000), what=what, advice=_WITHOUT_LIMIT)
 
 
@@ -590,7 +598,8 @@ def _count(driver: CudaDriver) -> int:
 
 def _uuid(ordinal: int) -> uuid.UUID:
     """Return the UUID of a CUDA device."""
-    device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    device = ctypes.c_int()
+    raw = (ctypes.c_ubyte * 16)()
     with _explained(f"cuda:{ordinal}"):
         driver = CudaDriver(*_NEEDED)
         # The newer function returns a separate UUID for a MIG instance.

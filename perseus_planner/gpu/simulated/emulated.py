@@ -64,7 +64,8 @@ class StateFile:
     """
 
     def __init__(self, name: str, first: Callable[[bytes], bytes]) -> None:
-        self._name, self._file = name, quote(name, safe="")
+        self._name = name
+        self._file = quote(name, safe="")
         self._folder = self._owners = -1
         with self._explained():
             self._folder = _open_user_folder()
@@ -311,10 +312,12 @@ class EmulatedGpu(SimulatedGpu):
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
-        version, end_s = None, 0.0
+        version = None
+        end_s = 0.0
         while True:
             if (latest := self._shared.version()) != version:
-                version, end_s = latest, self._restored(self._shared.read()).end_s()
+                version = latest
+                end_s = self._restored(self._shared.read()).end_s()
             late_s = time.monotonic() - end_s
             if late_s >= 0:
                 self._count_call()
@@ -363,7 +366,9 @@ class EmulatedGpu(SimulatedGpu):
             chip.advance(time.monotonic())
         # Its time begins anew, from which the faults count; everything else stays.
         chip.before = (chip.before[0] - chip.now_s, chip.before[1])
-        chip.origin_s, chip.now_s, chip.ended_s = time.monotonic(), 0.0, 0.0
+        chip.origin_s = time.monotonic()
+        chip.now_s = 0.0
+        chip.ended_s = 0.0
         return _state(chip)
 
     def _is_own(self, state: bytes) -> bool:

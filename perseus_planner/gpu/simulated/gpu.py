@@ -80,7 +80,9 @@ class Chip:
         phase_s: float,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._options, self._faults = model, options, options.faults
+        self._model = model
+        self._options = options
+        self._faults = options.faults
         self._phase_s = phase_s
         self.now_s = self.energy_j = 0.0  #: since it was made
         self.counter_j = 0.0  #: what the energy counter shows
@@ -196,7 +198,8 @@ class Chip:
         """Return how long everything that clock and power depend on stays constant at this
         power, seconds.
         """
-        now_s, settled_s = self.now_s, self.before[0]
+        now_s = self.now_s
+        settled_s = self.before[0]
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
         is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
         return min(ends_s - now_s, math.inf if is_settled else _PIECE * self._model.warming_s)
@@ -208,9 +211,12 @@ class Chip:
     def _spend(
         self, duration_s: float, power_w: float, clock_mhz: float, reasons: tuple[str, ...]
     ) -> None:
-        options, average_s = self._options, self._model.sensor_s
-        start_s, start_j = self.now_s, self.energy_j
-        self.now_s, self.energy_j = start_s + duration_s, start_j + power_w * duration_s
+        options = self._options
+        average_s = self._model.sensor_s
+        start_s = self.now_s
+        start_j = self.energy_j
+        self.now_s = start_s + duration_s
+        self.energy_j = start_j + power_w * duration_s
         moved_s = self.now_s
         if options.step_s:
             moved_s -= (self.now_s - self._phase_s) % options.step_s
@@ -221,7 +227,9 @@ class Chip:
             self.past.append((self.now_s, self.energy_j))
             while len(self.past) > 2 and self.past[1][0] <= self.now_s - average_s:
                 del self.past[0]
-        self.power_w, self.clock_mhz, self.reasons = power_w, clock_mhz, reasons
+        self.power_w = power_w
+        self.clock_mhz = clock_mhz
+        self.reasons = reasons
         for reason in reasons:
             self.throttled_s[reason] += duration_s
         end_c = self._end_c(power_w)
@@ -234,7 +242,8 @@ class Chip:
 
 # Quantiles of the duration of a call that sets a clock on an A800 (p50 4.5 ms and p99 13 ms in an
 # unpublished measurement). The ends are chosen to give the measured mean of 6 ms.
-_QUANTILES, _CALL_S = (0.0, 0.5, 0.99, 1.0), (1.8e-3, 4.5e-3, 13e-3, 14e-3)
+_QUANTILES = (0.0, 0.5, 0.99, 1.0)
+_CALL_S = (1.8e-3, 4.5e-3, 13e-3, 14e-3)
 _LASTING = (
     0.25  # share of the noise of one computation that remains however often a call repeats it
 )
@@ -261,8 +270,11 @@ class SimulatedGpu(ClosedOnExit):
         seed: int = 0,
         options: SimulationOptions = DEFAULT,
     ) -> None:
-        self.model, self.seed, self.options = model.slowed(options.slower), seed, options
-        self._faults, self._origin_s = options.faults, 0.0
+        self.model = model.slowed(options.slower)
+        self.seed = seed
+        self.options = options
+        self._faults = options.faults
+        self._origin_s = 0.0
         self._calls = 0
         self._repeated: Counter[object] = Counter()
         self._called_s = 0.0  #: when the last call that set something ended
@@ -508,7 +520,8 @@ class SimulatedGpu(ClosedOnExit):
 
     def _noise(self, chip: Chip, work: object, repetitions: int) -> tuple[float, float]:
         """Return the factors by which noise multiplies the time and the power of a call."""
-        options, setting = self.options, (work, chip.locked_mhz, chip.limit_w)
+        options = self.options
+        setting = (work, chip.locked_mhz, chip.limit_w)
         one, two, odd, size = self._uniform(*setting, self._times_before(setting))
         deviation = options.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))
         # The Box-Muller transform gives two independent normal numbers.

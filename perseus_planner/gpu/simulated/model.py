@@ -79,7 +79,8 @@ class Load:
         If the limit is below the static power, the GPU runs at a hundredth of the clock that is
         set.
         """
-        low, high = clock_mhz / 100, clock_mhz
+        low = clock_mhz / 100
+        high = clock_mhz
         if self.free_power_w(high) <= self.power_limit_w:
             return high
         while high - low > 1e-9 * clock_mhz:
@@ -185,7 +186,8 @@ class GpuModel:
         """Return one second of waiting for a message. The GPU polls, which takes more power at a
         higher clock.
         """
-        top_mhz, above_static_w = self.clocks_mhz[0], self.blocking_power_w - self.static_power_w
+        top_mhz = self.clocks_mhz[0]
+        above_static_w = self.blocking_power_w - self.static_power_w
         return self._load(
             1.0,
             0.0,
@@ -283,7 +285,8 @@ _SPEEDS, _ROWS = yaml.load_all(
 
 
 def _with_speed(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    every, generation = _SPEEDS["every"], _SPEEDS[row["generation"]]
+    every = _SPEEDS["every"]
+    generation = _SPEEDS[row["generation"]]
     system = {**every["system"], **generation["system"], **row["system"]}
     return {**every, **generation, **row, "system": system}
 

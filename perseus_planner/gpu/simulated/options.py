@@ -66,7 +66,8 @@ class Faults:
         """
         for pattern, (name, read) in _FAULTS.items():
             if match := re.fullmatch(pattern, text):
-                before, value = getattr(self, name), read(*match.groups())
+                before = getattr(self, name)
+                value = read(*match.groups())
                 both: Any = (*before, value) if isinstance(before, tuple) else min(before, value)
                 return replace(self, **{name: both})
         raise GpuError(f"fault {text!r} is unknown; write one of: {', '.join(_FAULT_EXAMPLES)}")

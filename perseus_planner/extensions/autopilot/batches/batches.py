@@ -60,7 +60,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 
-_REMEMBERED, _NEEDED = 20, 3  #: iterations at full clocks that tell how long ranks wait beside
+# Iterations at full clocks that tell how long ranks wait beside
+_REMEMBERED = 20
+_NEEDED = 3
 _LATE_NS = 1_000_000  #: by which a controller may see a request late
 _CHANGES = 4096  #: that are remembered
 
@@ -113,7 +115,8 @@ class CatchingUp:
         for c, clock, each_s, latest_us in zip(
             program.computations, program.clocks, full_s, plan.latest_us, strict=True
         ):
-            end_ns, row = round(1e3 * stretch * (latest_us - first_us)), list[tuple[int, int]]()
+            end_ns = round(1e3 * stretch * (latest_us - first_us))
+            row = list[tuple[int, int]]()
             for faster, ratio in self._ratios[c.stage, c.kind].items():
                 start_ns = end_ns - round(1e9 * each_s * ratio) + _LATE_NS
                 if faster >= clock and (not row or start_ns > row[-1][1]):
@@ -141,7 +144,8 @@ class CatchingUp:
         for c, clock, (begin_ns, end_ns) in zip(
             program.computations, program.clocks, times.spans_ns, strict=True
         ):
-            ratios, since = self._ratios[c.stage, c.kind], [(begin_ns, clock)]
+            ratios = self._ratios[c.stage, c.kind]
+            since = [(begin_ns, clock)]
             for at_ns, value in changes:
                 if at_ns <= begin_ns:
                     since = [(begin_ns, value)]
@@ -156,9 +160,12 @@ _SETTLING = 2  #: iterations until clocks are locked and the training runs as us
 _AGAIN = 8  #: iterations between two looks at what the ranks have learnt
 _SLICE_S = 0.2  #: the longest wait at a time, so that the end of training is seen
 #: how long other pipelines are waited for, as a share of the iteration, and at least and most
-_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.05, 0.02, 1.0
+_TIMEOUT = 0.05
+_LEAST_TIMEOUT_S = 0.02
+_MOST_TIMEOUT_S = 1.0
 #: how long an iteration of one computation waits for its clock, as a share of it, and at most
-_WAIT, _MOST_WAIT_S = 0.01, 0.02
+_WAIT = 0.01
+_MOST_WAIT_S = 0.02
 _KEPT = 64  #: iterations whose end may become known late
 
 
@@ -212,15 +219,19 @@ class Batches:
         warn: Callable[[str, str], None],
     ) -> None:
         self._profile = profile
-        self._exchange, self._seat, self._warn = exchange, seat, warn
-        self._function, self._is_whole = function, order == WHOLE.ranks[0]
+        self._exchange = exchange
+        self._seat = seat
+        self._warn = warn
+        self._function = function
+        self._is_whole = order == WHOLE.ranks[0]
         #: for each number of microbatches, what is run until more is known; replaced, never changed
         self._first: dict[int, Program] = {}
         self._leader: Leader | None = None
         if seat.leads:
             _load_kernels()
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
-        self._learner, self._catching_up = LawLearner(), CatchingUp(profile)
+        self._learner = LawLearner()
+        self._catching_up = CatchingUp(profile)
         self._latest: LatestStarts | None = None
         self._service: ServiceExchange | None = None
         # Written by the training thread:
@@ -284,7 +295,8 @@ class Batches:
         """Start the thread of the exchange; write latest starts, if there is a controller, and
         tell a service, if there is one.
         """
-        self._latest, self._service = latest, service
+        self._latest = latest
+        self._service = service
         self._loop.start()
 
     def stop(self, limit_s: float) -> None:
@@ -351,7 +363,8 @@ class Batches:
                 self._is_decided.clear()
                 if iteration not in self._decided:
                     self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
-        count, decided = self._microbatches, self._decided.get(iteration)
+        count = self._microbatches
+        decided = self._decided.get(iteration)
         if decided is not None and count in (None, decided.microbatches):
             return decided
         if count is None and len(self._first) == 1:
@@ -403,7 +416,8 @@ class Batches:
                 "runs; profile the stages that you train"
             )
         top = max(each[0].clock_mhz for each in rows.values())
-        number, clocks = order_number(order), (top,) * len(order)
+        number = order_number(order)
+        clocks = (top,) * len(order)
         program = Program(1, order, clocks, 0.0, order=number, top=top, awaits=True)
         if len(self._first) < MOST_COUNTS:
             self._first = {program.microbatches: program, **self._first}
@@ -416,8 +430,10 @@ class Batches:
 
     def _learn(self, seen: IterationTimes, program: Program | None) -> None:
         known = self._known.get(seen.number, _Known(None, Slowest()))
-        work, slowest = known.work, known.slowest
-        before, self._clock = self._clock, 0
+        work = known.work
+        slowest = known.slowest
+        before = self._clock
+        self._clock = 0
         if program is None or len(seen.spans_ns) != len(program.computations):
             return
         if seen.follows_evaluation:  # its times tell nothing
@@ -481,7 +497,8 @@ class Batches:
         self._handled = asked
         try:
             if self._unsent is not None:
-                laws, self._unsent = self._unsent, None
+                laws = self._unsent
+                self._unsent = None
                 self._exchange.tell_laws(laws)
             if self._leader is not None:
                 self._lead(asked, self._leader)
@@ -498,8 +515,10 @@ class Batches:
         self._warn(key, f"{text}; such iterations run at full clocks")
 
     def _lead(self, asked: _Asked, leader: Leader) -> None:
-        iteration, problem = asked.iteration, asked.problem
-        work, own = None, OwnTime()
+        iteration = asked.iteration
+        problem = asked.problem
+        work = None
+        own = OwnTime()
         if asked.batch is None and problem is None:
             problem = (
                 "the engine does not show the batch of an iteration; say its work before each, by "
@@ -509,7 +528,8 @@ class Batches:
             work = self._work_of(asked)
             own = leader.own(iteration, work)
         except PlannerError as error:
-            work, problem = None, str(error)
+            work = None
+            problem = str(error)
         timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         slowest = self._exchange.slowest(iteration, own, timeout_s, self._slowdown())
         if not own.time_s:  # it does not know how it compares
@@ -529,7 +549,8 @@ class Batches:
         """Return how long iterations may take within the service's budgets and deadlines, as a
         multiple of their time at full clocks; tell it what is known.
         """
-        service, leader = self._service, self._leader
+        service = self._service
+        leader = self._leader
         if service is None or leader is None or not self.leads_job:
             return 1.0
         service.status = leader.status.shown
@@ -578,7 +599,8 @@ class Batches:
         laws = self._learner.laws
         if known.work is None or laws is None:
             return replace(known, plan=plan)
-        rows, order = known.work.tolist(), program.computations
+        rows = known.work.tolist()
+        order = program.computations
         full_s = tuple(laws[c.stage, c.kind].full_s(rows[c.microbatch]) for c in order)
         return replace(known, plan=plan, full_s=full_s)
 
@@ -588,13 +610,16 @@ class Batches:
         """Return what the profile says of computations that take `full_s` at full clocks."""
         if not full_s:
             return None
-        profile, each = self._profile, []
+        profile = self._profile
+        each = []
         gpus = profile.gpus_per_stage
         for c, clock, seconds in zip(program.computations, clocks, full_s, strict=True):
             rows = {row.clock_mhz: row for row in profile.measurements[c.stage, c.kind]}
-            top, row = rows[max(rows)], rows[nearest_clock(rows, clock)]
+            top = rows[max(rows)]
+            row = rows[nearest_clock(rows, clock)]
             work = seconds / top.time_s
-            row_j, top_j = work * row.energy_j / gpus, work * top.energy_j / gpus
+            row_j = work * row.energy_j / gpus
+            top_j = work * top.energy_j / gpus
             each.append(Cost(work * row.time_s, row_j, seconds, top_j))
         waiting_w = fmean(profile.blocking_w(c.stage) for c in program.computations) / gpus
         return profile_costs(tuple(each), waiting_w, program.time_s)

@@ -61,7 +61,8 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
         work: (n, numbers) work of the microbatch of each computation.
         time_s: (n,) what each took, seconds.
     """
-    mean, spread = work.mean(axis=0), work.std(axis=0)
+    mean = work.mean(axis=0)
+    spread = work.std(axis=0)
     varied = spread > _UNVARIED * np.maximum(np.abs(mean), 1e-300)
     scaled = (work[:, varied] - mean[varied]) / spread[varied]
     design = np.column_stack([np.ones(len(work)), scaled])
@@ -74,7 +75,8 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
         found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ time_s))
         missed = np.abs(time_s - design @ found)
         noise = 1.4826 * float(np.median(missed))
-        before, weight = weight, np.minimum(1.0, _TUNING * noise / np.maximum(missed, 1e-300))
+        before = weight
+        weight = np.minimum(1.0, _TUNING * noise / np.maximum(missed, 1e-300))
         if noise == 0.0 or np.abs(weight - before).max() < 1e-3:
             break
     slopes: Floats = np.zeros(work.shape[1])
@@ -131,7 +133,9 @@ class LawLearner:
 
 _KEPT = 16  #: iterations whose messages are kept
 _PROFILE = "batch/profile"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.008  #: between two looks: a few of a computation
+# Between two looks: a few of a computation
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.008
 _LOOKS_PER_S = 40_000.0  #: at the store by all ranks: half of what one serves
 
 Runs = tuple[tuple[int, int], ...]
@@ -236,7 +240,8 @@ class Exchange:
     """
 
     def __init__(self, store: Store, seat: Seat) -> None:
-        self._store, self._seat = store, seat
+        self._store = store
+        self._seat = seat
 
     def slowest(
         self, iteration: int, own: OwnTime, timeout_s: float, slowdown: float = 1.0
@@ -249,7 +254,9 @@ class Exchange:
             timeout_s: How long the others are waited for, seconds.
             slowdown: How long it may take; what pipeline 0 says counts for all.
         """
-        seat, store, key = self._seat, self._store, f"batch/{iteration}/slowest"
+        seat = self._seat
+        store = self._store
+        key = f"batch/{iteration}/slowest"
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
         alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
         if seat.pipelines == 1:
@@ -293,7 +300,8 @@ class Exchange:
 
     def send(self, iteration: int, batch: Batch) -> None:
         """Send the pipeline's ranks what they are told of an iteration, and forget an old one."""
-        seat, old = self._seat, iteration - _KEPT
+        seat = self._seat
+        old = iteration - _KEPT
         if seat.has_followers:
             self._store.set(f"batch/{iteration}/{seat.pipeline}", encode(batch))
         if old >= 0:

@@ -102,7 +102,9 @@ class Leader:
     """
 
     def __init__(self, profile: Profile, settings: AutopilotSettings, *, is_whole: bool) -> None:
-        self._profile, self._settings, self._is_whole = profile, settings, is_whole
+        self._profile = profile
+        self._settings = settings
+        self._is_whole = is_whole
         self._told: tuple[RankLaws, ...] = ()
         #: of all ranks, by the number of microbatches
         self._orders: dict[int, tuple[tuple[Computation, ...], ...]] = {}
@@ -160,7 +162,8 @@ class Leader:
 
     @property
     def _batch_status(self) -> BatchStatus | None:
-        unequal, ordered = list(self._unequal), list(self._ordered)
+        unequal = list(self._unequal)
+        ordered = list(self._ordered)
         if not unequal:
             return None
         waiting, spread = map(fmean, zip(*unequal, strict=True))
@@ -196,7 +199,8 @@ class Leader:
         laws = {key: law for rank in told for key, law in rank.by_key().items()}
         if laws != self._laws:
             self._planners.clear()
-        self._told, self._laws = told, laws
+        self._told = told
+        self._laws = laws
         orders = [rank.by_microbatches() for rank in told]
         everywhere = orders[0].keys() & set.intersection(*map(set, orders))
         self._orders = {count: tuple(rank[count] for rank in orders) for count in everywhere}
@@ -218,7 +222,8 @@ class Leader:
             return
         count = len(work) if work is not None and len(work) in wanted else wanted[0]
         self._planners[count] = None
-        schedule, most = Schedule("as trained", self._orders[count]), self._settings.max_changes
+        schedule = Schedule("as trained", self._orders[count])
+        most = self._settings.max_changes
         profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
         dag = PipelineDag.from_schedule(profile, schedule)
         self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
@@ -343,7 +348,8 @@ class Leader:
         """Add an iteration to the ledger, given its time at full clocks without all that is not
         computed.
         """
-        slowest, settings = ran.slowest, self._settings
+        slowest = ran.slowest
+        settings = self._settings
         if slowest.pays and (slowest.is_whole or ran.iteration >= _TUNING.audit_of):
             self._by_law.add(ran.time_s / slowest.time_s)
             if ratios is self._as_come:
@@ -354,10 +360,13 @@ class Leader:
         ledger = self._ledger or Ledger(
             reference_s, settings.slowdown, settings.max_slowdown, _TUNING.burst * reference_s
         )
-        agreed, most_s, longer_s = self._agreed(slowest), _TUNING.most_charged * reference_s, 0.0
+        agreed = self._agreed(slowest)
+        most_s = _TUNING.most_charged * reference_s
+        longer_s = 0.0
         if not slowest.pays:
             late_s = ran.time_s - agreed * reference_s
-            before_s, self._late_s = self._late_s, late_s
+            before_s = self._late_s
+            self._late_s = late_s
             late_s = min(max(late_s, -most_s), max(most_s, before_s))
             longer_s = (agreed - 1.0) * reference_s + late_s
         ledger = dataclasses.replace(ledger, slowdown=agreed)
@@ -367,14 +376,16 @@ class Leader:
         self, planner: BatchPlanner, work: Floats, time_s: float, plan: BatchPlan | None = None
     ) -> Batch:
         """Return what ranks are told of a plan, None for full clocks, and an iteration time."""
-        rows, ranks = work.tolist(), []
+        rows = work.tolist()
+        ranks = []
         full = planner.plan_of(work, None, time_s)
         for rank in range(len(self._orders[len(work)])):
             at_full_clocks = full.times(rank)
             full_us = _us(at_full_clocks.start_s), _us(at_full_clocks.end_s)
             told = RankPlan(full_us=full_us)
             if plan is not None:
-                clocks, times = runs_of(plan.clocks_mhz[rank]), plan.times(rank)
+                clocks = runs_of(plan.clocks_mhz[rank])
+                times = plan.times(rank)
                 latest_us = tuple(map(_us, times.latest_end_s))
                 told = RankPlan(clocks, full_us, _us(times.start_s), latest_us)
             ranks.append(told)

@@ -61,7 +61,8 @@ class ScaledDag:
 
     def __init__(self, dag: PipelineDag) -> None:
         self._base = scaled_network(_thinned(dag, _VERTICES[len(dag.order) > _LARGE]))
-        base, count = self._base.network, len(dag.order)
+        base = self._base.network
+        count = len(dag.order)
         spans = [np.arange(a, b + 1) for a, b in zip(base.first, base.last, strict=True)][:count]
         #: (vertices,) the vertex of the base, first those of each node, then all of the base, of
         #: which waits have theirs
@@ -69,7 +70,8 @@ class ScaledDag:
         start = np.cumsum([0, *map(len, spans)])
         #: (vertices of nodes,) the node of each
         self._vertex_node = np.repeat(np.arange(count), np.diff(start))
-        first, last = base.first + start[-1], base.last + start[-1]
+        first = base.first + start[-1]
+        last = base.last + start[-1]
         first[:count], last[:count] = start[:-1], start[1:] - 1
         self._network = base._replace(
             first=first, last=last, vertex_slope=base.vertex_slope[self._vertex]
@@ -119,7 +121,8 @@ class ScaledDag:
         Returns:
             (n,) indices of points; they meet the deadline if the fastest ones do.
         """
-        chosen, end_s = problem.point_start[1:] - 1, np.empty(len(scale))
+        chosen = problem.point_start[1:] - 1
+        end_s = np.empty(len(scale))
         if compute_ends(problem, chosen, end_s) <= deadline_s:
             return chosen  # the slowest of each
         if self._is_small:
@@ -135,14 +138,16 @@ class ScaledDag:
         """
         scaled = self._scaled(scale)
         step = next(walk(scaled.network, [int(deadline_s / scaled.tick_s)]))
-        event, flow = step.state.event, step.state.flow
+        event = step.state.event
+        flow = step.state.flow
         end_s = np.asarray(event[1 : 2 * len(scale) : 2] * scaled.tick_s, dtype=np.float64)
         price_w = np.asarray(flow[: len(scale)] * scaled.power_unit_w, dtype=np.float64)
         return Guide(end_s, price_w, np.array(STIFFNESS))
 
     def _scaled(self, scale: Floats) -> ScaledNetwork:
         """Return the network with moved vertices, and the ticks in which its times still fit."""
-        base, network = self._base, self._network
+        base = self._base
+        network = self._network
         ticks = base.network.vertex_time[self._vertex].astype(np.float64)
         ticks[: len(self._vertex_node)] *= scale[self._vertex_node]
         longest = float(ticks[network.first].sum())
@@ -203,7 +208,8 @@ _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _MARGIN = 0.02 / 3  #: which is enough for errors of 1 to 2 %
 _ROOM = 0.8  #: by how much longer lower clocks are planned, of the jitter
 #: by how much ranks may be late without catching up, of the jitter, and at most of an iteration
-_TOLERATED, _MOST_TOLERATED = 0.3, 0.0035
+_TOLERATED = 0.3
+_MOST_TOLERATED = 0.0035
 _LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
@@ -326,7 +332,8 @@ class BatchPlanner:
     def __init__(
         self, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
     ) -> None:
-        self.dag, profile = dag, dag.profile
+        self.dag = dag
+        profile = dag.profile
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
@@ -399,7 +406,9 @@ class BatchPlanner:
                 says, when a computation starts and when the one before it ends. A rank takes its
                 first computation to be in time.
         """
-        starts, base, dag = plan._starts, self._problem, self.dag
+        starts = plan._starts
+        base = self._problem
+        dag = self.dag
         scale = (starts.scale * factor)[:, None]
         problem = base._replace(
             time_s=scale * self._one_s[base.member],
@@ -482,7 +491,8 @@ class BatchPlanner:
             UsageError: If `work` is not like that.
         """
         longest_first = np.argsort(-self.microbatch_s(work), kind="stable")
-        as_is, rng = np.arange(len(work)), np.random.default_rng(0)
+        as_is = np.arange(len(work))
+        rng = np.random.default_rng(0)
         random = [rng.permutation(as_is) for _ in range(_RANDOM_ORDERS)]
         orders = np.array([as_is, longest_first, longest_first[::-1], *random])
         makespan_s = self._replay_all(np.array([self.computation_s(work[o]) for o in orders]))
@@ -502,7 +512,8 @@ class BatchPlanner:
         Raises:
             UsageError: If an argument is out of range.
         """
-        scale, problem = self._scales(work), self._problem
+        scale = self._scales(work)
+        problem = self._problem
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
         makespan_s = self._replay_all((scale[:, None] * self._one_roomy_s[problem.member]).T)
@@ -526,7 +537,8 @@ class BatchPlanner:
             UsageError: If an argument is out of range.
         """
         scale = self._scales(work)
-        overhead_s, nodes = self.dag.profile.overhead_s, len(self.dag.order)
+        overhead_s = self.dag.profile.overhead_s
+        nodes = len(self.dag.order)
         tries = max(1, _EFFORT // nodes) if effort is None else COUNT.check(effort, "effort")
         full_s = replay(self._problem, self._state(scale * self._full_s))
         deadline_s = max(full_s, target_s - overhead_s)
@@ -547,7 +559,8 @@ class BatchPlanner:
         lower what has room again. Return False if the classes of a rank have too few clocks in
         common for that.
         """
-        scratch, cost_j = np.empty((2, len(column) + 1), dtype=np.int64), np.empty(len(column) + 1)
+        scratch = np.empty((2, len(column) + 1), dtype=np.int64)
+        cost_j = np.empty(len(column) + 1)
         problem = self._roomy
         if not _merge(problem, scale, most, column, scratch[0], scratch[1], cost_j):
             return False
@@ -595,7 +608,8 @@ class BatchPlanner:
 
     def _replay_all(self, computation_s: Floats) -> Floats:
         """Return the makespan of each row of durations, seconds: (rows, m)."""
-        state, makespan_s = self._state(computation_s[0]), np.empty(len(computation_s))
+        state = self._state(computation_s[0])
+        makespan_s = np.empty(len(computation_s))
         _makespans(self._problem, state, np.ascontiguousarray(computation_s), makespan_s)
         return makespan_s
 
@@ -610,7 +624,8 @@ class BatchPlanner:
 
     def _plan_of(self, scale: Floats, column: Integers, target_s: float) -> BatchPlan:
         """Return the replayed plan of one clock, given as its column, for each computation."""
-        problem, overhead_s = self._problem, self.dag.profile.overhead_s
+        problem = self._problem
+        overhead_s = self.dag.profile.overhead_s
         state = self._state(scale * problem.time_s[problem.member, column])
         time_s = replay(problem, state) + overhead_s
         until_s = max(time_s, target_s)
@@ -658,7 +673,9 @@ def _latest_ends(
     """Fill `latest_s` with the latest end of each node after which all others still end by
     `deadline_s`.
     """
-    before_start, before, lag_s = problem.before_start, problem.before, problem.before_lag_s
+    before_start = problem.before_start
+    before = problem.before
+    lag_s = problem.before_lag_s
     for k in range(len(latest_s)):
         latest_s[k] = deadline_s
     for k in range(len(latest_s) - 1, -1, -1):
@@ -686,15 +703,20 @@ def _raised_to(
     """Return the lowest clock found at which no computation from `first` to before `stop` takes
     longer than now, and what that costs, joules; -1 if there is none.
     """
-    member, time_s, cost_j = problem.member, problem.time_s, problem.cost_j
+    member = problem.member
+    time_s = problem.time_s
+    cost_j = problem.cost_j
     clock = column[first]
     for i in range(first, stop):
         clock = min(clock, column[i])
-    i, added_j = first, 0.0
+    i = first
+    added_j = 0.0
     while i < stop and clock >= 0:
         c = member[i]
         if time_s[c, clock] > time_s[c, column[i]]:
-            clock, i, added_j = clock - 1, first, 0.0
+            clock = clock - 1
+            i = first
+            added_j = 0.0
         else:
             added_j += scale[i] * (cost_j[c, clock] - cost_j[c, column[i]])
             i += 1
@@ -719,7 +741,9 @@ def _merge(
     """
     rank_start = problem.rank_start
     for rank in range(len(rank_start) - 1):
-        first, stop, count = rank_start[rank], rank_start[rank + 1], 0
+        first = rank_start[rank]
+        stop = rank_start[rank + 1]
+        count = 0
         for i in range(first, stop):
             if i == first or column[i] != column[i - 1]:
                 begin[count] = i
@@ -749,20 +773,21 @@ def _merge(
 @kernel
 def _lower(problem: ClockProblem, scale: Floats, deadline_s: float, state: ClockState) -> None:
     """Lower the clock of one segment after the other, as long as that saves and all is in time."""
-    rank_start, member, node = problem.rank_start, problem.member, problem.node
-    time_s, cost_j, column, duration_s = (
-        problem.time_s,
-        problem.cost_j,
-        state.clock,
-        state.duration_s,
-    )
+    rank_start = problem.rank_start
+    member = problem.member
+    node = problem.node
+    time_s = problem.time_s
+    cost_j = problem.cost_j
+    column = state.clock
+    duration_s = state.duration_s
     lowered = True
     while lowered:
         lowered = False
         for rank in range(len(rank_start) - 1):
             first = rank_start[rank]
             while first < rank_start[rank + 1]:
-                stop, now = first + 1, column[first]
+                stop = first + 1
+                now = column[first]
                 while stop < rank_start[rank + 1] and column[stop] == now:
                     stop += 1
                 for clock in range(now + 1, min(now + 1 + _LOOK, time_s.shape[1])):

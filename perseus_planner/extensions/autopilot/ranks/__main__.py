@@ -53,7 +53,8 @@ def main() -> int:
     channel = StreamChannel(socket.socket(fileno=DESCRIPTOR), ToProcess)
     received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, owner, received), daemon=True).start()
-    planner, begun_s = Planner(), time.monotonic()
+    planner = Planner()
+    begun_s = time.monotonic()
     saved_s = begun_s
     while True:
         rests_until_s = begun_s + (time.process_time() - _FIRST_S) / _CORE_SHARE

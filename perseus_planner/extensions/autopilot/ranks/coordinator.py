@@ -193,8 +193,12 @@ class Coordinator:
         *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._board, self._job, self._places = Board(store), job, job.places
-        self._agreement, self._warnings, self._exchange = agreement, warnings, exchange
+        self._board = Board(store)
+        self._job = job
+        self._places = job.places
+        self._agreement = agreement
+        self._warnings = warnings
+        self._exchange = exchange
         self._now_s = now_s
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
         self._differ_since: int | None = (
@@ -225,7 +229,9 @@ class Coordinator:
         try:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
-                self._orders, self._waits_s = {}, ()  # so that it is told the job
+                # So that it is told the job
+                self._orders = {}
+                self._waits_s = ()
             if self._process is not None:
                 self._take_replies(self._process.messages())
                 if self._now_s() - self._looked_s >= _LOOK_S:

@@ -114,7 +114,8 @@ def _merged(
     top = next((row for row in before if row.clock_mhz == now[0].clock_mhz), None)
     if top is None or not (top.has_work and now[0].has_work):
         return now
-    time, energy = now[0].time_s / top.time_s, now[0].energy_j / top.energy_j
+    time = now[0].time_s / top.time_s
+    energy = now[0].energy_j / top.energy_j
     missing = (row for row in before if row.clock_mhz not in known)
     return (*now, *(_scaled(row, time, energy) for row in missing))
 

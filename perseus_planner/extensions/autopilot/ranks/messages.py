@@ -79,7 +79,8 @@ class Programs(Message, frozen=True):
 
     def _rank_costs(self, pipeline: int, rank: int) -> RankCosts:
         """Return what a rank takes and uses, with its part of the error of the saving."""
-        rows, own = self.costs[pipeline], self.costs[pipeline][rank]
+        rows = self.costs[pipeline]
+        own = self.costs[pipeline][rank]
         all_j = sum(row.full_j + row.waiting_w * max(0.0, self.time_s - row.full_s) for row in rows)
         each = (Cost(own.busy_s, own.busy_j, own.full_s, own.full_j),)
         error_j = self.saving_stderr * all_j / len(rows)

@@ -89,8 +89,13 @@ class Observer:
         turn: int = 0,
         is_written: bool = True,
     ) -> None:
-        self._store, self._rank, self._source, self._gpu = store, rank, source, gpu
-        self._every, self._turn, self._is_written = every, turn, is_written
+        self._store = store
+        self._rank = rank
+        self._source = source
+        self._gpu = gpu
+        self._every = every
+        self._turn = turn
+        self._is_written = is_written
         self._samples = GpuSamples()
         self._changes: deque[tuple[int, int]] = deque(
             maxlen=4096
@@ -146,7 +151,8 @@ class Observer:
 
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
-        program, last_ns = ended.program, times.spans_ns[-1][1] if times.spans_ns else times.end_ns
+        program = ended.program
+        last_ns = times.spans_ns[-1][1] if times.spans_ns else times.end_ns
         if times.follows_evaluation:  # its times tell nothing, and so the frame has none
             program = None
         energy_j = self._energy_j(times, last_ns) if program is not None else None
@@ -174,7 +180,8 @@ class Observer:
     def _frame(
         self, times: IterationTimes, ended: Ended, time_s: float, energy_j: float | None
     ) -> Frame:
-        program, begin_ns = ended.program, times.begin_ns
+        program = ended.program
+        begin_ns = times.begin_ns
         if times.follows_evaluation:
             program = None
         if program is None or len(times.spans_ns) != len(program.computations):
@@ -230,7 +237,8 @@ class AutopilotRank:
     """
 
     def __init__(self, observer: Observer, coordinator: Coordinator | None) -> None:
-        self._observer, self._coordinator = observer, coordinator
+        self._observer = observer
+        self._coordinator = coordinator
 
     @classmethod
     def begin(cls, context: Context, source: Source) -> AutopilotRank:

@@ -80,11 +80,13 @@ class Planner:
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s, self._begun_s = now_s, now_s()
+        self._now_s = now_s
+        self._begun_s = now_s()
         self._job: JobDescription | None = None
         self._autopilot: Autopilot | OneClock | None = None
         self._orders: tuple[int, ...] = ()
-        self._step_s, self._origin = COUNTER_STEP_S, "measured"
+        self._step_s = COUNTER_STEP_S
+        self._origin = "measured"
         self._prior: Profile | None = None  #: what was known before
         self._path: Path | None = None  #: the file of what is learnt; None to keep nothing
         self._first: int | None = None  #: iteration that the autopilot saw first, and counts from
@@ -96,7 +98,8 @@ class Planner:
         self._schedule = ""  #: as a text grid
         self._saving: tuple[float, float] | None = None  #: of the last plan, and its standard error
         #: how many rows were known when the service was told of them last, and when
-        self._told_rows, self._told_s = 0, 0.0
+        self._told_rows = 0
+        self._told_s = 0.0
 
     def take(self, messages: Sequence[ToProcess]) -> list[FromProcess]:
         """Take messages, and return the answers.
@@ -127,7 +130,8 @@ class Planner:
 
     def save(self) -> list[FromProcess]:
         """Write what was learnt; return a warning if it cannot be written."""
-        profile, path = self._learned(), self._path
+        profile = self._learned()
+        path = self._path
         if profile is None or path is None:
             return []
         if self._prior is not None:
@@ -194,8 +198,11 @@ class Planner:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
             return [LogLine(text, is_warning=True), Status(AutopilotStatus("stopped"))]
-        self._job, self._sent, self._first = job, None, None
-        self._told_rows, self._saving = 0, None
+        self._job = job
+        self._sent = None
+        self._first = None
+        self._told_rows = 0
+        self._saving = None
         self._orders = tuple(map(order_number, ranks))
         self._origin = gpu.origin
         self._step_s = COUNTER_STEP_S if gpu.origin == "measured" else 0.0
@@ -237,7 +244,8 @@ class Planner:
     def _answers(self, decision: Decision) -> list[FromProcess]:
         assert self._job is not None
         assert self._autopilot is not None
-        ledger, first = decision.ledger, self._first or 0
+        ledger = decision.ledger
+        first = self._first or 0
         if ledger is not None:
             ledger = replace(ledger, last=ledger.last + first, recent=())
         if decision.time_s is not None:  # else it runs at full clocks for once
@@ -267,10 +275,12 @@ class Planner:
         job = self._autopilot.job
         every = len(set(job.iteration.keys)) * len(job.clocks_mhz) * len(job.modes)
         rows = every - decision.unknown
-        told, now_s = self._told_rows, self._now_s()
+        told = self._told_rows
+        now_s = self._now_s()
         is_new = rows >= TOLD_GROWTH * told or (rows > told and now_s - self._told_s >= LOG_S)
         if self._saving is not None and is_new:
-            self._told_rows, self._told_s = rows, now_s
+            self._told_rows = rows
+            self._told_s = now_s
             replies += self._learnt_message(self._learned())
         if news != self._sent:
             self._sent = news
@@ -296,7 +306,8 @@ class Planner:
         """Return a line a minute while clocks are tried, and a last one when that is over."""
         now_s = self._now_s()
         if status.trials or status.reference_s is None:
-            self._tried_s, self._is_silent = now_s, False
+            self._tried_s = now_s
+            self._is_silent = False
         if self._is_silent or now_s - self._logged_s < LOG_S:
             return []
         self._logged_s, self._is_silent = now_s, now_s - self._tried_s >= LOG_S

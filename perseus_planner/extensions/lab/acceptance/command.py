@@ -63,7 +63,8 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
             f"--acceptance is about one node of 1 to {_MOST_RANKS} GPUs; start it on each node by "
             "itself, with `torchrun --standalone`"
         )
-    acceptance, results = Acceptance(rank), list[CheckResult]()
+    acceptance = Acceptance(rank)
+    results = list[CheckResult]()
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):
         results.append(run_check(check, acceptance))

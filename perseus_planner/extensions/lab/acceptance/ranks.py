@@ -94,8 +94,10 @@ class Rank:
             import_module(module)
         if "RANK" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._store, self._address = store, ("127.0.0.1", store.port)
-            self.rank, self.size = 0, 1
+            self._store = store
+            self._address = ("127.0.0.1", store.port)
+            self.rank = 0
+            self.size = 1
         else:
             try:
                 self._store, self.rank, self.size = next(rendezvous("env://"))
@@ -197,11 +199,13 @@ class Rank:
 
     def _outcome(self, process: BaseProcess, receiver: Connection, limit_s: float) -> Outcome:
         """Wait for the outcome of the process of a step, and for its end."""
-        until_s, failed = time.monotonic() + limit_s, f"failed/{self._turn}"
+        until_s = time.monotonic() + limit_s
+        failed = f"failed/{self._turn}"
         outcome = Outcome()
         while not receiver.poll(_POLL_S) and time.monotonic() < until_s:
             if not outcome.is_collateral and self._store.check([failed]):
-                until_s, outcome.is_collateral = min(until_s, time.monotonic() + _OTHERS_S), True
+                until_s = min(until_s, time.monotonic() + _OTHERS_S)
+                outcome.is_collateral = True
         where = f"in its log in {self.folder}"
         if not receiver.poll():
             os.kill(int(process.pid or 0), signal.SIGUSR1)  # it writes its stacks
@@ -327,7 +331,8 @@ class Training:
     def __init__(self, rank: Rank) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
 
-        self._rank, self.device = rank, rank.device
+        self._rank = rank
+        self.device = rank.device
         self.size = size_on(self.device)
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
@@ -356,7 +361,8 @@ class Training:
             for module, number in zip(modules, numbers, strict=True)
         ]
         # The schedule would scale gradients that are being reduced.
-        count, options = self.size.microbatches, {"loss_fn": _loss, "scale_grads": False}
+        count = self.size.microbatches
+        options = {"loss_fn": _loss, "scale_grads": False}
         if len(stages) == 1:
             self.engine: Any = pipelining.Schedule1F1B(stages[0], count, **options)
         else:
@@ -380,7 +386,8 @@ class Training:
 
     def iterate(self) -> list[Any]:
         """Run one iteration; return its losses on the last stage."""
-        size, losses = self.size, list[Any]()
+        size = self.size
+        losses = list[Any]()
         generator = torch.Generator().manual_seed(1000 * self._steps + self._pipeline)
         shape = (size.microbatches * size.rows, size.sequence + 1)
         tokens = torch.randint(size.vocabulary, shape, generator=generator).to(self.device)
@@ -409,7 +416,8 @@ class Training:
         losses = [loss for _ in range(warm_up) for loss in self.iterate()]
         self._synchronize()
         dist.barrier()
-        begin_s, begin_j = time.perf_counter(), None if gpu is None else gpu.energy_j()
+        begin_s = time.perf_counter()
+        begin_j = None if gpu is None else gpu.energy_j()
         for _ in range(iterations):
             losses += self.iterate()
         self._synchronize()

@@ -211,7 +211,8 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
 
 
 def _run_load(rank: Rank, locks: bool) -> tuple[RankRehearsal, float | None]:
-    text, device = rank.gpu, rank.device
+    text = rank.gpu
+    device = rank.device
     if rank.is_emulated:  # measured in virtual time
         with open_gpu(text.removeprefix("dry-run:")) as gpu:
             assert isinstance(gpu, EmulatedGpu)
@@ -415,7 +416,8 @@ def _are_others(trainings: Sequence[Trained]) -> bool:
 
 def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) -> _Trainings:
     """Train without the runtime and by a plan; several times in turn on CUDA."""
-    found, on_cuda = _Trainings(), rank.device.type == "cuda"
+    found = _Trainings()
+    on_cuda = rank.device.type == "cuda"
     iterations = _BY_PLAN if not in_turn else 10 if on_cuda else 3
     turns = (False, True, True, False, False, True) if in_turn and on_cuda else (False, True)
     with rank.process_group(), open_gpu(rank.gpu) as gpu:
@@ -472,7 +474,8 @@ def mark_error_s(marks: Iterable[float], kernels: Sequence[Span]) -> float | Non
     Returns:
         Seconds; None if no mark is in the time of the kernels.
     """
-    begin_s, end_s = min(kernels)[0], max(end for _, end in kernels)
+    begin_s = min(kernels)[0]
+    end_s = max(end for _, end in kernels)
     inside = [at_s for at_s in marks if begin_s <= at_s <= end_s]
     if not inside:
         return None
@@ -579,7 +582,8 @@ def _check_plan(acceptance: Acceptance) -> Finding:
     found = _trainings(acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False)
     if problems := {each.problem for each in found if each.problem is not None}:
         raise GpuError("; ".join(sorted(problems)))
-    before, by_plan = [each.plain[0] for each in found], [each.by_plan[0] for each in found]
+    before = [each.plain[0] for each in found]
+    by_plan = [each.by_plan[0] for each in found]
     pipelines = acceptance.layout.pipelines
     rows = [
         _beside(
@@ -638,9 +642,11 @@ def _check_deaths(acceptance: Acceptance) -> Finding:
     acceptance.refuse_to_set()
     acceptance.need(acceptance.runs, "clocks")
     acceptance.need(acceptance.plan, "plan")
-    this, uuids = acceptance.rank, [seen.uuid for seen in acceptance.nodes]
+    this = acceptance.rank
+    uuids = [seen.uuid for seen in acceptance.nodes]
     with _training_by_plan(acceptance) as iterations:
-        begin_s, begin = time.monotonic(), iterations()
+        begin_s = time.monotonic()
+        begin = iterations()
         if this.rank == 0:
             _kill(_owners(uuids[0])[:1])
         reset_s = _all(

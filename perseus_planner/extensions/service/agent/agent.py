@@ -89,10 +89,15 @@ class Agent:
         switch_to: Callable[[GivenPlan], Proposal],
         warnings: JobWarnings,
     ) -> None:
-        self._settings, self._job, self._pipelines, self._plan = settings, job, pipelines, plan
+        self._settings = settings
+        self._job = job
+        self._pipelines = pipelines
+        self._plan = plan
         self._name = settings.name or ""
-        self._switch_to, self._warnings = switch_to, warnings
-        self._messages, self._detections = StoreMessages(job.own_store), Detections()
+        self._switch_to = switch_to
+        self._warnings = warnings
+        self._messages = StoreMessages(job.own_store)
+        self._detections = Detections()
         self._stopped = threading.Event()
         self._is_known = threading.Event()  #: the service knows the job
         self._is_new = threading.Event()  #: the service did not know the job before
@@ -101,7 +106,9 @@ class Agent:
         self._registering = threading.Lock()  #: while the job is being registered
         self._away: set[str] = set()  #: for which threads the service is away
         self._registration: Registration | None = None
-        self._seen, self._wait_s = 0, 0.0  #: version of the plans; how long to wait for a newer one
+        # Version of the plans; how long to wait for a newer one
+        self._seen = 0
+        self._wait_s = 0.0
         self._open: tuple[PlanSet, Proposal, float] | None = (
             None  #: the last proposal, and when it was made
         )
@@ -174,7 +181,9 @@ class Agent:
         yield from self._asking("plans", self._ask_for_plans)
 
     def _ask_for_plans(self, service: Client) -> float:
-        wait_s, self._wait_s = self._wait_s, 0.0  # so that a service that is back answers at once
+        # So that a service that is back answers at once
+        wait_s = self._wait_s
+        self._wait_s = 0.0
         has_waited = self._ask(service, wait_s)
         self._answered("plans")
         self._wait_s = 0.0 if self._has_lapsed else self._longest_wait_s(service)
@@ -206,7 +215,8 @@ class Agent:
             if plans is None and self._has_lapsed:
                 self._seen = 0
             elif plans is not None:
-                self._seen, self._has_lapsed = plans.version, False
+                self._seen = plans.version
+                self._has_lapsed = False
                 self._own = None if plans.own is None else Plan.loads(plans.texts[plans.own])
             lease_s = None if self._has_lapsed else service.lease_s
             self._ends_s = None if lease_s is None else time.monotonic() + lease_s
@@ -226,7 +236,8 @@ class Agent:
             left_s = self._ends_s - time.monotonic()
             if left_s > 0.0:
                 return left_s
-            self._ends_s, self._has_lapsed = None, True
+            self._ends_s = None
+            self._has_lapsed = True
             self._warnings.warn(
                 "service lease",
                 "the service was silent while plans waited for a straggler; the job runs its own "
@@ -245,13 +256,15 @@ class Agent:
 
     def _locations(self) -> list[RankLocation]:
         """Return the locations of all ranks once they have passed them on, or time is up."""
-        locations, pause_s = self._messages.locations(self._job.ranks), _LOCATIONS_PAUSE_S
+        locations = self._messages.locations(self._job.ranks)
+        pause_s = _LOCATIONS_PAUSE_S
         while (
             len(locations) < self._job.ranks
             and pause_s < _LOCATIONS_S
             and not self._stopped.wait(pause_s)
         ):
-            locations, pause_s = self._messages.locations(self._job.ranks), 2 * pause_s
+            locations = self._messages.locations(self._job.ranks)
+            pause_s = 2 * pause_s
         return locations
 
     def _register(self, service: Client, registration: Registration) -> bool:
@@ -271,7 +284,8 @@ class Agent:
         """Propose plans to all ranks, in place of an earlier proposal. The caller holds the
         lock.
         """
-        self._open, self._proposed = None, plans
+        self._open = None
+        self._proposed = plans
         try:
             proposal = self._switch_to(dict(enumerate(plans.plans)))
         except PlannerError as error:
@@ -454,7 +468,8 @@ class LearningAgent(Agent):
         except ServiceRefusal:
             self._asked = None
             raise
-        self._asked, self._registered = None, asked
+        self._asked = None
+        self._registered = asked
 
     def _grow(self, learnt: Learnt) -> None:
         try:
@@ -504,7 +519,8 @@ class ServiceLink:
 
     def __init__(self, settings: ServiceSettings, job: TrainingJob, warnings: JobWarnings) -> None:
         self.settings = settings
-        self._job, self._warnings = job, warnings
+        self._job = job
+        self._warnings = warnings
         self._messages = StoreMessages(job.own_store)
         self._agent: Agent | None = None
 

@@ -95,7 +95,9 @@ class StoreMessages:
         """
         newest = self._board.get("findings", int) or 0
         wanted = [*self._missing, *range(self._read + 1, newest + 1)]
-        self._read, self._missing, detections = newest, [], []
+        self._read = newest
+        self._missing = []
+        detections = []
         for number in wanted:
             detection = self._board.get(f"findings/{number}", Detection)
             if detection is None:
@@ -261,7 +263,8 @@ class Detections:
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
         self._now_s = now_s or SteadyClock()
-        self._run, self._numbers = uuid4().hex, count(1)
+        self._run = uuid4().hex
+        self._numbers = count(1)
         #: Rank -> its report, and when it was sent; None if it was not.
         self._kept: dict[int, tuple[ReportRequest, float | None]] = {}
 
@@ -313,7 +316,8 @@ class JobCounts:
     """
 
     def __init__(self, messages: StoreMessages, ranks: int) -> None:
-        self._messages, self._ranks = messages, ranks
+        self._messages = messages
+        self._ranks = ranks
         self._run = uuid4().hex
         self._looked_s = time.monotonic()
         #: The accounts when they last changed, and before that: the verdict is of what is between.
@@ -333,12 +337,14 @@ class JobCounts:
         if kept is None:
             return
         if kept[0].account.windows != self._latest[0].windows:
-            self._before, self._latest = self._latest, [rank.account for rank in kept]
+            self._before = self._latest
+            self._latest = [rank.account for rank in kept]
         self._new = added_up(self._run, kept, self._before)
 
     def take(self) -> Counters | None:
         """Return the new counts once; None if there are none since the last call."""
-        counters, self._new = self._new, None
+        counters = self._new
+        self._new = None
         return counters
 
 
