@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from perseus_planner.engines.modes import Recompute
     from perseus_planner.extensions.autopilot.batches.work import sequence_work
     from perseus_planner.profiles.modes import ModeFunction
+    from perseus_planner.runtime.options import Options
     from perseus_planner.runtime.runtime import Runtime
     from perseus_planner.runtime.session import planner_runtime
 
-__all__ = ["ModeFunction", "Recompute", "Runtime", "planner_runtime", "sequence_work"]
+__all__ = ["ModeFunction", "Options", "Recompute", "Runtime", "planner_runtime", "sequence_work"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from perseus_planner.profiles import modes
 
         return modes.ModeFunction
+    if name == "Options":
+        from perseus_planner.runtime import options
+
+        return options.Options
     if name == "Recompute":
         from perseus_planner.engines import modes as engine_modes
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.job import JobWarnings, NodePart, RankPart, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.modes import ModeSwitch
-    from perseus_planner.runtime.options import RuntimeOptions
+    from perseus_planner.runtime.options import Options
     from perseus_planner.runtime.switching import Agreement
     from perseus_planner.schedules.dag import PipelineDag
 
@@ -82,7 +82,7 @@ class Seat:
     part: NodePart  #: What rank 0 has told its node
     control: Control  #: What is set on its GPU
     gpu: AttachReply | None  #: Its GPU; None if nothing can be set
-    options: RuntimeOptions  #: Of this rank
+    options: Options  #: Of this rank
     warnings: JobWarnings  #: Gives warnings
 
 
@@ -126,7 +126,7 @@ class Decider:
     needs_rank_0 = False
     no_switch = "the clocks of this training are decided while it runs; begin it with a plan"
 
-    def check(self, options: RuntimeOptions, job: TrainingJob) -> None:
+    def check(self, options: Options, job: TrainingJob) -> None:
         """Refuse options; on rank 0, send the others what they need. Before the ranks meet.
 
         Raises:

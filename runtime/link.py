@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
-    from perseus_planner.runtime.options import RuntimeOptions
+    from perseus_planner.runtime.options import Options
     from perseus_planner.runtime.switching import GivenPlan, Proposal
     from perseus_planner.runtime.telemetry import Checkpoint
 
@@ -59,5 +59,5 @@ class Link(Protocol):
         """Tell the service that the job has ended."""
 
 
-MakeLink = Callable[["RuntimeOptions", "TrainingJob", "JobWarnings"], Link]
+MakeLink = Callable[["Options", "TrainingJob", "JobWarnings"], Link]
 """What the offer "service link" of an extension is."""

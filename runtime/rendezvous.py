@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.controller.protocol import Control
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.link import Link
-    from perseus_planner.runtime.options import RuntimeOptions
+    from perseus_planner.runtime.options import Options
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training, and never longer than a third of the
@@ -378,7 +378,7 @@ def node_parts(
 def join_job(
     engine: Any,
     job: TrainingJob,
-    options: RuntimeOptions,
+    options: Options,
     link: Link | None,
     warnings: JobWarnings,
     stack: ExitStack,
@@ -426,7 +426,7 @@ def join_job(
                 given = Plans.load(options.plan)
                 given.check_trusted(options.trust_traced)
                 packed = packed_plan(given.dumps())
-            attempt = Attempt.next_in(options.record)
+            attempt = Attempt.next_in(options.folder)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
     part = meeting.part
     own = meeting.own
@@ -481,7 +481,7 @@ def join_job(
     )
 
 
-def decider_of(options: RuntimeOptions, *, has_plan: bool) -> Decider:
+def decider_of(options: Options, *, has_plan: bool) -> Decider:
     """Return what decides the clocks of this rank.
 
     Args:

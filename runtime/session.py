@@ -22,10 +22,9 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.loops import Loop
 from perseus_planner.engines import blocks
 from perseus_planner.engines.engine import as_tested, sharded_torch
-from perseus_planner.profiles.modes import OWN, ModeFunctions
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
-from perseus_planner.runs.status import STATE_FILE
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
@@ -36,29 +35,21 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
-from perseus_planner.runtime.options import (
-    AutopilotSettings,
-    RuntimeOptions,
-    WorkFunction,
-)
+from perseus_planner.runtime.options import OptionKeywords, Options
 from perseus_planner.runtime.rendezvous import join_job
 from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from perseus_planner.engines.engine import Engine
-    from perseus_planner.runs.verdict import StragglerDetection
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.link import Link, MakeLink
     from perseus_planner.runtime.switching import GivenPlan, Plans
-
-MAX_CHANGES_PER_S = 100.0
-"""Default limit of the clock changes of one node: a call holds the driver's lock for about 6 ms
-(measured on A800).
-"""
 
 END_S = 5.0
 """How long rank 0 waits at the end, at most, until all others have ended their part."""
@@ -69,26 +60,9 @@ def planner_runtime(
     engine: Any = None,
     *,
     plan: GivenPlan | None = None,
-    gpu: str = "cuda",
-    dry_run: bool = False,
-    record: str | os.PathLike[str] | None = None,
-    max_changes_per_s: float = MAX_CHANGES_PER_S,
-    on_straggling: Callable[[StragglerDetection], None] | None = None,
-    service: str | None = None,
-    job: str | None = None,
-    frontier: str | os.PathLike[str] | None = None,
-    max_changes: int | None = None,
-    slowdown: float = 1.0,
-    max_slowdown: float = 0.005,
-    learn: bool = True,
-    state: str | os.PathLike[str] | None = STATE_FILE,
-    work: WorkFunction | str | None = None,
-    modes: ModeFunctions | None = None,
-    may_reorder: bool = False,
-    log: Any = None,
-    strict: bool = True,
-    trust_traced: bool = False,
     decider: Decider | str | None = None,
+    options: Options | None = None,
+    **others: Unpack[OptionKeywords],
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -113,63 +87,11 @@ def planner_runtime(
             inside `with runtime.iteration():`.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
             the autopilot. The plan of rank 0 counts and is sent to all ranks.
-        gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd",
-            "command".
-        dry_run: Do everything except setting clocks.
-        record: A folder in which the ranks record the run, for `planner show` and
-            `planner calibrate`. Give each job its own, and again when it is restarted: the folder
-            keeps the totals of all attempts, and stays small.
-        max_changes_per_s: Limit of the clock changes of one node per second.
-        on_straggling: Called on a background thread when this rank's GPU turns out slow or
-            throttled, and when it has recovered.
-        service: Address of a planner service, such as "http://10.0.0.5:8400" or
-            "unix:/run/planner.sock". Its plans are followed, and slow ranks are reported to it; the
-            autopilot makes its own plans, as long as the service lets pipelines wait for a slower
-            one. Training whose clocks follow the batch does so too, as slow as a budget or a
-            deadline lets it be. Only rank 0 connects to it, with the token in the environment
-            variable PLANNER_TOKEN. Training goes on while the service is away.
-        job: Name of this training in the service.
-        frontier: The file that `planner solve` wrote, from which the service plans. Without a plan
-            it plans from what the autopilot has learnt.
-        max_changes: Switch budget, as for `planner plan`: how often a GPU may change its clock in
-            an iteration, by the autopilot or by the service's plans. None for 8 with the autopilot,
-            and for any number with the service.
-        slowdown: For the autopilot: the iteration time that you accept, as a multiple of that at
-            full clocks.
-        max_slowdown: For the autopilot: how much longer iterations may be on average, as a share of
-            the time at full clocks, while it learns and because times vary.
-        learn: Whether the autopilot tries clocks that it does not know; otherwise it plans on
-            `state` alone.
-        state: For the autopilot: the file of what it has learnt, a profile, from which the next
-            start goes on. A relative path is in the folder `record`, or else where rank 0 was
-            started. None to keep nothing.
-        work: Where microbatches differ: returns the work of one, a number or a few of 0 or more,
-            such as `sequence_work`; or the name of such a function, "module:function". Clocks then
-            follow each batch, and neither a plan nor the autopilot: a pipeline that has less to do
-            than the slowest one runs at lower clocks, in that iteration. It is called with each
-            microbatch before an iteration, on the first rank of a pipeline; data are read ahead for
-            it, in their order. Give `learn=False` and a profile as `state`.
-        modes: For a plan with modes: mode -> a function that has the next computations run in it,
-            such as `Recompute(engine).off`; with "own" for the way in which training runs without a
-            plan. It is called on the training thread before a computation whose mode differs from
-            that of the one before. Between iterations training runs in its own way, unless all
-            computations of a rank run in one mode. For the autopilot: "own" and one other mode,
-            which it tries as it tries clocks; all ranks give the same. Each computation may then
-            have a mode of its own, unless a `ModeFunction` says `shared_by="microbatch"`.
-        may_reorder: For the autopilot: whether it may try a mode that may change the order of a sum
-            (`ModeFunction.reorders`), and so the last bits of losses.
-        log: Where the seconds, joules, watts, saving and verdict of each iteration of this rank's
-            GPU go: a SummaryWriter of TensorBoard, a run of wandb, the module `mlflow` with an
-            active run, a function of the number of the iteration and its values by name, or a list
-            of these. Each rank may give its own, or None. They are called on a thread of their own,
-            some iterations later; a fault of theirs is one warning.
-        strict: Whether an engine that lacks a name which the planner uses, as another release may,
-            is refused. Otherwise, as by `planner run`, one warning is given and training goes on at
-            full clocks.
-        trust_traced: Whether a plan of a traced profile is applied, which is an expectation: its
-            rows at all clocks but one are estimates (`planner trace`). Otherwise it is refused.
         decider: What decides the clocks instead, on all ranks: the name of one that an extension
             brings, or a `runtime.decider.Decider` of each rank's own.
+        options: All options as one value.
+        others: Options one by one, by the names of the fields of `Options`, which describes them;
+            they replace those of `options`.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -181,39 +103,12 @@ def planner_runtime(
         ProfileError: If the profile for `work` cannot be read, or is of something else.
         RankError: If another rank has refused; names the rank and its reason.
     """
-    if modes and plan is None:
-        if engine is None or work is not None or service is not None:
-            raise UsageError(
-                "modes: training without a pipeline, clocks that follow the batch, and a job whose "
-                "profile the service plans on are for one way of running; leave modes out, or give "
-                "a plan made from a profile with modes"
-            )
-        modes = learnt_modes(modes, may_reorder=may_reorder)
-    options = RuntimeOptions(
-        plan=plan,
-        gpu=gpu,
-        dry_run=dry_run,
-        record=None if record is None else Path(record),
-        max_changes_per_s=max_changes_per_s,
-        on_straggling=on_straggling,
-        service=service,
-        job=job,
-        frontier=frontier,
-        max_changes=max_changes,
-        autopilot=AutopilotSettings(
-            slowdown,
-            max_slowdown,
-            AutopilotSettings.max_changes if max_changes is None else max_changes,
-            learn,
-        ),
-        state=state,
-        work=work,
-        modes=modes or {},
-        log=log_functions(log),
-        strict=strict,
-        trust_traced=trust_traced,
-        decider=decider,
-    )
+    given: dict[str, Any] = {**others}
+    if plan is not None:
+        given["plan"] = plan
+    if decider is not None:
+        given["decider"] = decider
+    options = _settled(replace(options or Options(), **given), engine)
     training = this_job()
     process = os.getpid()
     warnings = JobWarnings(training)
@@ -224,7 +119,7 @@ def planner_runtime(
         try:
             context = join_job(engine, training, options, link, warnings, stack)
         except EngineChanged as error:
-            if strict:
+            if options.strict:
                 raise
             problem = str(error)
             text = f"{problem}; training goes on at full clocks, without the planner"
@@ -240,7 +135,7 @@ def planner_runtime(
                 with as_tested():
                     attached.enter_context(context.engine.attached(session.hook))
             except EngineChanged as error:
-                if strict:
+                if options.strict:
                     raise
                 session.hook.stop_following(str(error))
             yield session.begin()
@@ -249,6 +144,26 @@ def planner_runtime(
             session.attempt(attached.close)
             if os.getpid() == process:  # a forked child leaves everything to its parent
                 session.end(end_s)
+
+
+def _settled(options: Options, engine: Any) -> Options:
+    """Return options as the runtime uses them: what is called is checked and wrapped.
+
+    Raises:
+        UsageError: If options exclude each other, or nothing can log where `log` says.
+    """
+    # A number out of range is refused before ranks meet.
+    options.autopilot  # noqa: B018
+    modes = options.modes or {}
+    if modes and options.plan is None:
+        if engine is None or options.work is not None or options.service is not None:
+            raise UsageError(
+                "modes: training without a pipeline, clocks that follow the batch, and a job whose "
+                "profile the service plans on are for one way of running; leave modes out, or give "
+                "a plan made from a profile with modes"
+            )
+        modes = learnt_modes(modes, may_reorder=options.may_reorder)
+    return replace(options, modes=modes, log=log_functions(options.log))
 
 
 class _Session:
@@ -263,7 +178,7 @@ class _Session:
         self,
         context: RankContext,
         job: TrainingJob,
-        options: RuntimeOptions,
+        options: Options,
         link: Link | None,
         warnings: JobWarnings,
         stack: ExitStack,
@@ -279,7 +194,7 @@ class _Session:
         self._telemetry = Telemetry(
             job.rank,
             replace(context.engine.pipeline_rank, pipeline=context.own.pipeline),
-            self._files(options.record),
+            self._files(options.folder),
             own_plans=context.part.pipelines > 1,
             warn=lambda text: warnings.warn("record", text),
             planned_busy_s=self._decider.busy_s,
@@ -448,7 +363,7 @@ class _Session:
         return RankFiles(folder, self._job.rank, self._job.ranks, attempt)
 
 
-def _service_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> Link:
+def _service_link(options: Options, job: TrainingJob, warnings: JobWarnings) -> Link:
     try:  # loaded here with pydantic, because most jobs have no service
         make_link: MakeLink = extensions.offer("service link")
     except ModuleNotFoundError as error:

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from perseus_planner.base.errors import PlannerError
 
+STATE_FILE = "autopilot.yaml"
+"""What was learnt in training, a profile: in the folder of a run, or where rank 0 was started."""
+
 _MAX_BYTES = 64 * 2**20
 
 

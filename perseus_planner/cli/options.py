@@ -53,7 +53,11 @@ class Option:
 
 
 def command(
-    *lines: str, name: str | None = None, has_json: bool = True, **settings: Any
+    *lines: str,
+    name: str | None = None,
+    has_json: bool = True,
+    others: Iterable[click.Parameter] = (),
+    **settings: Any,
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Return the decorator that makes a command of a function, by the types of its parameters.
 
@@ -61,6 +65,7 @@ def command(
         lines: examples of it, for its help.
         name: its name; by default that of the function.
         has_json: whether it has the option --json, which `console.report` obeys.
+        others: parameters that are declared elsewhere; the function takes them as keywords.
         settings: arguments of `click.Command`.
     """
     if lines:
@@ -70,7 +75,7 @@ def command(
         summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
-        params = [*_parameters(function, hints)]
+        params = [*_parameters(function, hints), *others]
         if has_json:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
@@ -97,6 +102,8 @@ def command(
 def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterator[click.Parameter]:
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue  # `others` of the command
         if is_dataclass(hint):
             # With the signature of its `__init__`.
             yield from _parameters(hint, get_type_hints(hint, include_extras=True))  # type: ignore[arg-type]

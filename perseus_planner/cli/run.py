@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 from click.core import ParameterSource
@@ -17,92 +16,63 @@ from click.core import ParameterSource
 from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
-    GpuName,
-    Natural,
+    PATH,
     Option,
-    Share,
-    Slowdown,
+    Quantity,
     SourceFile,
     check_folder,
     command,
     option_name,
 )
+from perseus_planner.runtime.options import AutopilotSettings, check_work, said_options
+from perseus_planner.runtime.unmodified.options import write_options
 
 
-@dataclass(frozen=True)
-class RuntimeOptions:
-    """Arguments of `planner_runtime`."""
+def _parameters() -> list[click.Parameter]:
+    """Return the options of `planner_runtime` as those of the command; None if not given."""
+    parameters: list[click.Parameter] = []
+    for name, said in said_options().items():
+        option = option_name(name)
+        settings: dict[str, Any] = {"help": said.help, "default": None}
+        if not said.word:
+            settings["is_flag"] = True
+            settings["default"] = None if said.has_opposite else False
+            if said.has_opposite:
+                option = f"{option}/--no-{name}"
+        elif said.rule is not None:
+            settings["type"] = Quantity(said.rule, said.word.lower())
+        elif said.kind:
+            settings["type"] = SourceFile(said.kind)
+        else:
+            settings["type"] = PATH if said.names_file else str
+            settings["metavar"] = said.word
+        parameters.append(click.Option([option, name], **settings))
+    return parameters
 
-    plan: Annotated[
-        Annotated[Path, SourceFile("plan")] | None,
-        "Plan to train with; without one, training plans itself.",
-    ]
-    slowdown: Annotated[
-        Slowdown | None,
-        "Without a plan: how long an iteration may take, as a multiple of that at full clocks.  "
-        "[default: 1.00]",
-    ]
-    max_slowdown: Annotated[
-        Share | None,
-        "Without a plan: how much longer iterations may be on average while training learns.  "
-        "[default: 0.005]",
-    ]
-    max_changes: Annotated[
-        Natural | None,
-        "The most clock changes of a GPU per iteration, without a plan or in the service's plans. "
-        " [default: 8]",
-    ]
-    learn: Annotated[
-        bool | None,
-        "Without a plan: whether to try clocks, or plan on what is known.  [default: learn]",
-        Option("--learn/--no-learn", default=None),
-    ]
-    state: Annotated[
-        Path | None,
-        "Without a plan: profile of what was learnt, from which the next start continues.  "
-        "[default: autopilot.yaml]",
-    ]
-    work: Annotated[
-        str | None,
-        "Without a plan: have clocks follow each batch, by the work of a microbatch that this "
-        "function returns.",
-        Option(metavar="MODULE:FUNCTION"),
-    ]
-    gpu: Annotated[GpuName | None, "GPU of each rank, or only a back-end.  [default: cuda]"]
-    dry_run: Annotated[bool, "Do everything except setting clocks."]
-    trust_traced: Annotated[
-        bool, "Apply a --plan of a traced profile, which is estimated at all clocks but one."
-    ]
-    record: Annotated[
-        Path | None,
-        "Folder in which to record the run, for `planner show` and `planner calibrate`.",
-        Option(metavar="FOLDER"),
-    ]
-    job: Annotated[str | None, "Name of this training in a service.", Option(metavar="NAME")]
-    service: Annotated[str | None, "Follow this service.", Option(metavar="URL")]
-    frontier: Annotated[
-        Annotated[Path, SourceFile("frontier")] | None,
-        "With a plan: frontier from which the service plans.",
-    ]
 
-    def check_service(self, *, is_named: bool) -> None:
-        """Check that the service can be told what trains.
+def _check_service(given: Mapping[str, Any], *, is_named: bool) -> None:
+    """Check that the service can be told what trains.
 
-        Args:
-            is_named: whether the service is an option; PLANNER_SERVICE alone is there for other
-                commands.
-        """
-        if not self.service or not (self.job or is_named):
-            return
-        if self.frontier and not self.plan:
-            raise UsageError(
-                "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out"
-            )
-        missing = "job" if not self.job else "frontier" if self.plan and not self.frontier else None
-        if missing is not None:
-            raise UsageError(
-                f"--service {self.service}: needs --{missing}; give it, or leave out the service"
-            )
+    Args:
+        given: The options.
+        is_named: whether the service is an option; PLANNER_SERVICE alone is there for other
+            commands.
+    """
+    if not given["service"] or not (given["job"] or is_named):
+        return
+    if given["frontier"] and not given["plan"]:
+        raise UsageError(
+            "--frontier: is for --plan; without a plan the frontier is learnt, so leave it out"
+        )
+    missing = None
+    if not given["job"]:
+        missing = "job"
+    elif given["plan"] and not given["frontier"]:
+        missing = "frontier"
+    if missing is not None:
+        raise UsageError(
+            f"--service {given['service']}: needs --{missing}; give it, or leave out the service"
+        )
 
 
 @command(
@@ -112,12 +82,12 @@ class RuntimeOptions:
     "planner run --work lengths:work --no-learn --state profile.yaml -- deepspeed train.py",
     "srun planner run -- python train.py",
     has_json=False,
+    others=_parameters(),
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
 )
 def run(
     command: Annotated[tuple[str, ...], Option(required=True, type=click.UNPROCESSED)],
-    *,
-    options: RuntimeOptions,
+    **given: Any,
 ) -> None:
     """Run COMMAND, and save energy in each of its Python processes that trains.
 
@@ -130,37 +100,31 @@ def run(
     """
     from perseus_planner import Plan
     from perseus_planner.plans.plan import check_trusted
-    from perseus_planner.runtime.options import AutopilotSettings, check_work
-    from perseus_planner.runtime.unmodified.options import write_options
 
+    # What every rank would refuse is refused here, once.
     for name in ("record", "state"):
-        if (path := getattr(options, name)) is not None:
-            check_folder(path, option_name(name))
-    if options.plan is not None:
-        check_trusted(Plan.load(options.plan), options.trust_traced)
-    if options.slowdown is not None:
-        AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
-    if options.work is not None:
-        check_work(
-            plan=options.plan,
-            learn=options.learn is not False,
-            state=options.state,
-        )
+        if given[name] is not None:
+            check_folder(given[name], option_name(name))
+    if given["plan"] is not None:
+        check_trusted(Plan.load(given["plan"]), given["trust_traced"])
+    if given["slowdown"] is not None:
+        AutopilotSettings(slowdown=given["slowdown"])
+    if given["work"] is not None:
+        check_work(plan=given["plan"], learn=given["learn"] is not False, state=given["state"])
     source = click.get_current_context().get_parameter_source("service")
-    options.check_service(is_named=source is ParameterSource.COMMANDLINE)
+    _check_service(given, is_named=source is ParameterSource.COMMANDLINE)
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:
         click.echo(
             f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner",
             err=True,
         )
-    given = {
+    options = {
         name: value.absolute() if isinstance(value, Path) else value
-        for name, value in vars(options).items()
+        for name, value in given.items()
+        if value is not False or said_options()[name].has_opposite  # off is what it is without
     }
-    for flag in ("dry_run", "trust_traced"):
-        given[flag] = given[flag] or None  # off is what it is without
-    variables = write_options(given)
+    variables = write_options(options)
     modules = _modules(os.environ.get("PYTHONPATH"))
     try:
         os.execvpe(command[0], command, {**os.environ, **variables, "PYTHONPATH": modules})

@@ -14,9 +14,6 @@ from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading, replacing
 from perseus_planner.base.wires import decode
 
-STATE_FILE = "autopilot.yaml"
-"""What was learnt, a profile, in the folder of a run or where rank 0 was started."""
-
 _NAME = "decider.json"
 _NAME_OF_0_3 = "autopilot.json"
 _OWN_FIELDS = ("phase", "iteration", "reference_s")  #: that 0.3 wrote too

@@ -21,6 +21,7 @@ from perseus_planner.base import extensions
 from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
+from perseus_planner.base.files import STATE_FILE
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.units import COUNT, Rule
 from perseus_planner.plans.job import Job
@@ -28,7 +29,6 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
-from perseus_planner.runs.status import STATE_FILE
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import (
     Comparison,

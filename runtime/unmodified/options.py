@@ -4,12 +4,11 @@ such as PLANNER_PLAN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.units import CHANGES, FACTOR, SHARE
+from perseus_planner.runtime.options import said_options
 
 _WORDS = {
     "1": True,
@@ -27,25 +26,6 @@ def _read_switch(text: str, name: str) -> bool:
     if text.lower() not in _WORDS:
         raise UsageError(f"{name}: {text!r} is neither on nor off; write 1 or 0")
     return _WORDS[text.lower()]
-
-
-def _read_text(text: str, _: str) -> str:
-    return text
-
-
-_READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("plan", "gpu", "record", "state", "service", "job", "frontier", "work"), _read_text
-        ),
-        "slowdown": FACTOR.read,
-        "max_slowdown": SHARE.read,
-        "max_changes": CHANGES.read,
-        **dict.fromkeys(("dry_run", "learn", "trust_traced"), _read_switch),
-    }
-    #: arguments of `planner_runtime` that are options of `planner run` -> how they are read from
-    #: text
-)
 
 
 def variable(name: str) -> str:
@@ -67,11 +47,17 @@ def read_options(environment: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         UsageError: If a variable cannot be read; names it.
     """
-    options = {
-        name: read(environment[variable(name)], variable(name))
-        for name, read in _READ.items()
-        if environment.get(variable(name))
-    }
+    options: dict[str, Any] = {}
+    for name, said in said_options().items():
+        text = environment.get(variable(name))
+        if not text:
+            continue
+        if not said.word:
+            options[name] = _read_switch(text, variable(name))
+        elif said.rule is not None:
+            options[name] = said.rule.read(text, variable(name))
+        else:
+            options[name] = text
     if "job" not in options:  # the address is then for commands such as `planner status`
         options.pop("service", None)
     return options

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from strategies import smooth_profile
 
 from perseus_planner import runtime, schedules, solve
 from perseus_planner.cli.run import run as run_command
+from perseus_planner.runtime.options import OptionKeywords, Options
 from perseus_planner.runtime.unmodified.options import read_options, variable, write_options
 
 STARTUP = str(Path(runtime.__file__).absolute().parent / "unmodified" / "startup")
@@ -122,8 +124,8 @@ def test_options_are_read_as_they_were_written():
     }
 
 
-def test_every_option_is_an_argument_of_the_runtime_and_each_but_seven_is_an_option():
-    arguments = {*inspect.signature(runtime.planner_runtime).parameters} - {"engine"}
+def test_every_option_is_one_of_the_runtime_and_each_but_seven_is_an_option():
+    arguments = {each.name for each in fields(Options)}
     scripts_only = {
         "max_changes_per_s",
         "on_straggling",
@@ -136,6 +138,19 @@ def test_every_option_is_an_argument_of_the_runtime_and_each_but_seven_is_an_opt
     options = arguments - scripts_only
     assert {each.name for each in run_command.params} - {"command"} == options
     assert {*read_options({variable(name): "1" for name in arguments})} == options
+
+
+def test_type_checkers_know_each_option_with_the_type_that_it_has():
+    keywords = inspect.get_annotations(OptionKeywords)
+    own = {*inspect.signature(runtime.planner_runtime).parameters} & {"plan", "decider"}
+    for each in fields(Options):
+        if each.name in own:
+            continue
+        declared = each.type
+        if each.name == "modes":  # a script may give None too
+            declared = f"{declared} | None"
+        assert keywords.pop(each.name).__forward_arg__ == declared
+    assert not keywords
 
 
 def test_the_service_of_other_commands_is_not_that_of_the_job(

@@ -19,11 +19,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 
 from perseus_planner import Profile, Run, solve
-from perseus_planner.base.errors import PlanError
+from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.extensions.service.client import Client
 from perseus_planner.gpu import open_gpu
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.runtime import planner_runtime
+from perseus_planner.runtime import Options, planner_runtime
 from perseus_planner.runtime.attachment import control_of, power_limits
 
 
@@ -98,5 +98,31 @@ def test_iterations_that_the_caller_shows_run_by_a_plan_and_are_recorded_and_rep
     with (
         pytest.raises(PlanError, match=said),
         planner_runtime(gpu="simulated:a100-sxm", plan=other),
+    ):
+        pass
+
+
+def test_options_are_one_value_or_keywords_and_keywords_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PLANNER_STATE_DIR", str(tmp_path / "state"))
+    rows = (Measurement(1410, 0.01, 3.0), Measurement(1200, 0.011, 2.5))
+    iteration = {"schedule": "whole", "microbatches": 1}
+    profile = Profile({(0, "F"): rows}, 0.0, origin="simulated", iteration=iteration)
+    plan = solve(profile, "whole", microbatches=1).plan_for(0.011)
+    given = Options(plan=plan, gpu="no-such-gpu", record=tmp_path / "run")
+    with planner_runtime(options=given, gpu="simulated:a100-sxm") as runtime:
+        runtime.end_iteration()
+        runtime.end_iteration()
+    (rank,) = Run.load(tmp_path / "run").ranks
+    assert len(rank.iterations) == 1
+    with (
+        pytest.raises(TypeError, match="slodown"),
+        planner_runtime(slodown=1.1),  # type: ignore[call-arg]
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"slowdown: 0\.9 is not a slowdown"),
+        planner_runtime(options=Options(slowdown=0.9)),
     ):
         pass

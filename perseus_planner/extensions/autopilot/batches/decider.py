@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.options import RuntimeOptions
+    from perseus_planner.runtime.options import Options
 
 
 class BatchesDecider(Decider):
@@ -40,7 +40,7 @@ class BatchesDecider(Decider):
         self._context: Context | None = None
         self._recorded: AutopilotStatus | None = None  #: that was recorded last
 
-    def check(self, options: RuntimeOptions, job: TrainingJob) -> None:
+    def check(self, options: Options, job: TrainingJob) -> None:
         """See `Decider.check`.
 
         Raises:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.decider import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
-    from perseus_planner.runtime.options import RuntimeOptions
+    from perseus_planner.runtime.options import Options
     from perseus_planner.runtime.switching import GivenPlan
     from perseus_planner.runtime.telemetry import Checkpoint
 
@@ -602,7 +602,7 @@ class ServiceLink:
             self._agent.close()
 
 
-def begin_link(options: RuntimeOptions, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
+def begin_link(options: Options, job: TrainingJob, warnings: JobWarnings) -> ServiceLink:
     """Return a rank's part in the service of its options; the offer "service link".
 
     Raises:
