@@ -511,4 +511,5 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
         raise UsageError(f"{missing}, or give planner_runtime a plan")
     known = extensions.places("deciders")
     advice = did_you_mean(name, known) or f"give one of {', '.join(known)}"
+    advice = extensions.remedy(advice)
     raise UsageError(f"decider: there is no decider {name!r}; {advice}")

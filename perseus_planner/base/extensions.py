@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError
 
@@ -79,18 +79,45 @@ DECIDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Likewise, of the deciders that the options of a training ask for."""
 
 
-@cache
-def extensions() -> Mapping[str, Extension]:
-    """Return all extensions by name: those of this distribution, then those of others.
+class _Found(NamedTuple):
+    extensions: Mapping[str, Extension]
+    problems: tuple[str, ...]
 
-    Raises:
-        UsageError: If the extension of another package cannot be loaded, or adds what is there.
-    """
+
+@cache
+def _found() -> _Found:
     found = {name: _own(name) for name in _own_names()}
-    for name, extension in _foreign().items():
-        _check_new(name, extension, found)
-        found[name] = extension
-    return MappingProxyType(found)
+    problems = list[str]()
+    for name, loaded in _foreign().items():
+        if isinstance(loaded, str):
+            problems.append(loaded)
+            continue
+        twice = _twice(name, loaded, found)
+        if twice is not None:
+            problems.append(twice)
+            continue
+        found[name] = loaded
+    return _Found(MappingProxyType(found), tuple(problems))
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return all extensions by name: those of this distribution, then those of others. One of
+    another package that cannot be used is left out, and `problems` says why: nothing else is to
+    stop for it.
+    """
+    return _found().extensions
+
+
+def problems() -> tuple[str, ...]:
+    """Return why extensions of other packages are left out, and what to do."""
+    return _found().problems
+
+
+def remedy(advice: str) -> str:
+    """Return the advice for a name that nothing has, with the problems of extensions which may have
+    it.
+    """
+    return "; ".join([advice, *problems()])
 
 
 def places(kind: str) -> Mapping[str, str]:
@@ -106,15 +133,21 @@ def places(kind: str) -> Mapping[str, str]:
     )
 
 
-def commands() -> Mapping[str, Mapping[str, Any]]:
-    """Return the commands of all extensions, by heading and name."""
+def commands() -> tuple[Mapping[str, Mapping[str, Any]], tuple[str, ...]]:
+    """Return the commands of all extensions, by heading and name, and why some are left out."""
     loaded: dict[str, dict[str, Any]] = {}
-    for extension in extensions().values():
+    unusable = [*problems()]
+    own = {*_own_names()}
+    for name, extension in extensions().items():
         for heading, named in extension.commands.items():
-            loaded.setdefault(heading, {}).update(
-                {name: load(place) for name, place in named.items()}
-            )
-    return loaded
+            for command, place in named.items():
+                try:
+                    loaded.setdefault(heading, {})[command] = load(place)
+                except Exception as error:
+                    if name in own:
+                        raise
+                    unusable.append(_unusable(f"the command {command!r} of {name!r}", error))
+    return loaded, tuple(unusable)
 
 
 def offer(name: str) -> Any:
@@ -156,41 +189,47 @@ def _own(name: str) -> Extension:
     return extension
 
 
-def _foreign() -> dict[str, Extension]:
-    """Return the extensions that the entry points of other packages name."""
+def _foreign() -> dict[str, Extension | str]:
+    """Return the extensions that the entry points of other packages name, or why one cannot be
+    used.
+    """
     from importlib.metadata import entry_points
 
-    found = {}
+    found: dict[str, Extension | str] = {}
     for point in entry_points(group=GROUP):
+        package = "a package" if point.dist is None else point.dist.name
+        what = f"the extension {point.name!r} of {package}"
         try:
             extension = point.load()
         except Exception as error:  # it is code of others
-            problem = f"{type(error).__name__}: {error}"
-        else:
-            if isinstance(extension, Extension):
-                found[point.name] = extension
-                continue
-            problem = f"{point.value} is not an Extension"
-        package = "a package" if point.dist is None else point.dist.name
-        raise UsageError(
-            f"the extension {point.name!r} of {package} cannot be loaded: {problem}; mend it, or "
-            "uninstall it"
-        )
+            found[point.name] = _unusable(what, error)
+            continue
+        if not isinstance(extension, Extension):
+            extension = _unusable(what, TypeError(f"{point.value} is not an Extension"))
+        found[point.name] = extension
     return found
 
 
-def _check_new(name: str, extension: Extension, found: Mapping[str, Extension]) -> None:
-    """Refuse an extension that adds what another adds already."""
+def _unusable(what: str, error: Exception) -> str:
+    return (
+        f"{what} cannot be loaded: {type(error).__name__}: {error}; mend it, or uninstall its "
+        "package"
+    )
+
+
+def _twice(name: str, extension: Extension, found: Mapping[str, Extension]) -> str | None:
+    """Return what an extension adds that another adds already; None if nothing."""
     if name in found:
-        raise UsageError(f"there are two extensions {name!r}; uninstall one")
+        return f"there are two extensions {name!r}; uninstall one"
     for other_name, other in found.items():
         for kind in (each.name for each in fields(Extension)):
             names = _names(extension, kind) & _names(other, kind)
             if names:
-                raise UsageError(
+                return (
                     f"the extensions {name!r} and {other_name!r} both have {kind} "
-                    f"{min(names)!r}; uninstall one"
+                    f"{min(names)!r}, so the first is left out; uninstall one"
                 )
+    return None
 
 
 def _names(extension: Extension, kind: str) -> set[str]:

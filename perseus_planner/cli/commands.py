@@ -11,7 +11,6 @@ import os
 import click
 
 from perseus_planner.base import __version__, extensions
-from perseus_planner.base.errors import UsageError
 from perseus_planner.cli import console
 from perseus_planner.cli.machine import doctor, reset, warm_up
 from perseus_planner.cli.measure import measure
@@ -60,15 +59,12 @@ def _add_commands() -> None:
     """Add the commands of the core, and those of extensions behind them or under headings of their
     own.
     """
-    added = extensions.commands()
+    added, main.problems = extensions.commands()
     for heading in dict.fromkeys((*_CORE, *added)):
         main.add_section(heading, *_CORE.get(heading, ()), *added.get(heading, {}).values())
 
 
-try:
-    _add_commands()
-except UsageError as error:  # of an extension of others
-    main.problem = error
+_add_commands()
 main.for_a_file = run_job
 
 

@@ -76,7 +76,7 @@ class Commands(click.Group):
 
     sections: dict[str, list[str]]  #: Heading -> the names of the commands under it, in order
     for_a_file: click.Command  #: The command that runs if a job file is named instead of a command
-    problem: PlannerError | None = None  #: Why the commands are not complete
+    problems: tuple[str, ...] = ()  #: Why the commands are not complete
 
     def add_section(self, heading: str, *commands: click.Command) -> None:
         """Add commands under a heading of the help."""
@@ -120,9 +120,8 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command line; say so if what it prints cannot be written, as on a full disk."""
-        if self.problem is not None:
-            click.echo(f"Error: {printable(str(self.problem))}", err=True)
-            sys.exit(2)
+        for problem in self.problems:
+            click.echo(f"planner: {printable(problem)}", err=True)
         try:
             return super().main(*args, **extra)
         except OSError as error:

@@ -68,6 +68,7 @@ def check_back_end(text: str) -> None:
             back_end, CATALOG, "simulated:{}".format
         )
         advice = advice or f"choose one of: {', '.join(back_ends())}"
+        advice = extensions.remedy(advice)
         raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
 
 

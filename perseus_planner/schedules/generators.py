@@ -575,7 +575,7 @@ def _generator(name: str) -> Generator:
         advice = advice or f"give one of {', '.join(schedule_names())}"
         if "." in name:
             advice = "the name of a text grid ends in .csv or .txt"
-        raise ScheduleError(f"there is no schedule {shown(name)}; {advice}")
+        raise ScheduleError(f"there is no schedule {shown(name)}; {extensions.remedy(advice)}")
     generator = extensions.load(place)
     assert isinstance(generator, Generator)
     return generator

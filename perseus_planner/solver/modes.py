@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.errors import ProfileError, UsageError, how_to_install
+from perseus_planner.base.errors import ProfileError, how_to_install
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.profiles.measurement import lower_hull
 from perseus_planner.profiles.modes import OWN, in_mode, mode_of
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.network import scaled_network
+from perseus_planner.solver.programme import Programme
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import OperatingPoint
@@ -375,7 +376,7 @@ class ModeProblem:
         self, costs: Mapping[tuple[int, str], float], prices: _Prices | None = None
     ) -> tuple[Assignment, float]:
         """Return the modes of least cost within memory, with what changes cost at these prices."""
-        programme = _Programme()
+        programme = _ModeProgramme()
         modes = programme.add_modes(self, costs)
         waits_w = {} if prices is None else prices.waits_w
         for place, before, latest in self._changes if waits_w else ():
@@ -399,7 +400,7 @@ class ModeProblem:
         count = len(self.dag.computations)
         unit_s = _UNIT * deadline_s
         within = (deadline_s - dag.profile.overhead_s) / unit_s
-        programme = _Programme()
+        programme = _ModeProgramme()
         modes = programme.add_modes(self, defaultdict(float), whole=whole)
         starts = [programme.add(0.0, within) for _ in dag.order]
         changed = {
@@ -466,26 +467,14 @@ class _Prices:
         return _Prices(nodes_w, waits, (1 - part) * self.total_w + part * other.total_w)
 
 
-class _Solved(NamedTuple):
-    x: Floats
-    bound: float
-
-
-class _Programme:
-    """A mixed-integer programme, built row by row."""
+class _ModeProgramme(Programme):
+    """A programme of which some variables are the modes of groups."""
 
     def __init__(self) -> None:
-        self._columns: list[tuple[float, float, int]] = []  # cost, most, whether it is whole
-        self._rows: list[tuple[dict[int, float], float, float]] = []
-
-    def add(self, cost: float, most: float, *, whole: bool = False) -> int:
-        """Add a variable of 0 to `most`, and return its number."""
-        self._columns.append((cost, most, int(whole)))
-        return len(self._columns) - 1
-
-    def limit(self, row: dict[int, float], most: float, least: float = -math.inf) -> None:
-        """Have a sum of variables be from `least` to `most`."""
-        self._rows.append((row, least, most))
+        super().__init__(
+            "modes that are tied to each other need scipy, which is not installed; "
+            f"{how_to_install('modes')}"
+        )
 
     def add_modes(
         self,
@@ -528,39 +517,6 @@ class _Programme:
             if of_group == group:
                 self.limit({variable: 1.0, modes[other, mode]: -1.0, changed: -1.0}, 0.0)
         return changed
-
-    def solve(self) -> _Solved | None:
-        """Return the best point, and a bound on its cost; None if there is no point.
-
-        Raises:
-            UsageError: If scipy is not installed.
-        """
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
-        except ImportError as error:
-            raise UsageError(
-                "modes that are tied to each other need scipy, which is not installed; "
-                f"{how_to_install('modes')}"
-            ) from error
-        cost, most, whole = map(np.array, zip(*self._columns, strict=True))
-        rows, least_of, most_of = zip(*self._rows, strict=True)
-        values = [value for row in rows for value in row.values()]
-        where = ([i for i, row in enumerate(rows) for _ in row], [k for row in rows for k in row])
-        matrix = csr_array((values, where), shape=(len(rows), len(cost)))
-        unit = float(np.abs(cost).max()) or 1.0
-        solution = milp(
-            cost / unit,
-            integrality=whole,
-            bounds=Bounds(0.0, most),
-            constraints=LinearConstraint(matrix, least_of, most_of),
-            options={"mip_rel_gap": 0.0},
-        )
-        if solution.x is None:
-            return None
-        # One whose variables are not whole has no other bound than its cost.
-        bound = solution.mip_dual_bound if whole.any() else solution.fun
-        return _Solved(solution.x, float(bound) * unit)
 
 
 def _hull(front: Sequence[OperatingPoint]) -> list[OperatingPoint]:

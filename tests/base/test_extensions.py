@@ -15,7 +15,6 @@ import pytest
 
 from perseus_planner.base import extensions
 from perseus_planner.base.errors import UsageError
-from perseus_planner.base.extensions import Extension
 
 SITE = '''
 """An extension of a site: a schedule, a GPU, a decider and a command."""
@@ -93,24 +92,44 @@ def test_an_extension_of_others_brings_a_command_a_schedule_and_a_gpu(tmp_path: 
     assert done.stdout == "simulated a100-sxm\n"
 
 
-def test_an_extension_that_cannot_be_loaded_is_named(tmp_path: Path):
+def test_an_extension_that_cannot_be_loaded_is_named_and_stops_nothing_else(tmp_path: Path):
     environment = install(tmp_path / "site", "import nothing_of_that_name\n")
     done = planner("--help", environment=environment, cwd=tmp_path)
-    assert done.returncode == 2
-    assert (
-        "the extension 'site' of site-planner cannot be loaded: ModuleNotFoundError" in done.stderr
+    assert (done.returncode, "greet" in done.stdout, "solve" in done.stdout) == (0, False, True)
+    problem = (
+        "the extension 'site' of site-planner cannot be loaded: ModuleNotFoundError: No module "
+        "named 'nothing_of_that_name'; mend it, or uninstall its package\n"
     )
-    assert done.stderr.rstrip().endswith("mend it, or uninstall it")
+    assert done.stderr == f"planner: {problem}"
+    words = ("profile", "--gpu", "simulated:a100-sxm", "--stages", "2", "-o", "profile.yaml")
+    done = planner(*words, environment=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = ("solve", "profile.yaml", "--microbatches", "4", "-o", "frontier.npz")
+    # What it may have had is not there, and that says why.
+    done = planner(*words, "--schedule", "site-1f1b", environment=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(problem)
+    assert "there is no schedule 'site-1f1b'" in done.stderr
+
+
+def test_a_command_that_cannot_be_loaded_is_named_and_stops_nothing_else(tmp_path: Path):
+    source = SITE.replace("site_planner:greet", "site_planner:nothing")
+    environment = install(tmp_path / "site", source)
+    done = planner("--help", environment=environment, cwd=tmp_path)
+    assert (done.returncode, "solve" in done.stdout) == (0, True)
+    assert done.stderr.startswith("planner: the command 'greet' of 'site' cannot be loaded: ")
 
 
 @pytest.mark.needs("explore")
-def test_an_extension_does_not_replace_what_is_there():
-    found = extensions.extensions()
-    twice = Extension(commands={"Site": {"explore": "site_planner:explore"}})
-    with pytest.raises(UsageError) as refused:
-        extensions._check_new("site", twice, found)
-    assert str(refused.value) == (
-        "the extensions 'site' and 'explore' both have commands 'explore'; uninstall one"
+def test_an_extension_does_not_replace_what_is_there(tmp_path: Path):
+    source = SITE.replace('"greet"', '"explore"')
+    environment = install(tmp_path / "site", source)
+    done = planner("explore", "--help", environment=environment, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Greet the site." not in done.stdout
+    assert done.stderr == (
+        "planner: the extensions 'site' and 'explore' both have commands 'explore', so the first "
+        "is left out; uninstall one\n"
     )
 
 

@@ -21,14 +21,10 @@ at one configuration are then joined where that leaves an instance over.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-import os
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -36,7 +32,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import yaml
 
 from perseus_planner.base.documents import check_digest, read_document
@@ -48,8 +43,10 @@ from perseus_planner.base.errors import (
     how_to_install,
 )
 from perseus_planner.base.files import sha256, write_file
+from perseus_planner.solver.programme import Programme, Row, Solved
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from perseus_planner.extensions.inference.workload import (
@@ -269,9 +266,7 @@ class _Group(NamedTuple):
 
 
 class _Model:
-    """Columns with their least and most value, and rows with theirs: an integer programme,
-    without its objective.
-    """
+    """The integer programme of all possible pools, without its objective."""
 
     def __init__(
         self,
@@ -287,12 +282,13 @@ class _Model:
         self._before = before
         self._costs = costs
         self._idle_w = {at: profile.idle_w(at) for at in profile.configurations}
-        self._columns: list[tuple[float, float, bool]] = []
-        self._rows: list[tuple[dict[int, float], float, float]] = []
+        self._programme = Programme(
+            f"plans for inference need scipy, which is not installed; {INSTALL}"
+        )
         # Column -> joules of one, less what idle instances cost anyhow.
         self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
-        self.share = self._add(least_share, 1.0)
+        self.share = self._programme.add(most=1.0, least=least_share)
         self._groups: list[_Group] = []
         points = {
             (of, at): [cell.carried(*load.lengths(of)) for cell in profile.feasible(of, at)]
@@ -302,13 +298,13 @@ class _Model:
         carried: dict[RequestClass, dict[int, float]] = {of: {} for of in demand}
         for (longest, at), of_longest in points.items():
             for segment in range(len(of_longest)):
-                group = _Group(self._add(integer=True), longest, at, segment, [])
+                group = _Group(self._programme.add(whole=True), longest, at, segment, [])
                 for of, load in demand.items():
                     served = points[of, at][: len(of_longest)]
                     if longest.covers(of) and len(served) > segment:
                         for point in served[max(0, segment - 1) : segment + 1]:
                             filled = load.peak * point.tokens_per_s / served[-1].tokens_per_s
-                            entry = _Entry(self._add(), of, point, filled)
+                            entry = _Entry(self._programme.add(), of, point, filled)
                             group.entries.append(entry)
                             carried[of][entry.column] = point.tokens_per_s
                 self._add_group(group)
@@ -321,13 +317,9 @@ class _Model:
             most = max(loads.values())
             loads[self.share] = -demand[of].tokens_per_s
             row = {column: load / most for column, load in loads.items()}
-            self._rows.append((row, 0.0, 0.0))
+            self._programme.limit(row, 0.0, 0.0)
         if before is not None:
             self._add_changes(before)
-
-    def _add(self, least: float = 0.0, most: float = math.inf, *, integer: bool = False) -> int:
-        self._columns.append((least, most, integer))
-        return len(self._columns) - 1
 
     def _add_group(self, group: _Group) -> None:
         """Add the instances of a pool on a segment, and what classes have of them."""
@@ -340,8 +332,9 @@ class _Model:
             self.energies_j[entry.column] = (entry.point.power_w - idle_w) * self._period_s
         shares = {entry.column: 1.0 for entry in entries}
         peaks = {entry.column: entry.filled for entry in entries}
-        self._rows.append(({instances: -1.0, **shares}, 0.0 if segment else -math.inf, 0.0))
-        self._rows.append(({instances: -1.0, **peaks}, -math.inf, 0.0))
+        least = 0.0 if segment else -math.inf
+        self._programme.limit({instances: -1.0, **shares}, 0.0, least)
+        self._programme.limit({instances: -1.0, **peaks}, 0.0)
 
     def _add_changes(self, before: Sequence[Pool]) -> None:
         """Add the GPUs that have to change, as in `ChangeCosts.between`."""
@@ -351,13 +344,13 @@ class _Model:
             for group in self._groups:
                 rows[key(group.at)][group.column] = group.at.tensor_degree
             for same, row in rows.items():
-                more = self._add()
+                more = self._programme.add()
                 self.energies_j[more] = price_j
-                self._rows.append(({**row, more: -1.0}, -math.inf, had[same]))
+                self._programme.limit({**row, more: -1.0}, had[same])
 
     def solve(
         self, objective: Mapping[int, float], gpus: float = math.inf, gap: float = _GAP
-    ) -> tuple[npt.NDArray[np.float64], float] | None:
+    ) -> Solved | None:
         """Return the columns for which the objective is least, and a bound on it; None if there are
         none.
 
@@ -365,39 +358,16 @@ class _Model:
             UsageError: If scipy is not installed.
             PlannerError: If the solver finds neither within `_LIMIT_S`.
         """
+        limits = [Row(self.gpus, gpus)]
         try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
-        except ImportError as error:
-            raise UsageError(
-                f"plans for inference need scipy, which is not installed; {INSTALL}"
-            ) from error
-        rows, lows, highs = zip(*self._rows, (self.gpus, -math.inf, gpus), strict=True)
-        where = [(number, column) for number, row in enumerate(rows) for column in row]
-        values = [value for row in rows for value in row.values()]
-        matrix = csr_array(
-            (values, tuple(zip(*where, strict=True))), shape=(len(rows), len(self._columns))
-        )
-        least, most, integer = zip(*self._columns, strict=True)
-        weights = np.zeros(len(self._columns))
-        weights[list(objective)] = list(objective.values())
-        scale = np.abs(weights).max()
-        with _without_output():
-            solution = milp(
-                weights / scale,
-                integrality=integer,
-                bounds=Bounds(least, most),
-                constraints=LinearConstraint(matrix, lows, highs),
-                options={"mip_rel_gap": gap, "time_limit": _LIMIT_S},
-            )
-        if solution.x is None:
-            if solution.status == 2:  # infeasible
-                return None
+            return self._programme.solve(objective, limits, gap, _LIMIT_S)
+        except UsageError:
+            raise
+        except PlannerError as error:
             raise PlannerError(
                 f"no pools were found in the {_LIMIT_S:g} s that the solver may take; give more "
                 "GPUs, or a profile with fewer configurations or loads"
-            )
-        return solution.x, float(solution.mip_dual_bound * scale)
+            ) from error
 
     def plan(self, values: npt.NDArray[np.float64], bound: float) -> PoolPlan:
         """Return the pools of an answer, with no more instances than their shares need."""
@@ -426,28 +396,6 @@ class _Model:
         change_j = 0.0 if self._before is None else self._costs.between(self._before, pools)
         energy_j = power_w * self._period_s + change_j
         return PoolPlan(power_w, change_j, energy_j, min(bound, energy_j), tuple(pools))
-
-
-@contextmanager
-def _without_output() -> Iterator[None]:
-    """Drop what C code prints: releases of HiGHS print a line of their own now and then, into
-    what may be JSON.
-    """
-    if sys.stdout is None:  # closed by the shell
-        yield
-        return
-    flush = ctypes.CDLL(None).fflush
-    sys.stdout.flush()
-    flush(None)
-    kept = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 class _Part(NamedTuple):
