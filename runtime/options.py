@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.modes import ModeFunctions
     from perseus_planner.runs.verdict import StragglerDetection
-    from perseus_planner.runtime.decider import Decider
     from perseus_planner.runtime.switching import GivenPlan
 
 Work: TypeAlias = "float | Sequence[float]"
@@ -251,7 +250,7 @@ class Options:
     may_reorder: bool = False
     log: Any = None
     strict: bool = True
-    decider: Decider | str | None = None
+    decider: object = None  #: A `Decider`, the name of one, or None
 
     @property
     def autopilot(self) -> AutopilotSettings:

@@ -52,11 +52,27 @@ class Option:
         self.settings = {**settings, "names": names} if names else settings
 
 
+class _Command(click.Command):
+    """A command, some of whose parameters are made when they are first asked for."""
+
+    def __init__(
+        self, others: Callable[[], list[click.Parameter]], *args: Any, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self._others = others
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return all parameters."""
+        self.params += self._others()
+        self._others = list
+        return super().get_params(ctx)
+
+
 def command(
     *lines: str,
     name: str | None = None,
     has_json: bool = True,
-    others: Iterable[click.Parameter] = (),
+    others: Callable[[], list[click.Parameter]] = list,
     **settings: Any,
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Return the decorator that makes a command of a function, by the types of its parameters.
@@ -65,7 +81,8 @@ def command(
         lines: examples of it, for its help.
         name: its name; by default that of the function.
         has_json: whether it has the option --json, which `console.report` obeys.
-        others: parameters that are declared elsewhere; the function takes them as keywords.
+        others: returns parameters that are declared elsewhere, which is loaded when the command
+            is used; the function takes them as keywords.
         settings: arguments of `click.Command`.
     """
     if lines:
@@ -75,7 +92,7 @@ def command(
         summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
-        params = [*_parameters(function, hints), *others]
+        params = [*_parameters(function, hints)]
         if has_json:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
@@ -87,7 +104,8 @@ def command(
                 )
             function(**values)
 
-        return click.Command(
+        return _Command(
+            others,
             name or function.__name__.replace("_", "-"),
             params=params,
             callback=call,

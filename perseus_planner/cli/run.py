@@ -24,12 +24,12 @@ from perseus_planner.cli.options import (
     command,
     option_name,
 )
-from perseus_planner.runtime.options import AutopilotSettings, check_work, said_options
-from perseus_planner.runtime.unmodified.options import write_options
 
 
 def _parameters() -> list[click.Parameter]:
     """Return the options of `planner_runtime` as those of the command; None if not given."""
+    from perseus_planner.runtime.options import said_options
+
     parameters: list[click.Parameter] = []
     for name, said in said_options().items():
         option = option_name(name)
@@ -82,7 +82,7 @@ def _check_service(given: Mapping[str, Any], *, is_named: bool) -> None:
     "planner run --work lengths:work --no-learn --state profile.yaml -- deepspeed train.py",
     "srun planner run -- python train.py",
     has_json=False,
-    others=_parameters(),
+    others=_parameters,
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": "PLANNER"},
 )
 def run(
@@ -100,6 +100,8 @@ def run(
     """
     from perseus_planner import Plan
     from perseus_planner.plans.plan import check_trusted
+    from perseus_planner.runtime.options import AutopilotSettings, check_work, said_options
+    from perseus_planner.runtime.unmodified.options import write_options
 
     # What every rank would refuse is refused here, once.
     for name in ("record", "state"):
