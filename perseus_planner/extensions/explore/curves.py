@@ -14,11 +14,13 @@ adds the same, at every price of time, so the curves of few microbatches give th
 The correction of each kind is the ratio of measured to modelled time, and of energies, at each
 measured clock, interpolated linearly in between and constant beyond. So a full sweep determines the
 shape of the estimate over clocks, a single clock only its level. All clocks have a row then, also
-those that the model's power limit does not allow, as measured stages may run at them.
+those that the model's power limit does not allow, as measured stages may run at them. A stage that
+draws more than this limit shows that the measured GPU has another one: then no clock is capped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from perseus_planner import Frontier
     from perseus_planner.extensions.explore.configuration import Candidate, Configuration, Floats
     from perseus_planner.extensions.explore.operations import Phases, System
-    from perseus_planner.gpu.simulated.model import GpuModel
+    from perseus_planner.gpu.simulated.model import GpuModel, Load
 
 _SLOPES = 200
 _FEW = (3, 4)  # multiples of the ranks from which many microbatches are extrapolated
@@ -48,6 +50,9 @@ _LONG = 24  # stages
 # Computations above which not all operating points are used, but so many
 _LARGE = 2500
 _MANY = 16
+# Measured power over the model's power limit, above which the limit is another one: sensors and
+# measured energies are off by a few percent. By hand.
+_ABOVE_LIMIT = 1.05
 _SOLVED_WHOLE = 1500  # computations of an iteration that is not extrapolated
 
 
@@ -388,7 +393,7 @@ def estimate(
     gpus = profile.gpus_per_stage
     rows = {}
     for stage, kind in profile.measurements:
-        load = stages[stage][kind].load(system)
+        load = calibration.load(stages[stage][kind], system)
         clocks = system.gpu.clocks_mhz
         rows[stage, kind] = tuple(
             Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
@@ -410,6 +415,13 @@ class Calibration:
     ratios: Mapping[str, NDArray[np.float64]]
     source: str  #: What was measured
     blocking_power_w: float  #: Power of one GPU while it waits
+    #: Whether the model's power limit holds; not if more was measured.
+    is_limited: bool = True
+
+    def load(self, phases: Phases, system: System) -> Load:
+        """Return a computation on the GPU that was measured."""
+        load = phases.load(system)
+        return load if self.is_limited else replace(load, power_limit_w=math.inf)
 
     def factors(
         self, kind: str, clocks_mhz: Sequence[int]
@@ -451,6 +463,16 @@ def calibration_of(
             "give the tensor degree that was measured"
         )
     phases = job.stage_phases(system)[stage]
+    most_w = max(
+        (
+            row.energy_j / gpus / row.time_s
+            for (of_stage, _), rows in profile.measurements.items()
+            for row in rows
+            if of_stage == stage and row.time_s
+        ),
+        default=0.0,
+    )
+    is_limited = most_w <= _ABOVE_LIMIT * system.gpu.power_limit_w
     ratios = {}
     for kind in "FBIW":
         rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
@@ -462,6 +484,8 @@ def calibration_of(
                 "it at one clock or more"
             )
         load = phases[kind].load(system)
+        if not is_limited:
+            load = replace(load, power_limit_w=math.inf)
         ratios[kind] = np.array(
             [
                 (
@@ -474,5 +498,8 @@ def calibration_of(
         ).T
     origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
     return Calibration(
-        ratios, f"stage {stage} of {source} ({origin})", profile.blocking_w(stage) / gpus
+        ratios,
+        f"stage {stage} of {source} ({origin})",
+        profile.blocking_w(stage) / gpus,
+        is_limited,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from perseus_planner import Profile
@@ -86,6 +87,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
 def test_the_middle_stage_calibrates_all_others_where_the_model_is_off_alike(
     name: str, time: float, energy: float, step: int, degree: int
 ):
+    assume(energy <= time)  # within the model's power limit
     system, job = SYSTEMS[name], pipeline(tensor_degree=degree)
     truth = off_by(estimate(job, system, kinds="FBIW"), time, energy)
     calibration = calibration_of(off_by(truth, 1, 1, step), job, system)
@@ -110,6 +112,19 @@ def test_the_stage_that_calibrates_is_met_at_each_clock_that_was_measured():
         for row in rows[1, kind]:
             assert found[row.clock_mhz].time_s == pytest.approx(row.time_s)
             assert found[row.clock_mhz].energy_j == pytest.approx(row.energy_j)
+
+
+def test_a_stage_that_draws_more_than_the_limit_of_the_model_makes_no_clock_free():
+    job = pipeline()
+    limited = replace(A100, gpu=replace(A100.gpu, power_limit_w=300.0))
+    free = replace(A100, gpu=replace(A100.gpu, power_limit_w=math.inf))
+    truth = estimate(job, free)
+    top = {key: rows[:1] for key, rows in truth.measurements.items()}
+    calibration = calibration_of(replace(truth, measurements=top), job, limited)
+    found = estimate(job, limited, calibration)
+    assert same(found, truth)
+    for rows in found.measurements.values():
+        assert all(row.time_s < below.time_s for row, below in pairwise(rows))
 
 
 def test_what_waiting_draws_is_the_measured_power_of_the_gpus_of_a_stage():
