@@ -2,9 +2,10 @@
 
 Times and watts at other clocks follow from two numbers of the GPU's model, each with a spread
 (`gpus.yaml`): the share of the time that follows the clock, and the exponent of the power above
-that of waiting. Latin hypercube draws (McKay, Beckman and Conover, 1979) of these, of the watts
-and of the clock that are not known exactly give the interval, from 5 to 95 %. A second trace at a
-lower clock replaces the two numbers by measured ones.
+that of waiting, a mean over the clocks that are worth it. Latin hypercube draws (McKay, Beckman and
+Conover, 1979) of these, of the watts and of the clock that are not known exactly give the interval,
+from 5 to 95 %. A second trace at a lower clock replaces the two numbers by measured ones; what is
+below that clock has an exponent of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _STEPS = 24  #: clocks of the profile, by hand
 _LOWEST = 0.55  #: of the traced clock: lower ones take more energy on every GPU that was measured
 _SEED = 54
 _WAITING_SPREAD = 0.2  #: relative, of assumed watts while waiting, by hand
-_COMPUTING_SHARE = (0.6, 0.8, 1.0)
+_COMPUTING_SHARE = (0.6, 0.9, 1.2)
 """Watts while computing over the power limit, where none were seen: least, usual, most. Measured
-trainings are between .6 (vision, small batches) and 1."""
+trainings are between .6 (vision, small batches) and 1.19 (GPT-3 on an A100 whose limit was
+raised)."""
 _CLOCK_SPREAD = 0.03  #: relative, of a clock that was read from a log
 _UNSEEN_CLOCK = (0.85, 0.95, 1.0)
 """The clock over the highest one, where none was seen: power limits hold it below."""
@@ -66,6 +68,13 @@ class Spread(NamedTuple):
         return self.most - float(fall)
 
 
+class Below(NamedTuple):
+    """What is taken for power below the lower one of two traced clocks."""
+
+    clock_mhz: float
+    exponent: Spread
+
+
 @dataclass(frozen=True)
 class GpuGuess:
     """What is taken for a GPU in a trace."""
@@ -78,6 +87,7 @@ class GpuGuess:
     power_exponent: Spread
     clocks_mhz: tuple[int, ...]  #: that it supports, highest first
     sources: tuple[str, ...]  #: what was seen, and what is assumed
+    below: Below | None = None  #: the exponent below a clock, where it is another one
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,7 @@ class _Numbers:
     waiting_w: float
     clock_share: float
     power_exponent: float
+    exponent_below: float = 0.0  #: where the guess has a `Below`
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,7 @@ def estimate_saving(
         gpu.waiting_w.usual,
         gpu.clock_share.usual,
         gpu.power_exponent.usual,
+        0.0 if gpu.below is None else gpu.below.exponent.usual,
     )
     profile = _profile(job, gpu, usual, times_s, jitter, rest_s)
     frontier, plan = _planned(job, profile)
@@ -277,13 +289,15 @@ def _planned(job: TracedJob, profile: Profile) -> tuple[Frontier, Any]:
 def _drawn(gpu: GpuGuess, count: int) -> list[_Numbers]:
     """Return Latin hypercube draws of the numbers of a GPU."""
     random = np.random.default_rng(_SEED)
-    spreads = (
+    spreads = [
         gpu.clock_mhz,
         next(iter(gpu.computing_w.values())),
         gpu.waiting_w,
         gpu.clock_share,
         gpu.power_exponent,
-    )
+    ]
+    if gpu.below is not None:
+        spreads.append(gpu.below.exponent)
     columns = []
     for spread in spreads:
         shares = (random.permutation(count) + random.random(count)) / count
@@ -311,7 +325,7 @@ def _profile(
         rows = []
         for clock_mhz in clocks_mhz:
             slower = numbers.clock_share * traced_mhz / clock_mhz + 1.0 - numbers.clock_share
-            lower = (clock_mhz / traced_mhz) ** numbers.power_exponent
+            lower = _lower(gpu, numbers, clock_mhz, traced_mhz)
             power_w = waiting_w + (numbers.computing_w - waiting_w) * lower
             rows.append(Measurement(clock_mhz, time_s * slower, power_w * time_s * slower))
         measurements[key] = tuple(rows)
@@ -324,6 +338,14 @@ def _profile(
         jitter=jitter,
         gpu_spread=0.0,  # the job runs on the GPUs that were traced
     )
+
+
+def _lower(gpu: GpuGuess, numbers: _Numbers, clock_mhz: float, traced_mhz: float) -> float:
+    """Return the power above that of waiting at a clock, as a share of that at the traced one."""
+    if gpu.below is None or clock_mhz >= gpu.below.clock_mhz:
+        return float((clock_mhz / traced_mhz) ** numbers.power_exponent)
+    at_second = (gpu.below.clock_mhz / traced_mhz) ** numbers.power_exponent
+    return float(at_second * (clock_mhz / gpu.below.clock_mhz) ** numbers.exponent_below)
 
 
 def _clocks(gpu: GpuGuess, clock_mhz: float) -> tuple[int, list[int]]:
@@ -402,8 +424,12 @@ def _with_second(gpu: GpuGuess, times_s: Mapping[Key, Floats], second: SecondClo
     computing_w = next(iter(gpu.computing_w.values())).usual
     fall = (second.computing_w - waiting_w) / (computing_w - waiting_w)
     exponent = float(np.clip(np.log(max(fall, 1e-3)) / np.log(1.0 / ratio), 1.0, 3.0))
+    # Where the voltage falls no more, power is in proportion to the clock. That begins at about
+    # 75 % of the highest clock, near the second one, and nothing was seen below it.
+    below = Spread(1.0, (1.0 + exponent) / 2, exponent)
     return replace(
         gpu,
         power_exponent=Spread(exponent - 0.15, exponent, exponent + 0.15),
+        below=Below(second.clock_mhz, below),
         sources=(*gpu.sources, f"power rises with the clock to the {exponent:.2f}, likewise"),
     )
