@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import Changes, Index, Wait
+from perseus_planner.gpu import DRY_RUN, is_dry_run
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.guarantee import Slowdown
 
@@ -84,7 +85,7 @@ class RuntimeOptions:
             UsageError: As in `gpu_text`.
         """
         text = gpu_text(self.gpu, device)
-        return f"dry-run:{text}" if self.dry_run and not text.startswith("dry-run:") else text
+        return f"{DRY_RUN}{text}" if self.dry_run and not is_dry_run(text) else text
 
 
 def check_work(*, plan: object, learn: bool, state: object) -> None:

@@ -31,7 +31,16 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 if TYPE_CHECKING:
     from perseus_planner.gpu.nvml.device import VisibleGpu
 
-__all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "back_ends", "open_gpu"]
+__all__ = [
+    "BACK_ENDS",
+    "DRY_RUN",
+    "THROTTLE_REASONS",
+    "Gpu",
+    "GpuReader",
+    "back_ends",
+    "is_dry_run",
+    "open_gpu",
+]
 
 _OPENERS = {
     "nvml": ("nvml.gpu", "open_nvml"),
@@ -69,6 +78,15 @@ def check_back_end(text: str) -> None:
         )
         advice = advice or f"choose one of: {', '.join(back_ends())}"
         raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
+
+
+DRY_RUN = "dry-run:"
+"""Before the text of a GPU that is read but not set."""
+
+
+def is_dry_run(text: str) -> bool:
+    """Whether the GPU that `text` names is not set."""
+    return text.startswith(DRY_RUN)
 
 
 def open_gpu(text: str) -> Gpu:

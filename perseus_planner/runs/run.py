@@ -183,6 +183,11 @@ class Run:
         return sum(self.totals, Account())
 
     @property
+    def is_dry_run(self) -> bool:
+        """Whether the ranks set no clocks in their last iterations."""
+        return any(rank.iterations[-1].is_dry_run for rank in self.ranks)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the plans that iterations ran by, oldest first; without plans that are no
         longer kept.

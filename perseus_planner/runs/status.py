@@ -17,6 +17,9 @@ from perseus_planner.base.wires import decode
 STATE_FILE = "autopilot.yaml"
 """What was learnt, a profile, in the folder of a run or where rank 0 was started."""
 
+AUTOPILOT = "autopilot"
+"""What the decider is called of whom no name was written: until 0.4 there was no other."""
+
 _NAME = "decider.json"
 _NAME_OF_0_3 = "autopilot.json"
 _OWN_FIELDS = ("phase", "iteration", "reference_s")  #: that 0.3 wrote too
@@ -36,6 +39,7 @@ class DeciderStatus:
     reference_s: float | None = None
     #: Name -> what else it knows; None for what is not known.
     columns: Mapping[str, float | str | None] = field(default_factory=dict)
+    name: str = AUTOPILOT  #: What it is called
 
     def __str__(self) -> str:
         return self.text

@@ -46,6 +46,7 @@ from perseus_planner.views.figures import (
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.run import (
     account_text,
+    decider_text,
     tables_of_run,
     tables_of_unplanned,
     unplanned_text,
@@ -104,6 +105,12 @@ class EnergyReport:
     courses: tuple[RunCourse, ...]  #: the course of each of these
     curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
     kareus: tuple[Any, ...]  #: plans of Kareus for each configuration
+
+    @property
+    def dry_runs(self) -> dict[str, str]:
+        """Name -> that no clock was set in this run, and what its plan would have set."""
+        runs: dict[str, RunSummary | UnplannedRun] = {**self.runs, **self.unplanned}
+        return {name: run.dry_run for name, run in runs.items() if run.dry_run is not None}
 
 
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
@@ -218,10 +225,11 @@ def report_text(report: EnergyReport) -> str:
     """Return the text that `planner report` prints: the savings as a table, and the rates that
     they assume.
     """
+    dry_runs = "".join(f"{name}: {text}.\n" for name, text in report.dry_runs.items())
     unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
     if unlike:
-        return f"{unlike[0]}.\n"
-    verdicts = "".join(
+        return f"{dry_runs}{unlike[0]}.\n"
+    verdicts = dry_runs + "".join(
         f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
     )
     kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
@@ -298,6 +306,7 @@ def page(report: EnergyReport) -> str:
         "tables_of_run": tables_of_run,
         "tables_of_unplanned": partial(tables_of_unplanned, unit=unit),
         "lines_of_unplanned": lambda run: account_text(run.total, saves=True).splitlines(),
+        "decider": decider_text,
         "cost": lambda energy_j: report.rates.cost(energy_j),
         "saved": _saved_columns,
         "used": _used_columns,

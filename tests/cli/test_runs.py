@@ -57,13 +57,67 @@ def test_show_says_what_ran_beside_what_was_planned(plan: Plan):
     )  # fmt: skip
 
 
+def test_a_dry_run_says_so_first_and_what_would_have_been_set(plan: Plan):
+    write_run(Path("run"), plan, 4, gpu="dry-run:nvml:0")
+    clocks = sorted(set(plan.clocks.values()))
+    foreseen = 100 * (1 - plan.energy_j / plan.baseline_j(plan.time_s))
+    text = done("show run")
+    assert text.splitlines()[0] == (
+        "Dry run: no clock was set, so nothing was saved. Plan 1 would have set "
+        f"{clocks[0]} to {clocks[-1]} MHz, in {sum(plan.changes)} changes per iteration, to save "
+        f"{foreseen:.1f} % at {si(plan.time_s, 's', 3)}."
+    )
+    assert "Clock changes, none of which was made, in all 3 iterations that count:" in text
+    for untrue in ("Late:", "overtaken", "than planned", "another machine"):
+        assert untrue not in text
+    rows = [row for rank in Run.load("run").ranks for row in rank.iterations]
+    assert {(row.is_dry_run, row.changes_set, row.saved_j) for row in rows} == {(1, 0, 0.0)}
+    assert "run: Dry run: no clock was set" in done("report run -o report.html")
+    page = Path("report.html").read_text()
+    assert "run: Dry run: no clock was set, so nothing was saved." in page
+    write_run(Path("set"), plan, 4, gpu="nvml:0")
+    assert "Dry run" not in done("show set") + done("report set -o report.html")
+
+
+def test_a_dry_run_is_compared_with_full_clocks(plan: Plan):
+    """Its computations are shorter than planned, for which no profile is to blame."""
+    write_run(Path("run"), plan, 4, gpu="dry-run:nvml:0")
+    run = Run.load("run")
+    quicker = replace(
+        run,
+        ranks=tuple(
+            replace(
+                rank,
+                iterations=tuple(replace(row, busy_s=0.4 * row.busy_s) for row in rank.iterations),
+            )
+            for rank in run.ranks
+        ),
+    )
+    summary = summarize_run(quicker)
+    assert (summary.verdict, summary.unlike_plan) == (None, None)
+    slower = replace(
+        run,
+        ranks=tuple(
+            replace(
+                rank,
+                iterations=tuple(
+                    replace(row, end_s=row.begin_s + 9 * row.time_s, next_s=None)
+                    for row in rank.iterations
+                ),
+            )
+            for rank in run.ranks
+        ),
+    )
+    assert "times the plan's" in (summarize_run(slower).unlike_plan or "")
+
+
 def test_a_run_whose_gpus_were_not_read_has_hyphens(plan: Plan):
     write_run(Path("run"), plan, 1)
     text = done("show run")
     assert text.splitlines()[4].split()[3:] == [
         "-", f"{plan.time_s:.5f}", "-", "-", f"{plan.energy_j:.3f}", "-"
     ]  # fmt: skip
-    assert "Every iteration ran as planned." in text
+    assert "Every iteration ran in the planned order." in text
 
 
 @pytest.mark.parametrize("origin", ["measured", "simulated"])

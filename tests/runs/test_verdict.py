@@ -202,7 +202,9 @@ def test_a_run_of_another_machine_is_told_so_and_saves_nothing(plan: Plan, tmp_p
     text, told, html = shown(plan, run)
     assert "another machine" not in text + told + html
     assert "Where the energy goes" in html
-    assert "Every iteration ran as planned. They took the planned time, up to 2 %." in text
+    assert (
+        "Every iteration ran in the planned order. They took the planned time, up to 2 %." in text
+    )
     for said in shown(plan, changed(run, lambda row: {"busy_s": 1000 * row.busy_s})):
         assert "This plan is for another machine: all ranks compute 1000 times as long" in said
         assert (
@@ -244,4 +246,4 @@ def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):
     for said in shown(plan, late):
         assert "10 % slower than planned: no rank computes much longer" in said
     text, _, _ = shown(plan, late)
-    assert "Every iteration ran as planned.\n" in text
+    assert "Every iteration ran in the planned order.\n" in text

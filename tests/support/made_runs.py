@@ -101,6 +101,7 @@ def write_run(
     deviations: dict[int, str] | None = None,
     origin: str = "simulated",
     own_plans: bool = False,
+    gpu: str = "",
 ) -> list[Telemetry]:
     """Write an attempt in which every rank follows the plan.
 
@@ -115,6 +116,7 @@ def write_run(
         deviations: Iteration -> what was not as planned.
         origin: Origin of the GPUs' readings.
         own_plans: See `Telemetry`.
+        gpu: What the controller has opened on each rank.
     """
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
     attempt = Attempt.next_in(folder, datetime(2026, 1, 1))
@@ -145,7 +147,7 @@ def write_run(
                 None,
             )
 
-        telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])
+        telemetry.update([], [AttachReply(gpu, "", "", origin), reading(BEGIN_NS - 1)])
         for i in range(first, first + iterations):
             begin_ns = BEGIN_NS + i * period_ns
             edited = [edit(i, change) for change in changes(plan, rank, begin_ns)]
