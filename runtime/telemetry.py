@@ -40,6 +40,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
+from perseus_planner.runtime.switching import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
@@ -356,6 +357,11 @@ def wall_offset_ns() -> int:
     return time.time_ns() - time.monotonic_ns()
 
 
+def _service_number(program: Program) -> int | None:
+    """Return what a service counts the plan of a program by; None if it is of none."""
+    return program.sent.number if isinstance(program.sent, Plans) else None
+
+
 class Telemetry:
     """The measurements of one rank.
 
@@ -605,6 +611,7 @@ class Telemetry:
             **(change_statistics(computations) | (_NOTHING_SET if self._is_dry else {})),
             iteration=times.number,
             version=None if program is None or plan is None else program.version,
+            service_version=None if program is None else _service_number(program),
             pipeline=self._pipeline,
             pipeline_rank=self._pipeline_rank,
             begin_s=self._epoch_s(times.begin_ns),

@@ -49,6 +49,7 @@ from perseus_planner.views.run import (
     decider_text,
     tables_of_run,
     tables_of_unplanned,
+    time_and_saving,
     unplanned_text,
 )
 from perseus_planner.views.sources import (
@@ -249,11 +250,17 @@ def report_text(report: EnergyReport) -> str:
         f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
         f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
         "and CO2e are at the meter, for a day of such iterations.\n"
+        f"{_OF_RUNS * bool(report.runs)}"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
         f"kWh, PUE {rates.pue:g}.\n{accounts}{unplanned}\n{kareus}"
     )
 
 
+_OF_RUNS = (
+    "A run: an iteration goes from its begin to its end, on the slowest rank, in the mean over "
+    "those in the planned order;\nits energy and saving are of all iterations, each with what "
+    "passes until the next.\n"
+)
 _SAVINGS = (
     Column("", "name", "<"),
     Column("iteration {}", "time_s", "s4"),
@@ -307,6 +314,9 @@ def page(report: EnergyReport) -> str:
         "tables_of_unplanned": partial(tables_of_unplanned, unit=unit),
         "lines_of_unplanned": lambda run: account_text(run.total, saves=True).splitlines(),
         "decider": decider_text,
+        "time_and_saving": lambda run: (
+            _NOT_KNOWN if run.current.time_s is None else time_and_saving(run)
+        ),
         "cost": lambda energy_j: report.rates.cost(energy_j),
         "saved": _saved_columns,
         "used": _used_columns,
@@ -390,7 +400,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
             row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
-            row |= {"power_w": energy_j / time_s, **efficiency}
+            row |= {"power_w": energy_j / (time_s + saving.between_s), **efficiency}
             if row not in rows:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}

@@ -20,7 +20,14 @@ from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.account import Account, Entry, SavedInterval, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
-from perseus_planner.runs.verdict import OFF, Verdict, rank_names, verdict_of, why_no_saving
+from perseus_planner.runs.verdict import (
+    OFF,
+    Verdict,
+    percent,
+    rank_names,
+    verdict_of,
+    why_no_saving,
+)
 from perseus_planner.views.context import Context, context_of_plan, pipeline_text, saved_text
 from perseus_planner.views.plan import summarize_plan
 
@@ -41,7 +48,8 @@ NO_PLAN = "no plan was in force"
 class PlanOfRun:
     """The iterations by one plan: means over those that count, all pipelines together."""
 
-    version: int  #: number of the plan
+    version: int  #: number of the plan in this job
+    name: str  #: what the service counts it by, if it is of one; else the number in this job
     iterations: int  #: number of iterations by it, on the rank that has most
     #: number of iterations that count: those that ran as planned, without the first one.
     counted: int
@@ -170,6 +178,7 @@ def summarize_run(run: Run) -> RunSummary:
     accounts = {rank.rank: rank.ran for rank in ranks[version]}
     if run.is_dry_run:
         accounts = {rank: _beside_baseline(account, plan) for rank, account in accounts.items()}
+    name = _plan_name(run, version)
     foreseen_share = 1.0 - plan.energy_j / plan.baseline_j(plan.time_s)
     return RunSummary(
         context=context_of_plan(plan),
@@ -185,12 +194,12 @@ def summarize_run(run: Run) -> RunSummary:
         total=run.total,
         saving=run.total.saving,
         foreseen_share=foreseen_share,
-        verdict=verdict_of(accounts, _torch_difference(run, plan)),
+        verdict=verdict_of(accounts, _torch_difference(run, plan), run.folder),
         disagreements=_disagreements(run),
         unlike_plan=why_no_saving(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
-        dry_run=_dry_run_text(plan, version, foreseen_share) if run.is_dry_run else None,
+        dry_run=_dry_run_text(plan, name, foreseen_share) if run.is_dry_run else None,
     )
 
 
@@ -202,13 +211,13 @@ def _beside_baseline(account: Account, plan: Plan) -> Account:
     return replace(account, planned_s=planned_s, planned_busy_s=0.0)
 
 
-def _dry_run_text(plan: Plan, version: int, foreseen_share: float) -> str:
+def _dry_run_text(plan: Plan, name: str, foreseen_share: float) -> str:
     """Say that nothing was set, and what a plan would have set."""
     clocks = sorted(set(plan.clocks.values()))
     unit = unit_of(plan.control)
     span = f"{clocks[0]} {unit}" if len(clocks) == 1 else f"{clocks[0]} to {clocks[-1]} {unit}"
     return (
-        f"{_NOTHING_SET}. Plan {version} would have set {span}, in "
+        f"{_NOTHING_SET}. Plan {name} would have set {span}, in "
         f"{counted(sum(plan.changes), 'change')} per iteration, to save "
         f"{100 * foreseen_share:.1f} % at {si(plan.time_s, 's', 3)}"
     )
@@ -224,6 +233,7 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
         version=version,
+        name=_plan_name(run, version),
         iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
         counted=max(rank.ran.windows for rank in ranks),
         time_s=run.time_s(version),
@@ -231,6 +241,18 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
         energy_j=math.fsum(energies_j) if len(energies_j) == len(ranks) else None,
         planned_energy_j=math.fsum(rank.planned_energy_j for rank in ranks),
     )
+
+
+def _plan_name(run: Run, version: int) -> str:
+    """Return what a plan is called: by its service, where plans of one have come."""
+    rows = [row for rank in run.ranks for row in rank.iterations]
+    number = next(
+        (row.service_version for row in rows if row.version == version and row.service_version),
+        None,
+    )
+    if number is not None:
+        return str(number)
+    return f"own {version}" if any(row.service_version for row in rows) else str(version)
 
 
 def _planned_time_s(run: Run, version: int) -> float:
@@ -339,6 +361,7 @@ def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> 
     return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
 
 
+_SAME_TIME = 0.0005  #: times that differ by less, relative to each other, are called the same
 _MOST_REASONS = 10  #: why iterations did not run as planned
 _MOSTLY = 0.5  #: share of the time of which an energy must be known for a mean of all of it
 _ALL_JUDGED = 0.995  #: share of the energy of which it is known what was saved that counts as all
@@ -359,8 +382,9 @@ def _sheet(summary: RunSummary) -> Sheet:
         f"{run_origin_text(summary)}.{overhead}",
         lay_out(summary.plans, *_PLANS),
         [
-            "All figures are means over the iterations that count: those that ran as planned, "
-            "without the first one by each plan."
+            "An iteration goes from its begin to its end, on the slowest rank. All figures are "
+            "means over the iterations that count: those that ran in the planned order, without "
+            "the first one by each plan."
         ],
     )
 
@@ -370,11 +394,11 @@ def tables_of_run(summary: RunSummary) -> Iterator[tuple[str, list[list[str]]]]:
     rank = Column("rank", "rank")
     yield "Each plan", lay_out(summary.plans, *_PLANS, digits=3)
     yield (
-        f"Ranks by plan {summary.version}, per iteration",
+        f"Ranks by plan {summary.current.name}, per iteration",
         lay_out(summary.ranks, rank, *_LOAD, digits=3),
     )
     yield (
-        f"{_changes_heading(summary)} by plan {summary.version}, in all iterations that count",
+        f"{_changes_heading(summary)} by plan {summary.current.name}, in all iterations that count",
         lay_out(summary.ranks, rank, *_clock_columns(summary), digits=3),
     )
 
@@ -386,6 +410,27 @@ _CHANGE_TERMS = (
 )
 
 
+def time_and_saving(summary: RunSummary) -> str:
+    """Say the one time and the one saving of a run whose time is known, without a full stop."""
+    current = summary.current
+    assert current.time_s is not None
+    planned = "as planned"
+    if current.planned_time_s and summary.dry_run is None:
+        off = current.time_s / current.planned_time_s - 1
+        if abs(off) >= _SAME_TIME:
+            planned = f"{percent(abs(off))} {'longer' if off > 0 else 'shorter'} than planned"
+        planned = f", {planned}"
+    else:
+        planned = ""
+    text = f"An iteration takes {si(current.time_s, 's', 3)}{planned}"
+    if summary.unlike_plan is not None or summary.dry_run is not None:
+        return text
+    saved = saved_text(summary.total)
+    if saved.startswith("saved"):
+        return f"{text}. The run {saved}"
+    return f"{text}. {saved[0].upper()}{saved[1:]}"
+
+
 def run_text(summary: RunSummary) -> str:
     """Return the text that `planner show` prints: the run by plan, its ranks, their clock
     changes, and deviations.
@@ -393,11 +438,15 @@ def run_text(summary: RunSummary) -> str:
     count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns = [Column("rank", "rank"), *several]
-    parts = [
+    known = [
         *([] if summary.dry_run is None else [f"{summary.dry_run}."]),
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
+        *([] if summary.current.time_s is None else [f"{time_and_saving(summary)}."]),
         *([] if summary.verdict is None else [str(summary.verdict)]),
-        f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
+        "Details",
+    ]
+    parts = [
+        f"{_sheet(summary).text()}Ranks by plan {summary.current.name}, per iteration:",
         table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
         f"{_changes_heading(summary)}, in all {count} iterations that count:",
         table(lay_out(summary.ranks, *rank_columns, *_clock_columns(summary))),
@@ -405,17 +454,17 @@ def run_text(summary: RunSummary) -> str:
         *_deviations_text(summary),
         *_cut_off_text(summary.cut_off),
         *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
+        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
         *(
             []
             if summary.unlike_plan
             else [
-                f"Plan {summary.version} foresees {100 * summary.foreseen_share:.2f} %, without "
-                "what passes between iterations."
+                f"Foreseen by plan {summary.current.name}: {100 * summary.foreseen_share:.2f} %, "
+                "of an iteration as planned, without what passes between iterations."
             ]
         ),
-        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*known, *parts]) + "\n"
 
 
 def run_origin_text(summary: RunSummary) -> str:
@@ -462,7 +511,7 @@ _ENERGY = (
     Column("off %", _off("energy_j")),
 )
 _PLANS = (
-    Column("plan", "version"),
+    Column("plan", "name"),
     Column("iterations", "iterations"),
     Column("counted", "counted"),
     Column("time {}", "time_s", "s"),
@@ -549,7 +598,8 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     shown, columns = _attempts(totals, saves=saves)
     saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
     lines = [
-        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
+        f"All attempts, all iterations, each with what passes until the next; energy "
+        f"{total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
         f"\n{account_text(total, saves=saves)}",
     ]
