@@ -355,8 +355,17 @@ def _control(context: Context | None) -> str:
 def page_environment() -> Environment:
     """Return what renders pages: it escapes all texts."""
     return Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_unbroken,
     )
+
+
+def _unbroken(value: Any) -> Any:
+    """Return a text in which no line ends between a number and its percent sign."""
+    return value.replace(" %", "\u00a0%") if type(value) is str else value
 
 
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
