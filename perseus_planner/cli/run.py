@@ -129,6 +129,7 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
+    from perseus_planner.gpu import check_gpu_text
     from perseus_planner.plans.plan import check_trusted
     from perseus_planner.runtime.options import AutopilotSettings, check_work
     from perseus_planner.runtime.unmodified.options import write_options
@@ -138,6 +139,8 @@ def run(
             check_folder(path, option_name(name))
     if options.plan is not None:
         check_trusted(Plan.load(options.plan), options.trust_traced)
+    if options.gpu is not None and ":" in options.gpu:  # else it needs the device of each rank
+        check_gpu_text(options.gpu)
     if options.slowdown is not None:
         AutopilotSettings(slowdown=options.slowdown)  # refused here, and not by every rank
     if options.work is not None:

@@ -454,7 +454,6 @@ def run_text(summary: RunSummary) -> str:
         *_deviations_text(summary),
         *_cut_off_text(summary.cut_off),
         *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
-        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
         *(
             []
             if summary.unlike_plan
@@ -463,6 +462,7 @@ def run_text(summary: RunSummary) -> str:
                 "of an iteration as planned, without what passes between iterations."
             ]
         ),
+        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
     ]
     return "\n\n".join([*known, *parts]) + "\n"
 
@@ -598,10 +598,10 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     shown, columns = _attempts(totals, saves=saves)
     saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
     lines = [
-        f"All attempts, all iterations, each with what passes until the next; energy "
-        f"{total.energy_is or 'unknown'}{saved}:\n",
+        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        f"\n{account_text(total, saves=saves)}",
+        "\nThese are all iterations, each with what passes until the next.\n"
+        f"{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)
 
