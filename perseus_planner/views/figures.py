@@ -131,7 +131,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
     """
     number, version = last_as_planned(run) if run.versions else (last_kept(run), None)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
-    by = "without a plan" if version is None else f"by plan {version}"
+    by = "without a plan" if version is None else f"by plan {run.plan_name(version)}"
     charts = []
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
@@ -168,7 +168,7 @@ def chart_run_beside_plan(run: Run) -> list[GanttChart]:
     charts = []
     for pipeline, recorded in zip(pipelines, chart_run("run", run), strict=True):
         plan = run.plan(version, pipeline)
-        charts += [chart_plan(f"plan {version}", plan, "predicted"), recorded]
+        charts += [chart_plan(f"plan {run.plan_name(version)}", plan, "predicted"), recorded]
     return charts
 
 

@@ -178,7 +178,7 @@ def summarize_run(run: Run) -> RunSummary:
     accounts = {rank.rank: rank.ran for rank in ranks[version]}
     if run.is_dry_run:
         accounts = {rank: _beside_baseline(account, plan) for rank, account in accounts.items()}
-    name = _plan_name(run, version)
+    name = run.plan_name(version)
     foreseen_share = 1.0 - plan.energy_j / plan.baseline_j(plan.time_s)
     return RunSummary(
         context=context_of_plan(plan),
@@ -233,7 +233,7 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
         version=version,
-        name=_plan_name(run, version),
+        name=run.plan_name(version),
         iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
         counted=max(rank.ran.windows for rank in ranks),
         time_s=run.time_s(version),
@@ -241,18 +241,6 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
         energy_j=math.fsum(energies_j) if len(energies_j) == len(ranks) else None,
         planned_energy_j=math.fsum(rank.planned_energy_j for rank in ranks),
     )
-
-
-def _plan_name(run: Run, version: int) -> str:
-    """Return what a plan is called: by its service, where plans of one have come."""
-    rows = [row for rank in run.ranks for row in rank.iterations]
-    number = next(
-        (row.service_version for row in rows if row.version == version and row.service_version),
-        None,
-    )
-    if number is not None:
-        return str(number)
-    return f"own {version}" if any(row.service_version for row in rows) else str(version)
 
 
 def _planned_time_s(run: Run, version: int) -> float:
