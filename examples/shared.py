@@ -43,6 +43,9 @@ def parse_options(description: str) -> argparse.Namespace:
         "--dry-run", action="store_true", help="train with the plan, but set no clocks"
     )
     parser.add_argument(
+        "--service", help="address of `planner serve`, which then moves the job beside stragglers"
+    )
+    parser.add_argument(
         "--max-changes",
         type=int,
         help="clock changes of a GPU per iteration; 0 for one clock per GPU",
@@ -87,6 +90,15 @@ def emulated(engine, args: argparse.Namespace):
     names one.
     """
     return emulate(engine, args.gpu) if args.gpu.startswith("emulated:") else nullcontext()
+
+
+def service_options(args: argparse.Namespace) -> dict[str, object]:
+    """Return what `planner_runtime` needs to follow a service, if `--service` names one; the job
+    has the name of the folder.
+    """
+    if args.service is None:
+        return {}
+    return {"service": args.service, "job": args.folder.name, "frontier": args.frontier}
 
 
 def write_plan(profile: Profile, schedule: Schedule, args: argparse.Namespace) -> None:

@@ -45,7 +45,12 @@ def run(engine, args):
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps with the plan.
     runtime = planner_runtime(
-        engine, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+        engine,
+        plan=args.plan,
+        gpu=args.gpu,
+        dry_run=args.dry_run,
+        record=args.record,
+        **shared.service_options(args),
     )
     with shared.emulated(engine, args), runtime:
         train(engine, range(1, args.steps), args)

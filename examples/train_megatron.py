@@ -56,7 +56,12 @@ def run(training, args):
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps with the plan.
     runtime = planner_runtime(
-        training.model, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+        training.model,
+        plan=args.plan,
+        gpu=args.gpu,
+        dry_run=args.dry_run,
+        record=args.record,
+        **shared.service_options(args),
     )
     with shared.emulated(training.model, args), runtime:
         training.train(range(1, args.steps))

@@ -49,7 +49,12 @@ def run(training, args):
         shared.write_plan(profiling.profile, schedule, args)
     # 3. Run all other steps with the plan.
     runtime = planner_runtime(
-        training.schedule, plan=args.plan, gpu=args.gpu, dry_run=args.dry_run, record=args.record
+        training.schedule,
+        plan=args.plan,
+        gpu=args.gpu,
+        dry_run=args.dry_run,
+        record=args.record,
+        **shared.service_options(args),
     )
     with shared.emulated(training.schedule, args), runtime:
         training.train(range(1, args.steps))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runs.run import Run
+    from perseus_planner.runtime.session import planner_runtime
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.frontier import Frontier, solve, solve_dag
     from perseus_planner.solver.replicas import Replicas
@@ -40,6 +41,7 @@ __all__ = [
     "Replicas",
     "Run",
     "errors",
+    "planner_runtime",
     "schedules",
     "solve",
     "solve_dag",
@@ -54,6 +56,7 @@ _HOME = {
     "Profile": "profiles.profiles",
     "Replicas": "solver.replicas",
     "Run": "runs.run",
+    "planner_runtime": "runtime.session",
     "solve": "solver.frontier",
     "solve_dag": "solver.frontier",
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import ControllerLost, GpuError, GpuInUse, GpuNotSupported
 from perseus_planner.base.loops import Backoff, in_background
-from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu import DRY_RUN, open_gpu
 from perseus_planner.runtime.controller.client import Connection, attach_reply, start_controller
 from perseus_planner.runtime.controller.protocol import AttachRequest
 from perseus_planner.runtime.job import launcher
@@ -174,7 +174,7 @@ def _portable_text(gpu: str) -> str:
     """Return a text that opens the same GPU in the controller, where CUDA devices may be
     numbered differently.
     """
-    if not gpu.removeprefix("dry-run:").startswith("cuda:"):
+    if not gpu.removeprefix(DRY_RUN).startswith("cuda:"):
         return gpu
     with open_gpu(gpu) as opened:
         return opened.text

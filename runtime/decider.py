@@ -108,6 +108,7 @@ class Decider:
     program of that iteration. All others are called on the background thread.
 
     Attributes:
+        name: What people see it called; empty for the name of its class.
         makes_plans: Whether it makes plans of its own, so that a service learns from it.
         is_continual: Whether its programs follow each other within a few iterations. Then ranks
             look for the next one in each, and one that does not fit a rank is no problem: the next
@@ -119,6 +120,7 @@ class Decider:
         no_switch: Why `Runtime.switch_to` takes no plan; empty if it does.
     """
 
+    name = ""
     makes_plans = True
     is_continual = False
     keeps_modes = True

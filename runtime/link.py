@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.options import Options
-    from perseus_planner.runtime.switching import GivenPlan, Proposal
+    from perseus_planner.runtime.switching import SwitchTo
     from perseus_planner.runtime.telemetry import Checkpoint
 
 OnStraggling = Callable[["StragglerDetection"], None]
@@ -32,7 +32,7 @@ class Link(Protocol):
         self,
         context: RankContext,
         plan: Plan | None,
-        switch_to: Callable[[GivenPlan], Proposal],
+        switch_to: SwitchTo,
         exchange: ServiceExchange | None,
     ) -> None:
         """Begin to follow the service.

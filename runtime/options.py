@@ -26,6 +26,7 @@ from perseus_planner.base.units import (
     Rule,
     Wait,
 )
+from perseus_planner.gpu import DRY_RUN, is_dry_run
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.runtime.guarantee import Slowdown
 
@@ -279,7 +280,7 @@ class Options:
             UsageError: As in `gpu_text`.
         """
         text = gpu_text(self.gpu, device)
-        return f"dry-run:{text}" if self.dry_run and not text.startswith("dry-run:") else text
+        return f"{DRY_RUN}{text}" if self.dry_run and not is_dry_run(text) else text
 
 
 class OptionKeywords(TypedDict, total=False):

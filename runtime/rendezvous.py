@@ -29,6 +29,7 @@ from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_k
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import WholeTraining, as_tested
 from perseus_planner.engines.releases import name_untested
+from perseus_planner.gpu import check_gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
 from perseus_planner.runtime.context import RankContext
@@ -411,6 +412,7 @@ def join_job(
             adapter = WholeTraining() if engine is None else engine_of(engine)
             adapter.check()
             gpu = options.gpu_of(adapter.device)
+            check_gpu_text(gpu)
             position = adapter.pipeline_rank
             with suppress(PlannerError):  # what it runs will show
                 adapter.order()

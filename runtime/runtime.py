@@ -162,7 +162,7 @@ class Runtime:
             return self._context.engine
         raise UsageError("the engine shows its iterations by itself; leave out runtime.iteration()")
 
-    def switch_to(self, plan: GivenPlan) -> Proposal:
+    def switch_to(self, plan: GivenPlan, *, number: int | None = None) -> Proposal:
         """Move all ranks of all pipelines to another plan, at the same iteration; call it on any
         one rank.
 
@@ -173,6 +173,7 @@ class Runtime:
 
         Args:
             plan: A plan or its file for all pipelines, or one for each pipeline by its number.
+            number: What a service counts it by, under which `planner show` shows it.
 
         Raises:
             PlanError: If the plan cannot be read, is not what the engine runs, or is missing for a
@@ -181,7 +182,7 @@ class Runtime:
         """
         if self._decider.no_switch:
             raise UsageError(self._decider.no_switch)
-        plans = Plans.load(plan)
+        plans = Plans.load(plan, number)
         self._check(plans)
         proposal = self._follower.agreement.propose(plans.dumps())
         self._wake()
@@ -221,7 +222,7 @@ class UnfollowedRuntime(Runtime):
         """See `Runtime.batch`; microbatches stay as they are."""
         return tuple(range(len(work)))
 
-    def switch_to(self, plan: GivenPlan) -> Proposal:
+    def switch_to(self, plan: GivenPlan, *, number: int | None = None) -> Proposal:
         """See `Runtime.switch_to`; no plan is taken."""
         proposal = Proposal()
         proposal.settle(Rejection(self.problem))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from perseus_planner.engines.engine import Engine
+    from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.context import RankContext
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
@@ -276,7 +277,7 @@ class _Session:
                 ended_s=self._marks.ended_s,
                 latest=None if connection is None else connection.latest,
                 service=self._exchange,
-                on_status=self._telemetry.on_status,
+                on_status=self._on_status,
             )
         )
         self._background.start()
@@ -291,6 +292,10 @@ class _Session:
         if self._link is not None:
             self._link.begin(self._context, runtime.plan, runtime.switch_to, self._exchange)
         return runtime
+
+    def _on_status(self, status: DeciderStatus) -> None:
+        name = self._decider.name or type(self._decider).__name__
+        self._telemetry.on_status(replace(status, name=name))
 
     def end(self, end_s: float) -> None:
         """Reset this rank's GPU, before an exception of the training propagates; then finish the

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.base.wires import ABSENT, NodeMemory, decode, encode, read_key
@@ -48,6 +48,7 @@ OnePlan = Plan | str | os.PathLike[str]
 GivenPlan = OnePlan | Mapping[int, OnePlan]
 
 _COMMON = ""  #: key of the common plan in the bytes that are sent
+_NUMBER = "number"  #: likewise, of what the service counts them by
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,16 @@ class Plans:
     #: Plan of each pipeline that is not in `by_pipeline`; None if there is no such plan.
     common: Plan | None
     by_pipeline: Mapping[int, Plan]  #: Number of a pipeline -> its plan
+    #: What a service counts them by; None if they come from elsewhere.
+    number: int | None = None
 
     @classmethod
-    def load(cls, plan: GivenPlan) -> Plans:
+    def load(cls, plan: GivenPlan, number: int | None = None) -> Plans:
         """Load what a user gives: a plan or its file, or one for each pipeline by its number.
+
+        Args:
+            plan: What is given.
+            number: What a service counts it by.
 
         Raises:
             PlanError: If a file cannot be read, or is not a plan.
@@ -69,10 +76,11 @@ class Plans:
             return cls(
                 None,
                 MappingProxyType(
-                    {int(number): _load(pipeline_plan) for number, pipeline_plan in plan.items()}
+                    {int(pipeline): _load(own_plan) for pipeline, own_plan in plan.items()}
                 ),
+                number,
             )
-        return cls(_load(plan), MappingProxyType({}))
+        return cls(_load(plan), MappingProxyType({}), number)
 
     def of_pipeline(self, pipeline: int) -> Plan:
         """Return the plan of one pipeline.
@@ -106,6 +114,8 @@ class Plans:
         texts = {str(number): plan.dumps() for number, plan in self.by_pipeline.items()}
         if self.common is not None:
             texts[_COMMON] = self.common.dumps()
+        if self.number is not None:
+            texts[_NUMBER] = str(self.number)
         return encode(texts)
 
     @classmethod
@@ -117,6 +127,7 @@ class Plans:
         """
         try:
             texts = decode(data, dict[str, str])
+            number = int(texts.pop(_NUMBER)) if _NUMBER in texts else None
             plans = {key: Plan.loads(text) for key, text in texts.items()}
             by_pipeline = {int(key): plan for key, plan in plans.items() if key != _COMMON}
         except ValueError as error:
@@ -124,11 +135,18 @@ class Plans:
                 f"the plans that were sent cannot be read: {error}; use the same version of the "
                 "planner on all ranks"
             ) from error
-        return cls(plans.get(_COMMON), MappingProxyType(by_pipeline))
+        return cls(plans.get(_COMMON), MappingProxyType(by_pipeline), number)
 
 
 def _load(plan: OnePlan) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+
+
+class SwitchTo(Protocol):
+    """Moves all ranks to other plans: `Runtime.switch_to`."""
+
+    def __call__(self, plan: GivenPlan, *, number: int | None = None) -> Proposal:
+        """Propose a plan, or one for each pipeline, that a service may count by a number."""
 
 
 class AgreedState(NamedTuple):

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError
+from perseus_planner.gpu import is_dry_run
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.account import Account
 from perseus_planner.runs.records import (
@@ -39,6 +40,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
+from perseus_planner.runtime.switching import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
@@ -71,6 +73,7 @@ class Checkpoint:
     site_limit_w: float | None = None
     gpu: str | None = None  #: Name of the GPU
     planned_gpu: str | None = None  #: Name of that which the plan is of
+    is_dry_run: bool = False  #: Whether no clock is set
 
     @property
     def iteration(self) -> int:
@@ -127,6 +130,7 @@ class Checkpoints:
             site_limit_w=self.site_limit_w,
             gpu=self._recent[-1].gpu,
             planned_gpu=self._planned_gpu,
+            is_dry_run=bool(self._recent[-1].is_dry_run),
         )
         self.kept = (*self.kept, checkpoint)[-CHECKPOINTS:]
         self._recent = []
@@ -336,12 +340,26 @@ def _seconds_of(reason: str) -> Callable[[GpuSample], float | None]:
 _PATIENCE = 4  #: iterations that may wait for a sample
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
+_NOTHING_SET: dict[str, Any] = {
+    "changes_set": 0,
+    "changes_late": 0,
+    "changes_overtaken": 0,
+    "off_clock_s": 0.0,
+    "latency_p50_s": None,
+    "latency_p99_s": None,
+}
+"""What is known of the clock changes of a dry run, whose controller only checks them."""
 _UNCLOCKED = "it ran without clocks, because the iteration before was not as planned"
 
 
 def wall_offset_ns() -> int:
     """Return what to add to a time of the monotonic clock to get nanoseconds since the epoch."""
     return time.time_ns() - time.monotonic_ns()
+
+
+def _service_number(program: Program) -> int | None:
+    """Return what a service counts the plan of a program by; None if it is of none."""
+    return program.sent.number if isinstance(program.sent, Plans) else None
 
 
 class Telemetry:
@@ -590,9 +608,10 @@ class Telemetry:
         elif lowered:
             saved = self._saved(times, costs, computations, energy_j) if deviation is None else None
         return IterationRecord(
-            **change_statistics(computations),
+            **(change_statistics(computations) | (_NOTHING_SET if self._is_dry else {})),
             iteration=times.number,
             version=None if program is None or plan is None else program.version,
+            service_version=None if program is None else _service_number(program),
             pipeline=self._pipeline,
             pipeline_rank=self._pipeline_rank,
             begin_s=self._epoch_s(times.begin_ns),
@@ -617,6 +636,7 @@ class Telemetry:
             saved_j=None if saved is None or energy_j is None else saved.saved_j,
             saved_error_j=0.0 if saved is None else saved.error_j,
             saved_noise_j=0.0 if saved is None else saved.noise_j,
+            is_dry_run=int(self._is_dry),
         )
 
     def _planned_busy_s_of(
@@ -681,7 +701,7 @@ class Telemetry:
     @property
     def _is_dry(self) -> bool:
         """Whether the controller sets nothing."""
-        return self._gpu is not None and self._gpu.gpu.startswith("dry-run:")
+        return self._gpu is not None and is_dry_run(self._gpu.gpu)
 
     def _next_ns(self, times: IterationTimes) -> int | None:
         """Return when the next iteration began; None for the last one, and if the next was not

@@ -96,14 +96,19 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
     return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+"""Where the package stands: a clone, or a folder of installed packages."""
+
 REINSTALL_NVML = "run `pip install --force-reinstall nvidia-ml-py`"
 """What puts the module of nvidia-ml-py back where another package has replaced it."""
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of this package: from a clone, as there is no
-    release on PyPI yet.
+    """Return the command that installs an extra of this package. In a clone it installs the clone;
+    elsewhere what is installed stays, as pip only adds what the extra needs.
     """
+    if not (_ROOT / "pyproject.toml").is_file():
+        return f"run `pip install 'perseus-planner[{extra}]'`"
     return f"run `pip install '.[{extra}]'` in your clone of perseus-planner"
 
 

@@ -237,7 +237,17 @@ TOLERANCE = Quantity(
     CERTAINTY.units,
 )
 SHARE_WITHIN = Quantity(
-    Rule(float, False, "a share: write a percentage above 0%, such as 0.3%"), CERTAINTY.units
+    Rule(
+        float,
+        False,
+        "a share: write a percentage above 0% and up to 100%, such as 0.3%",
+        most=100.0,
+    ),
+    CERTAINTY.units,
+)
+SPREAD = Quantity(
+    Rule(float, True, "a spread: write a percentage from 0% to 100%, such as 2%", most=100.0),
+    CERTAINTY.units,
 )
 
 # The types of fields with these rules; see `base.fields`.

@@ -195,6 +195,15 @@ class Text(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return self.read(value, option) if isinstance(value, str) else value
 
 
+class WholeNumber(click.IntRange):
+    """The type of an option: a whole number of at least `least`."""
+
+    name = "whole number"
+
+    def __init__(self, least: int) -> None:
+        super().__init__(min=least)
+
+
 class Quantity(Text):
     """The type of an option: a number by a rule of `base.units`, in SI units."""
 
@@ -362,10 +371,11 @@ BlockingPower = Annotated[float, Quantity(units.BLOCKING_POWER, "power")]  #: wa
 Slowdown = Annotated[float, Quantity(units.SLOWDOWN, "ratio")]
 Certainty = Annotated[float, Quantity(units.CERTAINTY, "percent")]
 Tolerance = Annotated[float, Quantity(units.TOLERANCE, "percent")]
+Spread = Annotated[float, Quantity(units.SPREAD, "percent")]
 Share = Annotated[float, Quantity(units.SHARE, "share")]
 Number = Annotated[int, Option(metavar="N")]
-Natural = Annotated[int, Option(type=click.IntRange(min=0), metavar="N")]
-Positive = Annotated[int, Option(type=click.IntRange(min=1), metavar="N")]
+Natural = Annotated[int, Option(type=WholeNumber(0), metavar="N")]
+Positive = Annotated[int, Option(type=WholeNumber(1), metavar="N")]
 Stages = Annotated[int, Option(metavar="S")]
 GpuCount = Annotated[int, Option(metavar="GPUS")]
 Counts = Annotated[tuple[int, ...], Listed(units.COUNT, "n")]

@@ -26,6 +26,7 @@ from perseus_planner.cli.options import (
     Power,
     Slowdown,
     SourceFile,
+    Spread,
     Stages,
     Time,
     Tolerance,
@@ -131,7 +132,7 @@ class SettingOptions:
         "that it would cap are not used.",
     ]
     gpu_spread: Annotated[
-        Tolerance | None,
+        Spread | None,
         "By how much the times of GPUs differ from those of the profiled ones (standard "
         "deviation), e.g. 2%; 0% if the job runs on the very GPUs that were profiled.  [default: "
         "the profile's, else 1%]",

@@ -99,6 +99,7 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
+    from perseus_planner.gpu import check_gpu_text
     from perseus_planner.plans.plan import check_trusted
     from perseus_planner.runtime.options import AutopilotSettings, check_work, said_options
     from perseus_planner.runtime.unmodified.options import write_options
@@ -109,6 +110,8 @@ def run(
             check_folder(given[name], option_name(name))
     if given["plan"] is not None:
         check_trusted(Plan.load(given["plan"]), given["trust_traced"])
+    if given["gpu"] is not None and ":" in given["gpu"]:  # else it needs the device of each rank
+        check_gpu_text(given["gpu"])
     if given["slowdown"] is not None:
         AutopilotSettings(slowdown=given["slowdown"])
     if given["work"] is not None:

@@ -53,11 +53,13 @@ class _View(NamedTuple):
     "planner show plan.yaml --plot plan.svg --perfetto plan.json",
     "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
     "planner show run --plot run.png",
+    "planner show run run-before",
     "planner show run --csv power.csv",
     "planner show profile.yaml --plot curves.png",
 )
 def show(
     file: Annotated[Path, SourceFile()],
+    run2: Annotated[Path | None, SourceFile("run")] = None,
     *,
     plot: Annotated[
         Path | None,
@@ -95,11 +97,17 @@ def show(
 ) -> None:
     """Show a profile, a frontier, a plan with its timeline, or a training run beside its plan.
 
+    With two run folders, FILE and RUN2, both are shown side by side.
+
     FILE is a profile (.yaml or .csv), a file that `planner solve`, `planner plan` or
     `planner inference plan` wrote, a run folder (even while the run goes on), or a folder with
     plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
     The trace of a run has all iterations whose computations were kept.
     """
+    if run2 is not None:
+        others = (plot, figure, beside, perfetto, table, blocking_power_w)
+        _show_pair(file, run2, has_more=any(others))
+        return
     if figure is not None and plot is None:
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
     if beside and figure is None and perfetto is None:
@@ -134,6 +142,27 @@ def show(
             output.write(view.csv())
     written = [path for path in (plot, perfetto, table) if path is not None]
     console.report(view.summary, view.text, written)
+
+
+def _show_pair(first: Path, second: Path, *, has_more: bool) -> None:
+    """Print two runs side by side."""
+    from perseus_planner import Run
+    from perseus_planner.base.documents import kind_of
+    from perseus_planner.views.pair import RunPair, figures_of, pair_text
+
+    for path in (first, second):
+        if kind_of(path) != "run":
+            raise UsageError(
+                f"{path}: is not a run folder, and only two of them are shown side by side; for "
+                "other files give --beside with --figure"
+            )
+    if has_more:
+        raise UsageError(
+            f"{second}: two runs are shown side by side as text alone; name one of them, or leave "
+            "the options out"
+        )
+    pair = RunPair(*(figures_of(Run.load(path), str(path)) for path in (first, second)))
+    console.report(pair, pair_text(pair), [])
 
 
 def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) -> Figure:

@@ -31,7 +31,17 @@ from perseus_planner.gpu.protocol import THROTTLE_REASONS, Gpu, GpuReader
 if TYPE_CHECKING:
     from perseus_planner.gpu.nvml.device import VisibleGpu
 
-__all__ = ["BACK_ENDS", "THROTTLE_REASONS", "Gpu", "GpuReader", "back_ends", "open_gpu"]
+__all__ = [
+    "BACK_ENDS",
+    "DRY_RUN",
+    "THROTTLE_REASONS",
+    "Gpu",
+    "GpuReader",
+    "back_ends",
+    "check_gpu_text",
+    "is_dry_run",
+    "open_gpu",
+]
 
 _OPENERS = {
     "nvml": ("nvml.gpu", "open_nvml"),
@@ -70,6 +80,34 @@ def check_back_end(text: str) -> None:
         advice = advice or f"choose one of: {', '.join(back_ends())}"
         advice = extensions.remedy(advice)
         raise GpuError(f"GPU {text!r}: there is no back-end {back_end!r}; {advice}")
+
+
+DRY_RUN = "dry-run:"
+"""Before the text of a GPU that is read but not set."""
+
+
+def is_dry_run(text: str) -> bool:
+    """Whether the GPU that `text` names is not set."""
+    return text.startswith(DRY_RUN)
+
+
+def check_gpu_text(text: str) -> None:
+    """Check, without opening it, that there may be a GPU that `text` names: its back-end, and of a
+    simulated or an emulated one its name and its options.
+
+    Raises:
+        GpuError: If there is none.
+    """
+    which = text.removeprefix(DRY_RUN)
+    check_back_end(which)
+    back_end, _, rest = which.partition(":")
+    if back_end in ("simulated", "emulated"):
+        from perseus_planner.gpu.simulated.model import find_model
+        from perseus_planner.gpu.simulated.options import parse_options
+
+        name = rest.partition("?")[0].partition("/")[0]
+        find_model(name, text, f"{back_end} GPU", f"{back_end}:{{}}")
+        parse_options(which)
 
 
 def open_gpu(text: str) -> Gpu:

@@ -21,7 +21,7 @@ from perseus_planner.base.errors import PlanError, PlannerError
 from perseus_planner.base.fields import Checked, dump, restore
 from perseus_planner.base.files import sha256, write_file
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, Column, Sheet, lay_out, make_frame
 from perseus_planner.base.units import Count, Offset, Watts
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of
@@ -221,6 +221,26 @@ class Plan(Checked, error=PlanError):
         energy = si(self.energy_j, "J", 6)
         deadline = si(self.deadline_s, "s", 6)
         return f"<Plan: {self.schedule}, {time} and {energy} per iteration, deadline {deadline}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the plan in a line, and the clocks of each rank."""
+        saved = 1.0 - self.energy_j / self.baseline_energy_j if self.baseline_energy_j else 0.0
+        unit = "W" if self.control == "power-limit" else "MHz"
+        rows = [
+            (rank, changes, [self.clocks[str(computation)] for computation in program])
+            for rank, (changes, program) in enumerate(
+                zip(self.changes, self.schedule.ranks, strict=True)
+            )
+        ]
+        columns = lay_out(
+            rows,
+            Column("rank", lambda row: row[0]),
+            Column(f"lowest {unit}", lambda row: min(row[2])),
+            Column(f"highest {unit}", lambda row: max(row[2])),
+            Column("changes", lambda row: row[1]),
+        )
+        note = f"{100 * saved:.1f} % less energy than {self.baseline}, {self.origin}."
+        return Sheet("", repr(self), columns, [note]).html()
 
     def _check_full_clocks(self, computation: Computation) -> None:
         stage, kind = self.key(computation)

@@ -26,7 +26,7 @@ from perseus_planner.base.documents import Document, read_document
 from perseus_planner.base.errors import PlannerError, ProfileError, shown
 from perseus_planner.base.fields import Checked, CheckedBy, Choice, dump, restore, rules, types
 from perseus_planner.base.files import replacing, sha256
-from perseus_planner.base.tables import WHOLE, make_frame
+from perseus_planner.base.tables import WHOLE, Column, Sheet, lay_out, make_frame
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Share, Watts
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
@@ -322,6 +322,20 @@ class Profile(Checked, error=ProfileError):
         if DOUBTS in self.conditions:
             said.append(f"Check the rows: {self.conditions[DOUBTS]}.")
         return tuple(said)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row for each computation, with the range of its clocks."""
+        columns = lay_out(
+            self.measurements.items(),
+            Column("computation", lambda item: f"{item[0][0]}{item[0][1]}", "<"),
+            Column("clocks", lambda item: len(item[1])),
+            Column("highest", lambda item: item[1][0].clock_mhz),
+            Column("lowest", lambda item: item[1][-1].clock_mhz),
+            Column("time at the highest {}", lambda item: item[1][0].time_s, "s"),
+            Column("energy {}", lambda item: item[1][0].energy_j, "J"),
+        )
+        gpu = self.gpu or "an unknown GPU"
+        return Sheet("", f"Profile of {gpu}, {self.origin}.", columns).html()
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each measurement, computation by computation,

@@ -69,7 +69,8 @@ _CHANGED = "the file was changed"
 
 _OF_03 = ("planned_s", "next_s", "between_j", "host_load", "gpu")
 _LATER = {*_OF_03, "lowered", "judged_j", "saved_j", "saved_error_j", "saved_noise_j"}
-_LATER |= {"saved_variance_j2", "follows_evaluation", "precedes_evaluation"}
+_LATER |= {"saved_variance_j2", "follows_evaluation", "precedes_evaluation", "is_dry_run"}
+_LATER |= {"service_version"}
 """Columns that files of earlier versions may lack."""
 _RETIRED = {"baseline_j", "unlocked_j", "unlocked_saved_j"}
 """Columns of earlier versions, of savings against other baselines, which are not read."""

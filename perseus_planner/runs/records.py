@@ -134,6 +134,9 @@ class IterationRecord:
     saved_j: Finite | None = None
     saved_error_j: Finite = 0.0  #: Its standard error, as far as iterations share it
     saved_noise_j: Finite = 0.0  #: Its standard error, as far as it is this iteration's own
+    #: What a service counts its plan by; None if the plan is of none.
+    service_version: Index | None = None
+    is_dry_run: Index = 0  #: 1 if no clock was set, as the job was a dry run
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "throttled_s", dict(self.throttled_s))

@@ -183,6 +183,11 @@ class Run:
         return sum(self.totals, Account())
 
     @property
+    def is_dry_run(self) -> bool:
+        """Whether the ranks set no clocks in their last iterations."""
+        return any(rank.iterations[-1].is_dry_run for rank in self.ranks)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the plans that iterations ran by, oldest first; without plans that are no
         longer kept.
@@ -193,6 +198,16 @@ class Run:
             row.version for rank in self.ranks for row in rank.iterations if row.version is not None
         }
         return tuple(sorted(version for version in used_versions if version >= oldest))
+
+    def plan_name(self, version: int) -> str:
+        """Return what a plan is called: as its service counts it, where plans of one have come."""
+        rows = [row for rank in self.ranks for row in rank.iterations]
+        numbers = [row.service_version for row in rows if row.version == version]
+        number = next((number for number in numbers if number is not None), None)
+        if number is not None:
+            return str(number)
+        is_served = any(row.service_version is not None for row in rows)
+        return f"own {version}" if is_served else str(version)
 
     @property
     def newest_version(self) -> int:
@@ -293,8 +308,8 @@ def calibration_of(run: Run) -> MeasuredPlan:
     time_s = run.time_s(version)
     if time_s is None:
         raise RunError(
-            f"{run.folder}: no iteration ran as planned by plan {version} after its first one; "
-            "train for longer"
+            f"{run.folder}: no iteration ran as planned by plan {run.plan_name(version)} after its "
+            "first one; train for longer"
         )
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]

@@ -14,6 +14,9 @@ from perseus_planner.base.errors import RunError
 from perseus_planner.base.files import reading, replacing
 from perseus_planner.base.wires import decode
 
+AUTOPILOT = "autopilot"
+"""What the decider is called of whom no name was written: until 0.4 there was no other."""
+
 _NAME = "decider.json"
 _NAME_OF_0_3 = "autopilot.json"
 _OWN_FIELDS = ("phase", "iteration", "reference_s")  #: that 0.3 wrote too
@@ -33,6 +36,7 @@ class DeciderStatus:
     reference_s: float | None = None
     #: Name -> what else it knows; None for what is not known.
     columns: Mapping[str, float | str | None] = field(default_factory=dict)
+    name: str = AUTOPILOT  #: What it is called
 
     def __str__(self) -> str:
         return self.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -17,6 +18,8 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.runs.account import Account
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from perseus_planner.runs import IterationRecord
 
 ENOUGH = 5
@@ -135,6 +138,7 @@ FAR_OFF = 2.0
 account of a run says nothing of such iterations either.
 """
 _ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
+_PROFILE = "profile where you train, as `planner profile --help` says"
 _MOST_RANKS = 8  #: named
 
 Cause = Literal["late clocks", "one rank", "all ranks", "waiting"]
@@ -156,7 +160,9 @@ class Verdict:
         return f"{self.text}. Next: {self.next_step}."
 
 
-def verdict_of(ranks: Mapping[int, Account], unlike: str | None = None) -> Verdict | None:
+def verdict_of(
+    ranks: Mapping[int, Account], unlike: str | None = None, run: Path | None = None
+) -> Verdict | None:
     """Return the verdict on iterations that all ran as planned; None if they took as long as
     planned, or this is not known of all ranks.
 
@@ -164,18 +170,19 @@ def verdict_of(ranks: Mapping[int, Account], unlike: str | None = None) -> Verdi
         ranks: Rank in the job -> the account of these iterations.
         unlike: In a clause, why the profile of the plan does not carry over to this training; None
             if it does, as far as is known.
+        run: The run folder; None if it is not known.
     """
-    verdict = _verdict_of(ranks)
+    verdict = _verdict_of(ranks, run)
     if verdict is None or unlike is None:
         return verdict
     return replace(
         verdict,
         text=f"{verdict.text}; {unlike}",
-        next_step="profile with the torch that trains with `planner profile`, and plan again",
+        next_step=f"{_PROFILE} with the torch that trains, and plan again",
     )
 
 
-def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
+def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | None:
     if not ranks or any(
         not 0 < account.windows == account.as_planned or not account.planned_busy_s
         for account in ranks.values()
@@ -192,19 +199,20 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
         for rank, account in ranks.items()
     }
     most_s = max(longer_s.values())
-    begin = f"{100 * off_s / planned_s:.0f} % {'slower' if ratio > 1 else 'faster'} than planned: "
+    begin = f"{percent(off_s / planned_s)} {'slower' if ratio > 1 else 'faster'} than planned: "
     if most_s < off_s / 2:
         waits = "longer" if ratio > 1 else "shorter"
         text = (
             f"no rank computes much {waits}, but all wait {si(off_s, 's', 3)} {waits} an "
             "iteration on average, for transfers, data or the host"
         )
-        step = "see where with `planner show RUN --perfetto run.json`"
+        begins = 'record the run with record="run", and ' if run is None else ""
+        folder = "run" if run is None else shlex.quote(str(run))
+        step = f"{begins}see where with `planner show {folder} --perfetto run.json`"
         return Verdict(ratio, "waiting", (), begin + text, step)
     those = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
     apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in those]
-    share = f"{100 * abs(max(apart, key=lambda each: abs(each - 1)) - 1):.0f} %"
-    how = f"{share} {'longer' if ratio > 1 else 'shorter'}"
+    how = f"{_span([abs(each - 1) for each in apart])} {'longer' if ratio > 1 else 'shorter'}"
     worst = ranks[max(longer_s, key=lambda rank: longer_s[rank])]
     not_set = worst.changes_late + worst.changes_overtaken
     if not_set and worst.off_clock_s / worst.windows >= most_s / 2:
@@ -226,7 +234,7 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
             else ""
         )
         name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
-        step = "profile where you train with `planner profile`, and plan again"
+        step = f"{_PROFILE}, and plan again"
         return Verdict(ratio, "all ranks", those, f"{begin}{name} {how}{host}", step)
     verb = "computes" if len(those) == 1 else "compute"
     others = "the others wait" if ratio > 1 else "the others do not"
@@ -235,9 +243,21 @@ def _verdict_of(ranks: Mapping[int, Account]) -> Verdict | None:
         "one rank",
         those,
         f"{begin}{rank_names(those)} {verb} {how}, {others}",
-        "look at the GPU with `planner doctor` on that node; with a service, `planner straggler` "
-        "lets the others save while they wait",
+        "look at the GPU with `planner doctor` on that node; with a service, a report of the slow "
+        "rank lets the others save while they wait",
     )
+
+
+def percent(share: float) -> str:
+    """Write a share in percent, to two digits."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
+
+
+def _span(shares: Sequence[float]) -> str:
+    """Write the least and the greatest of some shares in percent, or one number if they agree."""
+    least = percent(min(shares))
+    most = percent(max(shares))
+    return most if least == most else f"{least.removesuffix(' %')} to {most}"
 
 
 def _iteration_s(ranks: Mapping[int, Account]) -> tuple[float, float]:
@@ -288,7 +308,7 @@ def far_off_plan(ranks: Mapping[int, Account]) -> str | None:
     factor = f"{float(f'{ratio:.2g}'):g}"  # two digits, and no exponent
     return (
         f"Times are {factor} times the plan's, so no saving is stated; if the plan is of another "
-        "model or batch, profile what you train with `planner profile`, and plan again"
+        "model or batch, profile what you train, as `planner profile --help` says, and plan again"
     )
 
 

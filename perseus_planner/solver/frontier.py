@@ -32,7 +32,7 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.fields import restore, rules
 from perseus_planner.base.files import reading, replacing, sha256
 from perseus_planner.base.prefixes import si
-from perseus_planner.base.tables import make_frame
+from perseus_planner.base.tables import Column, Sheet, lay_out, make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import all_maximum, baseline_name, origin_text
 from perseus_planner.profiles.measurement import Evidence, Measurement
@@ -278,6 +278,9 @@ def _need(is_right: bool, field: str, problem: str) -> None:
         raise FrontierError(f"{field}: {problem}")
 
 
+_SHOWN_PARTS = 8  #: parts of a frontier that a notebook shows the ends of (by hand)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Frontier(TimeEnergyCurve):
     """The exact time-energy curve of an iteration, and the plans along it."""
@@ -480,6 +483,20 @@ class Frontier(TimeEnergyCurve):
         planner = self._planner if plan.on_time is None else self._on_time_planner.mean_planner
         at_s = max(plan.time_s, planner.curve.min_time_s)
         return replace(plan, point_bound_j=planner.point_bound_j(at_s))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the frontier in a line, and a few of its points."""
+        last = len(self.times_s) - 1
+        places = sorted({round(last * part / _SHOWN_PARTS) for part in range(_SHOWN_PARTS + 1)})
+        rows = [(float(self.times_s[at]), float(self.energies_j[at])) for at in reversed(places)]
+        columns = lay_out(
+            rows,
+            Column("time {}", lambda row: row[0], "s"),
+            Column("bound {}", lambda row: row[1], "J"),
+            Column("saved %", lambda row: 1.0 - row[1] / self.baseline_energy_j, "%"),
+        )
+        note = f"Saved: against {baseline_name(self.profile)}, {origin_text(self.profile.origin)}."
+        return Sheet("", repr(self), columns, [note]).html()
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each of `times_s`, fastest first.

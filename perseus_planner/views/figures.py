@@ -15,6 +15,7 @@ from importlib.resources import files
 from itertools import accumulate, chain
 from math import ceil
 from pathlib import Path
+from textwrap import fill as fill_lines
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
     """
     number, version = last_as_planned(run) if run.versions else (last_kept(run), None)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
-    by = "without a plan" if version is None else f"by plan {version}"
+    by = "without a plan" if version is None else f"by plan {run.plan_name(version)}"
     charts = []
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
@@ -167,7 +168,7 @@ def chart_run_beside_plan(run: Run) -> list[GanttChart]:
     charts = []
     for pipeline, recorded in zip(pipelines, chart_run("run", run), strict=True):
         plan = run.plan(version, pipeline)
-        charts += [chart_plan(f"plan {version}", plan, "predicted"), recorded]
+        charts += [chart_plan(f"plan {run.plan_name(version)}", plan, "predicted"), recorded]
     return charts
 
 
@@ -264,9 +265,20 @@ _METADATA: dict[str, dict[str, None]] = {
     "pdf": {"CreationDate": None},
 }
 FORMATS = tuple(_METADATA)  #: of figure files, as their names end
-_MARKERS = MappingProxyType(
-    {"baseline": "s", "plan": "*", "peer": "X", "run": "D", "landmark": "o"}
+_LOOKS = MappingProxyType(
+    {
+        "plan": ("D", 1),
+        "run": ("^", 4),
+        "baseline": ("s", 5),
+        "peer": ("X", 2),
+        "landmark": ("o", 7),
+    }
 )
+"""Kind of point -> its marker and its colour among those of `theme.css`, as in `report.js`; the
+first kind lies on top.
+"""
+_PEERS = (2, 8, 6)  #: colours of other planners, likewise
+_TITLE_CHARACTERS = 110  #: of a line above a figure, which more would leave (by hand)
 _WAITING = "gainsboro"
 _UNKNOWN = "darkgrey"
 _CRITICAL = "black"
@@ -330,16 +342,42 @@ def draw_frontier(chart: FrontierChart) -> Figure:
     end_s = _FAR * max(point.time_s for point in chart.points)
     count = sum(time_s <= end_s for time_s in chart.times_s)
     label = "bound: least energy of any plan"
-    axes.plot(chart.times_s[:count], chart.energies_j[:count], label=label)
-    for point in chart.points:
-        axes.plot(point.time_s, point.energy_j, _MARKERS[point.kind], label=_label(point))
+    series = _series_colours()
+    kinds = list(_LOOKS)
+    bound = series[_LOOKS["landmark"][1]]
+    axes.plot(chart.times_s[:count], chart.energies_j[:count], color=bound, label=label, zorder=1)
+    peers = [point.name for point in chart.points if point.kind == "peer"]
+    for point in sorted(chart.points, key=lambda point: kinds.index(point.kind)):
+        marker, colour = _LOOKS[point.kind]
+        if point.kind == "peer":
+            colour = _PEERS[peers.index(point.name) % len(_PEERS)]
+        axes.plot(
+            point.time_s,
+            point.energy_j,
+            marker,
+            color=series[colour],
+            label=_label(point),
+            zorder=3 + len(kinds) - kinds.index(point.kind),
+        )
     axes.set_xlabel("iteration time (s)")
     axes.set_ylabel("energy per iteration, all GPUs (J)")
-    axes.set_title("\n".join([chart.title, *(f"Left out: {reason}" for reason in chart.left_out)]))
+    axes.set_title(_wrapped(chart.title, *(f"Left out: {reason}" for reason in chart.left_out)))
     axes.title.set_fontsize("small")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
+
+
+def _series_colours() -> dict[int, str]:
+    """Return number of a series -> its colour on the pages, by the light theme, which is first."""
+    found = re.findall(r"--series-(\d): (#[0-9a-f]{6})", page_file("theme.css"))
+    return {int(number): colour for number, colour in reversed(found)}
+
+
+def _wrapped(*lines: str) -> str:
+    """Return a title none of whose lines leaves the figure."""
+    parts = chain.from_iterable(line.splitlines() for line in lines)
+    return "\n".join(fill_lines(part, _TITLE_CHARACTERS) for part in parts)
 
 
 def _label(point: IterationPoint) -> str:
@@ -440,7 +478,8 @@ def _draw_chart(
     axes.set_ylim(len(chart.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(chart.lanes)))
     axes.set_ylabel("rank")
-    axes.set_title(f"{chart.name}, {chart.note} ({chart.origin})", fontsize="small")
+    title = _wrapped(f"{chart.name}, {chart.note} ({chart.origin})")
+    axes.set_title(title, fontsize="small")
 
 
 def _draw_lines(axes: Axes, row: float, spans: Sequence[tuple[float, float]], colour: str) -> None:

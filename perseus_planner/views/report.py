@@ -46,8 +46,10 @@ from perseus_planner.views.figures import (
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.run import (
     account_text,
+    decider_text,
     tables_of_run,
     tables_of_unplanned,
+    time_and_saving,
     unplanned_text,
 )
 from perseus_planner.views.sources import (
@@ -104,6 +106,12 @@ class EnergyReport:
     courses: tuple[RunCourse, ...]  #: the course of each of these
     curves: tuple[MeasuredCurve, ...]  #: the curve of each computation
     kareus: tuple[Any, ...]  #: plans of Kareus for each configuration
+
+    @property
+    def dry_runs(self) -> dict[str, str]:
+        """Name -> that no clock was set in this run, and what its plan would have set."""
+        runs: dict[str, RunSummary | UnplannedRun] = {**self.runs, **self.unplanned}
+        return {name: run.dry_run for name, run in runs.items() if run.dry_run is not None}
 
 
 def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> EnergyReport:
@@ -218,10 +226,11 @@ def report_text(report: EnergyReport) -> str:
     """Return the text that `planner report` prints: the savings as a table, and the rates that
     they assume.
     """
+    dry_runs = "".join(f"{name}: {text}.\n" for name, text in report.dry_runs.items())
     unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
     if unlike:
-        return f"{unlike[0]}.\n"
-    verdicts = "".join(
+        return f"{dry_runs}{unlike[0]}.\n"
+    verdicts = dry_runs + "".join(
         f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
     )
     kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
@@ -241,11 +250,17 @@ def report_text(report: EnergyReport) -> str:
         f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
         f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
         "and CO2e are at the meter, for a day of such iterations.\n"
+        f"{_OF_RUNS * bool(report.runs)}"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
         f"kWh, PUE {rates.pue:g}.\n{accounts}{unplanned}\n{kareus}"
     )
 
 
+_OF_RUNS = (
+    "A run: an iteration goes from its begin to its end, on the slowest rank, in the mean over "
+    "those in the planned order;\nits energy and saving are of all iterations, each with what "
+    "passes until the next.\n"
+)
 _SAVINGS = (
     Column("", "name", "<"),
     Column("iteration {}", "time_s", "s4"),
@@ -298,6 +313,10 @@ def page(report: EnergyReport) -> str:
         "tables_of_run": tables_of_run,
         "tables_of_unplanned": partial(tables_of_unplanned, unit=unit),
         "lines_of_unplanned": lambda run: account_text(run.total, saves=True).splitlines(),
+        "decider": decider_text,
+        "time_and_saving": lambda run: (
+            _NOT_KNOWN if run.current.time_s is None else time_and_saving(run)
+        ),
         "cost": lambda energy_j: report.rates.cost(energy_j),
         "saved": _saved_columns,
         "used": _used_columns,
@@ -336,8 +355,17 @@ def _control(context: Context | None) -> str:
 def page_environment() -> Environment:
     """Return what renders pages: it escapes all texts."""
     return Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_unbroken,
     )
+
+
+def _unbroken(value: Any) -> Any:
+    """Return a text in which no line ends between a number and its percent sign."""
+    return value.replace(" %", "\u00a0%") if type(value) is str else value
 
 
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
@@ -381,7 +409,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
             row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
-            row |= {"power_w": energy_j / time_s, **efficiency}
+            row |= {"power_w": energy_j / (time_s + saving.between_s), **efficiency}
             if row not in rows:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}

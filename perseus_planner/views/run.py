@@ -20,7 +20,14 @@ from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.account import Account, Entry, SavedInterval, fold
 from perseus_planner.runs.recording import attempt_path
 from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
-from perseus_planner.runs.verdict import OFF, Verdict, rank_names, verdict_of, why_no_saving
+from perseus_planner.runs.verdict import (
+    OFF,
+    Verdict,
+    percent,
+    rank_names,
+    verdict_of,
+    why_no_saving,
+)
 from perseus_planner.views.context import Context, context_of_plan, pipeline_text, saved_text
 from perseus_planner.views.plan import summarize_plan
 
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
     from perseus_planner.runs.run import Run
     from perseus_planner.runs.status import DeciderStatus
 
+_NOTHING_SET = "Dry run: no clock was set, so nothing was saved"
+
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""
 
@@ -39,7 +48,8 @@ NO_PLAN = "no plan was in force"
 class PlanOfRun:
     """The iterations by one plan: means over those that count, all pipelines together."""
 
-    version: int  #: number of the plan
+    version: int  #: number of the plan in this job
+    name: str  #: what the service counts it by, if it is of one; else the number in this job
     iterations: int  #: number of iterations by it, on the rank that has most
     #: number of iterations that count: those that ran as planned, without the first one.
     counted: int
@@ -132,6 +142,9 @@ class RunSummary:
     unlike_plan: str | None
     #: on which ranks the energy counter and the power sensor disagree, in sentences.
     disagreements: tuple[str, ...] = ()
+    #: that no clock was set, and what the plan would have set, in sentences; None if it was no dry
+    #: run.
+    dry_run: str | None = None
 
     @property
     def origin(self) -> str:
@@ -163,6 +176,10 @@ def summarize_run(run: Run) -> RunSummary:
     ranks = {number: tuple(_ranks(run, number)) for number in run.versions}
     plans = tuple(_plan(run, *of_plan) for of_plan in ranks.items())
     accounts = {rank.rank: rank.ran for rank in ranks[version]}
+    if run.is_dry_run:
+        accounts = {rank: _beside_baseline(account, plan) for rank, account in accounts.items()}
+    name = run.plan_name(version)
+    foreseen_share = 1.0 - plan.energy_j / plan.baseline_j(plan.time_s)
     return RunSummary(
         context=context_of_plan(plan),
         gpu_origin=origins.pop() if len(origins) == 1 else None,
@@ -176,12 +193,33 @@ def summarize_run(run: Run) -> RunSummary:
         totals=run.totals,
         total=run.total,
         saving=run.total.saving,
-        foreseen_share=1.0 - plan.energy_j / plan.baseline_j(plan.time_s),
-        verdict=verdict_of(accounts, _torch_difference(run, plan)),
+        foreseen_share=foreseen_share,
+        verdict=verdict_of(accounts, _torch_difference(run, plan), run.folder),
         disagreements=_disagreements(run),
         unlike_plan=why_no_saving(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
+        dry_run=_dry_run_text(plan, name, foreseen_share) if run.is_dry_run else None,
+    )
+
+
+def _beside_baseline(account: Account, plan: Plan) -> Account:
+    """Return the account of a dry run, which runs at full clocks, as if that had been its plan; how
+    long its computations take there is not known.
+    """
+    planned_s = plan.baseline_time_s * account.as_planned
+    return replace(account, planned_s=planned_s, planned_busy_s=0.0)
+
+
+def _dry_run_text(plan: Plan, name: str, foreseen_share: float) -> str:
+    """Say that nothing was set, and what a plan would have set."""
+    clocks = sorted(set(plan.clocks.values()))
+    unit = unit_of(plan.control)
+    span = f"{clocks[0]} {unit}" if len(clocks) == 1 else f"{clocks[0]} to {clocks[-1]} {unit}"
+    return (
+        f"{_NOTHING_SET}. Plan {name} would have set {span}, in "
+        f"{counted(sum(plan.changes), 'change')} per iteration, to save "
+        f"{100 * foreseen_share:.1f} % at {si(plan.time_s, 's', 3)}"
     )
 
 
@@ -195,6 +233,7 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
     energies_j = [rank.energy_j for rank in ranks if rank.energy_j is not None]
     return PlanOfRun(
         version=version,
+        name=run.plan_name(version),
         iterations=max(len(rank.iterations_by(version)) for rank in run.ranks),
         counted=max(rank.ran.windows for rank in ranks),
         time_s=run.time_s(version),
@@ -310,6 +349,7 @@ def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> 
     return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
 
 
+_SAME_TIME = 0.0005  #: times that differ by less, relative to each other, are called the same
 _MOST_REASONS = 10  #: why iterations did not run as planned
 _MOSTLY = 0.5  #: share of the time of which an energy must be known for a mean of all of it
 _ALL_JUDGED = 0.995  #: share of the energy of which it is known what was saved that counts as all
@@ -330,25 +370,53 @@ def _sheet(summary: RunSummary) -> Sheet:
         f"{run_origin_text(summary)}.{overhead}",
         lay_out(summary.plans, *_PLANS),
         [
-            "All figures are means over the iterations that count: those that ran as planned, "
-            "without the first one by each plan."
+            "An iteration goes from its begin to its end, on the slowest rank. All figures are "
+            "means over the iterations that count: those that ran in the planned order, without "
+            "the first one by each plan."
         ],
     )
 
 
 def tables_of_run(summary: RunSummary) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield the tables of a run for a page, to three digits: headings and columns."""
-    unit = unit_of(summary.context.control)
     rank = Column("rank", "rank")
     yield "Each plan", lay_out(summary.plans, *_PLANS, digits=3)
     yield (
-        f"Ranks by plan {summary.version}, per iteration",
+        f"Ranks by plan {summary.current.name}, per iteration",
         lay_out(summary.ranks, rank, *_LOAD, digits=3),
     )
     yield (
-        f"Clock changes by plan {summary.version}, in all iterations that count",
-        lay_out(summary.ranks, rank, *_clock_columns(unit), digits=3),
+        f"{_changes_heading(summary)} by plan {summary.current.name}, in all iterations that count",
+        lay_out(summary.ranks, rank, *_clock_columns(summary), digits=3),
     )
+
+
+_CHANGE_TERMS = (
+    f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: not "
+    "set before another clock\nwas requested. Off clock: share of the computing time before the "
+    "clock was set. Delay: from the request until\nthe clock was set."
+)
+
+
+def time_and_saving(summary: RunSummary) -> str:
+    """Say the one time and the one saving of a run whose time is known, without a full stop."""
+    current = summary.current
+    assert current.time_s is not None
+    planned = "as planned"
+    if current.planned_time_s and summary.dry_run is None:
+        off = current.time_s / current.planned_time_s - 1
+        if abs(off) >= _SAME_TIME:
+            planned = f"{percent(abs(off))} {'longer' if off > 0 else 'shorter'} than planned"
+        planned = f", {planned}"
+    else:
+        planned = ""
+    text = f"An iteration takes {si(current.time_s, 's', 3)}{planned}"
+    if summary.unlike_plan is not None or summary.dry_run is not None:
+        return text
+    saved = saved_text(summary.total)
+    if saved.startswith("saved"):
+        return f"{text}. The run {saved}"
+    return f"{text}. {saved[0].upper()}{saved[1:]}"
 
 
 def run_text(summary: RunSummary) -> str:
@@ -358,17 +426,19 @@ def run_text(summary: RunSummary) -> str:
     count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns = [Column("rank", "rank"), *several]
-    unit = unit_of(summary.context.control)
-    parts = [
+    known = [
+        *([] if summary.dry_run is None else [f"{summary.dry_run}."]),
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
+        *([] if summary.current.time_s is None else [f"{time_and_saving(summary)}."]),
         *([] if summary.verdict is None else [str(summary.verdict)]),
-        f"{_sheet(summary).text()}Ranks by plan {summary.version}, per iteration:",
+        "Details",
+    ]
+    parts = [
+        f"{_sheet(summary).text()}Ranks by plan {summary.current.name}, per iteration:",
         table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
-        f"Clock changes, in all {count} iterations that count:",
-        table(lay_out(summary.ranks, *rank_columns, *_clock_columns(unit))),
-        f"Late: set when more than {100 * LATE:g} % of the first computation was over. Overtaken: "
-        "not set before another clock\nwas requested. Off clock: share of the computing time "
-        "before the clock was set. Delay: from the request until\nthe clock was set.",
+        f"{_changes_heading(summary)}, in all {count} iterations that count:",
+        table(lay_out(summary.ranks, *rank_columns, *_clock_columns(summary))),
+        *([] if summary.dry_run else [_CHANGE_TERMS]),
         *_deviations_text(summary),
         *_cut_off_text(summary.cut_off),
         *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
@@ -376,13 +446,13 @@ def run_text(summary: RunSummary) -> str:
             []
             if summary.unlike_plan
             else [
-                f"Plan {summary.version} foresees {100 * summary.foreseen_share:.2f} %, without "
-                "what passes between iterations."
+                f"Foreseen by plan {summary.current.name}: {100 * summary.foreseen_share:.2f} %, "
+                "of an iteration as planned, without what passes between iterations."
             ]
         ),
         totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*known, *parts]) + "\n"
 
 
 def run_origin_text(summary: RunSummary) -> str:
@@ -429,7 +499,7 @@ _ENERGY = (
     Column("off %", _off("energy_j")),
 )
 _PLANS = (
-    Column("plan", "version"),
+    Column("plan", "name"),
     Column("iterations", "iterations"),
     Column("counted", "counted"),
     Column("time {}", "time_s", "s"),
@@ -447,11 +517,20 @@ _LOAD = (
 )
 
 
-def _clock_columns(unit: str) -> list[Column]:
-    return [
-        Column(f"{unit} requested", _clocked("clock_s"), ".0f"),
+def _changes_heading(summary: RunSummary) -> str:
+    return "Clock changes" if summary.dry_run is None else "Clock changes, none of which was made"
+
+
+def _clock_columns(summary: RunSummary) -> list[Column]:
+    asked = [
+        Column(f"{unit_of(summary.context.control)} requested", _clocked("clock_s"), ".0f"),
         Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
         Column("changes", "ran.changes_asked"),
+    ]
+    if summary.dry_run is not None:
+        return asked
+    return [
+        *asked,
         Column("set", "ran.changes_set"),
         Column("late", "ran.changes_late"),
         Column("planned", lambda rank: rank.planned.changes_late * rank.ran.windows),
@@ -481,7 +560,7 @@ def _deviations_text(summary: RunSummary) -> Iterator[str]:
     if not deviations:
         in_time = summary.verdict is None and summary.current.time_s is not None
         time = f" They took the planned time, up to {100 * OFF:.0f} %." if in_time else ""
-        yield f"Every iteration ran as planned.{time}"
+        yield f"Every iteration ran in the planned order.{time}"
         return
     lines = [
         f"{deviation.times} on {rank_names(deviation.ranks)}, first iteration "
@@ -509,7 +588,8 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     lines = [
         f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        f"\n{account_text(total, saves=saves)}",
+        "\nThese are all iterations, each with what passes until the next.\n"
+        f"{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)
 
@@ -619,12 +699,15 @@ class UnplannedRun:
     totals: tuple[Entry, ...]  #: what ran in each attempt, and what that saved, oldest first
     disagreements: tuple[str, ...]  #: as in `RunSummary`
     per_rank: tuple[UnplannedRank, ...]  #: what each rank ran in the newest attempt
+    #: that no clock was set, in a sentence; None if it was no dry run.
+    dry_run: str | None = None
 
 
 def summarize_unplanned(run: Run) -> UnplannedRun:
     """Return the summary of a run without a plan."""
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return UnplannedRun(
+        dry_run=f"{_NOTHING_SET}; it learns full clocks alone" if run.is_dry_run else None,
         ranks=len(run.ranks),
         pipelines=len({rank.pipeline for rank in run.ranks}),
         decider=run.decider,
@@ -649,14 +732,22 @@ def summarize_unplanned(run: Run) -> UnplannedRun:
     )
 
 
+def decider_text(status: DeciderStatus | None) -> str:
+    """Say what a decider knew last, after its name."""
+    if status is None:
+        return "Nothing is known of what decides the clocks"
+    return f"{status.name[:1].upper()}{status.name[1:]}: {status}"
+
+
 def unplanned_text(summary: UnplannedRun) -> str:
     """Return the text that `planner show` prints of it."""
     status = summary.decider
     pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
     lines = [
+        *([] if summary.dry_run is None else [f"{summary.dry_run}.", ""]),
         f"Run of {counted(summary.ranks, 'rank')}{pipelines}, without a plan.",
         "",
-        f"Autopilot: {'watching' if status is None else status}.",
+        f"{decider_text(status)}.",
     ]
     if status is not None and status.reference_s is not None:
         lines.append(

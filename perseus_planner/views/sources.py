@@ -336,6 +336,9 @@ class Saving(Comparison):
     energy_origin: str  #: where the energy comes from; for a run also "simulated"
     baseline_origin: str  #: where the baseline comes from
     per_iteration: EnergyCost  #: saved per iteration
+    #: seconds from the end of such an iteration to the begin of the next, so that both are the mean
+    #: of all iterations of a run; its energy counts them, and so does a day. 0 for a plan.
+    between_s: float
     per_day: EnergyCost  #: saved in a day of such iterations, around the clock
     #: number of iterations of the planned run, or of all attempts of a run; None if not known.
     iterations: int | None
@@ -381,11 +384,10 @@ def _run_saving(
         return
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
     total = run.total
-    iteration_s = total.mean_iteration_s
     part = total.gpu_s / total.metered_s / total.iterations
-    baseline_s = plan.baseline_time_s + iteration_s - current.time_s
     energy_j = part * total.energy_j
-    compared = compare(iteration_s, energy_j, baseline_s, energy_j / (1.0 - share))
+    compared = compare(current.time_s, energy_j, plan.baseline_time_s, energy_j / (1.0 - share))
+    between_s = total.mean_iteration_s - current.time_s
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
     pipelines = summary.pipelines_of_plan
@@ -396,7 +398,7 @@ def _run_saving(
         None if size.samples is None else size.samples * part,
         run.total.iterations,
     )
-    saving = _saving(name, compared, origins, rates, of_run)
+    saving = _saving(name, compared, origins, rates, of_run, between_s)
     yield replace(saving, is_run=True, per_run=rates.cost(run.total.saved_j))
 
 
@@ -406,6 +408,7 @@ def _saving(
     origins: tuple[str, str, str],
     rates: EnergyRates,
     size: IterationSize,
+    between_s: float = 0.0,
 ) -> Saving:
     iterations = size.iterations
     return Saving(
@@ -417,7 +420,8 @@ def _saving(
         energy_origin=origins[1],
         baseline_origin=origins[2],
         per_iteration=rates.cost(compared.saved_j),
-        per_day=rates.cost(compared.saved_j * _DAY_S / compared.time_s),
+        between_s=between_s,
+        per_day=rates.cost(compared.saved_j * _DAY_S / (compared.time_s + between_s)),
         iterations=iterations,
         per_run=None if iterations is None else rates.cost(compared.saved_j * iterations),
         efficiency=_efficiency(size, compared.energy_j),
@@ -699,7 +703,7 @@ def _saving_sentences(
         f", as {lower} of {counted(len(after.clocks), 'rank')} run at lower clocks" if lower else ""
     )
     yield (
-        f"In {'each' if saving.pipelines > 1 else 'its'} pipeline computing takes "
+        "Per pipeline, computing takes "
         f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "
         f"{_change(before.waiting_j - after.waiting_j)}."
     )

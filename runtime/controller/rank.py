@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from perseus_planner.base.errors import GpuError, GpuInUse
 from perseus_planner.base.loops import Backoff
 from perseus_planner.base.processes import WatchedProcess
-from perseus_planner.gpu import open_gpu
+from perseus_planner.gpu import is_dry_run, open_gpu
 from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
 from perseus_planner.gpu.lease.records import read_records
@@ -267,6 +267,8 @@ class Rank:
         that throttles it does that.
         """
         set_mhz, since_ns = self._set_since
+        if self.gpu is None or is_dry_run(self.gpu.text):
+            return  # nothing was set, so nobody has set something else
         if self.attach_request.control != "clock" or not (set_mhz and achieved_mhz):
             return
         if now_ns - since_ns < _SETTLED_NS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
@@ -139,6 +139,23 @@ def test_a_run_is_a_frame_of_its_iterations(run: Run):
     frame = run.to_frame()
     assert frame["energy_j"].dtype == frame["latency_p99_s"].dtype == float
     assert math.isfinite(frame["energy_j"].mean())
+
+
+def test_a_notebook_shows_a_small_escaped_table(frontier: Frontier):
+    evil = "<script>alert(1)</script>"
+    profile = replace(frontier.profile, gpu=evil)
+    again = solve(profile, frontier.schedule)
+    plan = again.plan_for(again.baseline_time_s)
+    for value in (profile, again, plan):
+        html = value._repr_html_()
+        assert evil not in html
+        assert html.startswith("<div>")
+        assert "<table" in html
+        assert len(html) < 20_000
+    assert "&lt;script&gt;" in profile._repr_html_()
+    assert f"{plan.schedule}" in plan._repr_html_()
+    clocks = [min(plan.clocks[str(each)] for each in rank) for rank in plan.schedule.ranks]
+    assert all(f">{clock}<" in plan._repr_html_() for clock in clocks)
 
 
 def test_without_pandas_the_refusal_says_how_to_install_it(

@@ -25,6 +25,7 @@ from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.runtime.switching import Plans
 from perseus_planner.views.figures import chart_run_beside_plan, draw_gantt
 from perseus_planner.views.run import predict_records, run_text, summarize_run
 
@@ -42,7 +43,8 @@ def test_show_says_what_ran_beside_what_was_planned(plan: Plan):
     write_run(Path("run"), plan, 4, deviations={3: "3 microbatches, and the plan has 4"})
     text = done("show run")
     assert text == f"{run_text(summarize_run(Run.load('run')))}\n"
-    assert text.startswith(
+    details = text.partition("\nDetails\n\n")[2]
+    assert details.startswith(
         f"Run of {plan.schedule} on smooth\n"
         "Run: times measured, energy and clocks simulated. Plan: replayed from a measured "
         "profile.\n\n"
@@ -51,19 +53,111 @@ def test_show_says_what_ran_beside_what_was_planned(plan: Plan):
         "Not as planned:\n3 on ranks 0, 1, 2, first iteration 3: 3 microbatches, and the plan has "
         "4\n" in text
     )
-    cells = text.splitlines()[4].split()
+    cells = details.splitlines()[4].split()
     assert (cells[:3], cells[3], cells[4], cells[5]) == (
         ["1", "4", "2"], f"{plan.time_s:.5f}", f"{plan.time_s:.5f}", "0.00"
     )  # fmt: skip
 
 
+def test_a_dry_run_says_so_first_and_what_would_have_been_set(plan: Plan):
+    write_run(Path("run"), plan, 4, gpu="dry-run:nvml:0")
+    clocks = sorted(set(plan.clocks.values()))
+    foreseen = 100 * (1 - plan.energy_j / plan.baseline_j(plan.time_s))
+    text = done("show run")
+    assert text.splitlines()[0] == (
+        "Dry run: no clock was set, so nothing was saved. Plan 1 would have set "
+        f"{clocks[0]} to {clocks[-1]} MHz, in {sum(plan.changes)} changes per iteration, to save "
+        f"{foreseen:.1f} % at {si(plan.time_s, 's', 3)}."
+    )
+    assert "Clock changes, none of which was made, in all 3 iterations that count:" in text
+    for untrue in ("Late:", "overtaken", "than planned", "another machine"):
+        assert untrue not in text
+    rows = [row for rank in Run.load("run").ranks for row in rank.iterations]
+    assert {(row.is_dry_run, row.changes_set, row.saved_j) for row in rows} == {(1, 0, 0.0)}
+    assert "run: Dry run: no clock was set" in done("report run -o report.html")
+    page = Path("report.html").read_text()
+    assert "run: Dry run: no clock was set, so nothing was saved." in page
+    write_run(Path("set"), plan, 4, gpu="nvml:0")
+    assert "Dry run" not in done("show set") + done("report set -o report.html")
+
+
+def test_a_dry_run_is_compared_with_full_clocks(plan: Plan):
+    """Its computations are shorter than planned, for which no profile is to blame."""
+    write_run(Path("run"), plan, 4, gpu="dry-run:nvml:0")
+    run = Run.load("run")
+    quicker = replace(
+        run,
+        ranks=tuple(
+            replace(
+                rank,
+                iterations=tuple(replace(row, busy_s=0.4 * row.busy_s) for row in rank.iterations),
+            )
+            for rank in run.ranks
+        ),
+    )
+    summary = summarize_run(quicker)
+    assert (summary.verdict, summary.unlike_plan) == (None, None)
+    slower = replace(
+        run,
+        ranks=tuple(
+            replace(
+                rank,
+                iterations=tuple(
+                    replace(row, end_s=row.begin_s + 9 * row.time_s, next_s=None)
+                    for row in rank.iterations
+                ),
+            )
+            for rank in run.ranks
+        ),
+    )
+    assert "times the plan's" in (summarize_run(slower).unlike_plan or "")
+
+
 def test_a_run_whose_gpus_were_not_read_has_hyphens(plan: Plan):
     write_run(Path("run"), plan, 1)
     text = done("show run")
-    assert text.splitlines()[4].split()[3:] == [
+    assert text.partition("Details\n\n")[2].splitlines()[4].split()[3:] == [
         "-", f"{plan.time_s:.5f}", "-", "-", f"{plan.energy_j:.3f}", "-"
     ]  # fmt: skip
-    assert "Every iteration ran as planned." in text
+    assert "Every iteration ran in the planned order." in text
+
+
+def test_two_runs_are_laid_side_by_side(plan: Plan):
+    write_run(Path("before"), plan, 4, gpu="dry-run:nvml:0")
+    write_run(Path("after"), plan, 6)
+    text = done("show before after")
+    lines = {line[:26].strip(): line.split() for line in text.splitlines()}
+    assert text.startswith("before beside after\n")
+    assert lines["iterations"] == ["iterations", "4", "6", "+2"]
+    assert lines["saved %"][2] == "0.00"
+    assert float(lines["saved %"][3]) > 0.0
+    assert "before is a dry run: it set no clock." in text
+    found = loaded("show before after")
+    assert (found["first"]["name"], found["second"]["total"]["iterations"]) == ("before", 6)
+    assert found["second"]["iteration_s"] == pytest.approx(plan.time_s, abs=1e-6)
+
+
+def test_only_runs_are_laid_side_by_side_and_only_as_text(plan: Plan):
+    write_run(Path("run"), plan, 4)
+    for arguments, what in (
+        ("show run plan.yaml", "plan.yaml: is a plan; name the folder of a run"),
+        ("show plan.yaml run", "plan.yaml: is not a run folder"),
+        ("show run run --plot run.png", "run: two runs are shown side by side as text alone"),
+    ):
+        assert what in refused(arguments)
+
+
+def test_plans_are_counted_as_their_service_counts_them(plan: Plan):
+    write_run(Path("run"), plan, 3, version=2, service_version=7)
+    text = done("show run")
+    assert "\nRanks by plan 7, per iteration:" in text
+    assert "Foreseen by plan 7: " in text
+    summary = summarize_run(Run.load("run"))
+    assert (summary.version, summary.current.name) == (2, "7")
+    sent = Plans(plan, {1: plan}, 7)
+    assert Plans.loads(sent.dumps()).number == 7
+    assert Plans.loads(sent.dumps()).by_pipeline.keys() == {1}
+    assert Plans.loads(Plans(plan, {}).dumps()).number is None
 
 
 @pytest.mark.parametrize("origin", ["measured", "simulated"])

@@ -167,7 +167,7 @@ print(json.dumps([package.__all__, sorted(public)]))
             "Replicas",
             "Run",
         ),
-        *("errors", "schedules", "solve", "solve_dag"),
+        *("errors", "planner_runtime", "schedules", "solve", "solve_dag"),
     ]
 
 

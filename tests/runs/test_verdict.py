@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from made_runs import write_run
 from strategies import smooth_profile
 
 from perseus_planner import Plan, Run, schedules, solve
+from perseus_planner.base.prefixes import si
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.verdict import (
     FAR_OFF,
@@ -80,6 +82,12 @@ def ranks(time_s: float, odd: Account | None = None) -> dict[int, Account]:
             "10 % slower than planned: all ranks compute 10 % longer",
         ),
         (
+            {rank: ran(1.1, 0.66 + 0.02 * rank) for rank in range(RANKS)},
+            "all ranks",
+            (0, 1, 2, 3),
+            "10 % slower than planned: all ranks compute 10 to 20 % longer",
+        ),
+        (
             {rank: ran(1.1, 0.66, overloaded=WINDOWS) for rank in range(RANKS)},
             "all ranks",
             (0, 1, 2, 3),
@@ -102,6 +110,17 @@ def test_each_cause_is_told_from_the_others(
     assert (verdict.cause, verdict.ranks, verdict.text) == (cause, those, text)
     assert str(verdict).startswith(f"{text}. Next: ")
     assert "`planner " in verdict.next_step
+
+
+def test_the_command_that_is_next_can_be_typed_as_it_stands():
+    folder = Path("my runs/run")
+    at_folder = verdict_of(ranks(1.1), run=folder)
+    assert at_folder is not None
+    command = at_folder.next_step.split("`")[1]
+    assert shlex.split(command) == ["planner", "show", str(folder), "--perfetto", "run.json"]
+    at_service = verdict_of(ranks(1.1))
+    assert at_service is not None
+    assert at_service.next_step.startswith('record the run with record="run", and see where with ')
 
 
 def test_there_is_none_below_two_percent_or_where_not_everything_ran_as_planned():
@@ -156,7 +175,8 @@ def test_no_saving_is_stated_while_times_are_far_off_the_plan(ratio: float, fact
     if factor is not None:
         assert said == (
             f"Times are {factor} times the plan's, so no saving is stated; if the plan is of "
-            "another model or batch, profile what you train with `planner profile`, and plan again"
+            "another model or batch, profile what you train, as `planner profile --help` says, "
+            "and plan again"
         )
 
 
@@ -202,7 +222,9 @@ def test_a_run_of_another_machine_is_told_so_and_saves_nothing(plan: Plan, tmp_p
     text, told, html = shown(plan, run)
     assert "another machine" not in text + told + html
     assert "Where the energy goes" in html
-    assert "Every iteration ran as planned. They took the planned time, up to 2 %." in text
+    assert (
+        "Every iteration ran in the planned order. They took the planned time, up to 2 %." in text
+    )
     for said in shown(plan, changed(run, lambda row: {"busy_s": 1000 * row.busy_s})):
         assert "This plan is for another machine: all ranks compute 1000 times as long" in said
         assert (
@@ -237,6 +259,25 @@ def test_a_run_of_another_model_saves_nothing_that_is_said(
         assert "foresees" not in visible
 
 
+def test_show_and_report_give_one_time_and_one_saving(plan: Plan, tmp_path: Path):
+    """The first iteration takes twice as long, and counts in neither."""
+    write_run(tmp_path, plan, 6)
+
+    def late(row: IterationRecord) -> dict[str, Any]:
+        end_s = row.begin_s + (2.0 if row.iteration == 0 else 1.033) * row.time_s
+        return {"end_s": end_s, "next_s": None}
+
+    run = changed(Run.load(tmp_path), late)
+    text, told, html = shown(plan, run)
+    time = si(1.033 * plan.time_s, "s", 3)
+    saved = f"{100 * run.total.saved_share:.1f}"
+    assert text.startswith(f"An iteration takes {time}, 3.3 % longer than planned. The run saved ")
+    assert "3.3 % slower than planned" in text
+    for said in (text.partition("Details")[0], told, html):
+        assert time in said.replace("\u00a0", " ")
+        assert saved in said
+
+
 def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):
     write_run(tmp_path, plan, 4)
     run = Run.load(tmp_path)
@@ -244,4 +285,4 @@ def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):
     for said in shown(plan, late):
         assert "10 % slower than planned: no rank computes much longer" in said
     text, _, _ = shown(plan, late)
-    assert "Every iteration ran as planned.\n" in text
+    assert "Every iteration ran in the planned order.\n" in text

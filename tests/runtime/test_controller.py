@@ -118,6 +118,19 @@ def test_a_gpu_whose_clock_another_program_sets_is_told(
         )
 
 
+def test_a_dry_run_accuses_no_other_program(
+    nvml: StandIn, state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rank, "_SETTLED_NS", 0)
+    with served("dry-run:nvml:0") as connection:
+        nvml.set("clock_mhz", 1980)  # full clocks, as nothing is set
+        came: list[object] = []
+        for place, clock in enumerate((900, 1005) * 3):
+            set_clock(connection, clock, place)
+            came.extend(connection.messages())
+        assert not [each for each in came if isinstance(each, ClockOverridden)]
+
+
 def test_a_memory_clock_that_another_program_has_locked_is_told(nvml: StandIn, state: Path):
     nvml.set("memory_mhz", 1593)
     with served("nvml:0") as connection:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from launching import free_port
 
+from perseus_planner.runs.status import read_status
+from perseus_planner.views.run import decider_text
+
 pytest.importorskip("torch")
 
 SITE = '''
@@ -18,6 +21,7 @@ SITE = '''
 from perseus_planner.base.extensions import Extension
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.decider import Decider
+from perseus_planner.runs.status import DeciderStatus
 from perseus_planner.runtime.hook import Program
 
 EXTENSION = Extension(deciders={"top": "site_planner:Top"})
@@ -26,6 +30,7 @@ EXTENSION = Extension(deciders={"top": "site_planner:Top"})
 class Top(Decider):
     """Says the top clock."""
 
+    name = "site planner"
     makes_plans = False
     no_switch = "the site decides; ask it"
 
@@ -47,6 +52,7 @@ class Top(Decider):
         self.calls.append("begin")
         clocks = (self.top,) * len(self.order)
         self.program = Program(1, self.order, clocks, 0.0, top=self.top)
+        context.on_status(DeciderStatus("steady", "all at the top"))
 
     def program_for(self, iteration, agreed):
         return self.program
@@ -135,6 +141,9 @@ def test_a_decider_of_others_decides_the_clocks_of_real_ranks(decider: str, tmp_
     ]
     errors = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
+    # What people see of it is under its own name.
+    (attempt,) = (tmp_path / "run").glob("attempt-*")
+    assert decider_text(read_status(attempt)) == "Site planner: all at the top"
     for rank in range(2):
         told = json.loads((tmp_path / f"told-{rank}.json").read_text())
         assert told["calls"] == ["check", "join", "begin", "stop", "end"]

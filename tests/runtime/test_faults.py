@@ -56,6 +56,11 @@ ORDER = "is not what torch.distributed.pipelining runs on rank {} of the pipelin
         ),
         ("damaged", "PlanError RankError", "damaged.yaml, line 3, key 'digest': does not match"),
         ("folder", "PlanError RankError", ".: is a folder; name the file in it"),
+        (
+            "a gpu that cannot be on rank 1",
+            "RankError GpuError",
+            "'simulated:a10000': there is no simulated GPU",
+        ),
         ("missing", "PlanError RankError", "absent.yaml: no such file; check the path"),
         (
             "missing after a restart",

@@ -15,6 +15,7 @@ from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path, att
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.runtime.switching import Plans
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.plan import summarize_plan
@@ -101,6 +102,8 @@ def write_run(
     deviations: dict[int, str] | None = None,
     origin: str = "simulated",
     own_plans: bool = False,
+    gpu: str = "",
+    service_version: int | None = None,
 ) -> list[Telemetry]:
     """Write an attempt in which every rank follows the plan.
 
@@ -115,6 +118,8 @@ def write_run(
         deviations: Iteration -> what was not as planned.
         origin: Origin of the GPUs' readings.
         own_plans: See `Telemetry`.
+        gpu: What the controller has opened on each rank.
+        service_version: What a service counts the plan by.
     """
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
     attempt = Attempt.next_in(folder, datetime(2026, 1, 1))
@@ -126,7 +131,7 @@ def write_run(
         files = RankFiles(folder, number, pipelines * ranks, attempt)
         telemetry = Telemetry(number, seat, files, own_plans=own_plans, offset_ns=lambda: EPOCH_NS)
         program, energy_j = (
-            Program.of_plan(version, plan, rank),
+            Program.of_plan(version, plan, rank, Plans(plan, {}, service_version)),
             summarize_plan(plan).per_rank[rank].energy_j,
         )
         watts = energy_j / plan.gpus_per_stage / plan.time_s
@@ -145,7 +150,7 @@ def write_run(
                 None,
             )
 
-        telemetry.update([], [AttachReply("", "", "", origin), reading(BEGIN_NS - 1)])
+        telemetry.update([], [AttachReply(gpu, "", "", origin), reading(BEGIN_NS - 1)])
         for i in range(first, first + iterations):
             begin_ns = BEGIN_NS + i * period_ns
             edited = [edit(i, change) for change in changes(plan, rank, begin_ns)]

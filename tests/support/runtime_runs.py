@@ -262,6 +262,9 @@ def refusals(state: str) -> None:
             result["missing after a restart"] = _entered(engine, "absent.yaml")
         result["gpu of rank 1"] = _entered(engine, fits, GPU if is_first else "emulated:a100-pcie")
         result["no gpu on rank 1"] = _entered(engine, fits, GPU if is_first else "cuda:0")
+        result["a gpu that cannot be on rank 1"] = _entered(
+            engine, fits, GPU if is_first else "simulated:a10000"
+        )
         result["no engine on rank 1"] = _entered(
             engine if is_first else torch.nn.Linear(2, 2), fits
         )

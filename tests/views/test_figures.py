@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,38 @@ def test_a_frontier_alone_is_its_curve_and_three_marked_points(frontier: Frontie
         axes.get_title()
         == "Frontier of 1f1b, 3 stages x 4 microbatches\nReplayed from a measured profile"
     )
+
+
+def test_a_point_looks_as_on_the_page_with_the_plan_on_top(frontier: Frontier, plan: Plan):
+    """One colour for one thing: the figure and `report.js` agree; nothing hides the plan."""
+    script = page_file("report.js")
+    numbers = {
+        kind: int(number)
+        for kind, number in re.findall(r"(\w+): \[(\d), \"\w+\"\]", script.partition("LOOKS")[2])
+    }
+    light = page_file("theme.css").partition("@media")[0]
+    chart = chart_sources(Sources(frontier=frontier, plans={"plan.yaml": plan}))
+    axes = draw_frontier(chart).axes[0]
+    drawn = {str(line.get_label()).partition(" (")[0]: line for line in axes.lines}
+    for name, kind in (("plan.yaml", "plan"), ("all clocks at maximum", "baseline")):
+        assert f"--series-{numbers[kind]}: {drawn[name].get_color()}" in light
+    bound = drawn["bound: least energy of any plan"]
+    assert bound.get_color() == drawn["bound, fastest"].get_color()
+    others = [line for name, line in drawn.items() if name != "plan.yaml"]
+    assert drawn["plan.yaml"].get_zorder() > max(line.get_zorder() for line in others)
+
+
+def test_no_heading_leaves_its_figure(frontier: Frontier):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    chart = replace(
+        chart_frontier(frontier), left_out=("EnvPipe: " + "it takes no such operations " * 8,)
+    )
+    figure = draw_frontier(chart)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    box = figure.axes[0].title.get_window_extent(renderer)
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
 
 
 def test_a_rank_shows_all_its_stages_and_its_fixed_operations_in_grey():

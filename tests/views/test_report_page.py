@@ -4,6 +4,7 @@ and self-contained; and what that browser finds wrong.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
@@ -319,3 +320,22 @@ def test_an_element_without_a_name_is_found(browser, tmp_path: Path):
         browser, page_of(tmp_path, "<h1>Bad</h1><img src='data:,'><button></button>")
     ) as page:
         assert any("button-name" in each for each in barriers(page))
+
+
+def test_small_charts_have_two_ticks_and_the_heading_keeps_from_the_edge(browser, report: str):
+    with opened(browser, report) as page:
+        page.locator("#curve-5 svg").wait_for()
+        ticks = page.eval_on_selector_all(
+            ".multiples svg",
+            "charts => charts.map(c => c.querySelectorAll('text[text-anchor=middle]').length)",
+        )
+        assert ticks
+        assert min(ticks) >= 2
+        assert page.locator("h1").bounding_box()["y"] >= 16  # px
+
+
+def test_no_line_ends_between_a_number_and_its_percent_sign(browser, report: str):
+    with opened(browser, report) as page:
+        text = page.locator("main").inner_text()
+    assert "\u00a0%" in text
+    assert not re.findall(r".*\d %.*", text)

@@ -19,6 +19,7 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
 from perseus_planner.extensions.autopilot.ranks.observer import AutopilotRank
 from perseus_planner.extensions.autopilot.ranks.rank_ledger import Ended, RankLedger
 from perseus_planner.extensions.autopilot.status import AutopilotStatus
+from perseus_planner.runs.status import AUTOPILOT
 from perseus_planner.runtime.decider import Context, Decider, Seat
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class AutopilotDecider(Decider):
         ended_s: `Context.ended_s`, before it begins.
     """
 
+    name = AUTOPILOT
     is_continual = True
     keeps_modes = False
     needs_rank_0 = True

@@ -216,7 +216,7 @@ def _brief_envpipe(dag: PipelineDag, _: float) -> dict[str, int]:
 
 OTHER_PLANNERS: Mapping[str, Callable[[PipelineDag, float], Mapping[str, int]]] = {
     "one clock for the job": one_clock,
-    "one clock per stage (Zeus)": one_per_stage,
+    "one clock per stage (ZeusPerStage)": one_per_stage,
     "EnvPipe": _brief_envpipe,
 }
 """How other planners choose clocks for a deadline, by what reports call them."""

@@ -279,6 +279,13 @@ class Client:
                 f"the service at {self.address} did not answer {path} in time; check whether it "
                 "still runs, and its log"
             )
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            why = str(error).rpartition("failed: ")[2].partition(" (_ssl")[0]
+            return ServiceAway(
+                f"the certificate of the service at {self.address} is not trusted "
+                f"({one_line(why, 80)}); name the file of the certificate, or of who has signed "
+                "it, in SSL_CERT_FILE"
+            )
         # without [Errno 111]
         reason = one_line(str(error), 80).rpartition("] ")[2] or type(error).__name__
         return ServiceAway(

@@ -119,9 +119,9 @@ class NewReport:
     ]
     in_s: Annotated[Lag | None, "Time until the report begins.  [default: now]"]
     ttl_s: Annotated[Lag | None, "How long the report holds.  [default: until it is cleared]"]
-    cause: Annotated[Literal["compute", "communication", "data", "unknown"], "What is slow."] = (
-        "unknown"
-    )
+    cause: Annotated[
+        Literal["compute", "communication", "data", "thermal", "unknown"], "What is slow."
+    ] = "unknown"
     source: Annotated[
         str | None,
         "Who reports; a later report of a source replaces its earlier report.  [default: "

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
-Cause = Literal["compute", "communication", "data", "unknown"]
+Cause = Literal["compute", "communication", "data", "thermal", "unknown"]
 Origin = Literal["measured", "simulated"]
 Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
 """Why a pipeline is planned for another time than that of all clocks at maximum."""

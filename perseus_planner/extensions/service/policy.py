@@ -224,7 +224,7 @@ def over_s(report: Report) -> float:
     return report.begins_s if report.slowdown == 1.0 else report.expires_s
 
 
-_COMPUTING = ("compute", "unknown")
+_COMPUTING = ("compute", "thermal", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 
 

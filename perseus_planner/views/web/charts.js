@@ -55,6 +55,13 @@ const charts = (() => {
     return { values, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
   }
 
+  /** Returns `ticks`, and more than asked for if there would be fewer than two: one tells nothing of the scale. */
+  function someTicks(low, high, count) {
+    let found = ticks(low, high, count);
+    for (let more = count + 1; found.values.length < 2 && more <= count + 6; more += 1) found = ticks(low, high, more);
+    return found;
+  }
+
   /** Returns the least and greatest number, with a margin. */
   function range(values, margin = 0.05) {
     let [low, high] = [Infinity, -Infinity];
@@ -99,7 +106,7 @@ const charts = (() => {
   function frame(width, chart, xRange, yRange, xTicks) {
     const narrow = width < NARROW;
     const height = chart.height ?? (narrow ? 280 : 340);
-    const yTicks = ticks(...yRange, chart.compact ? 3 : narrow ? 4 : 6);
+    const yTicks = someTicks(...yRange, chart.compact ? 3 : narrow ? 4 : 6);
     const texts = yTicks.values.map((value) => number(value, yTicks.digits));
     const left = 14 + 7 * Math.max(...texts.map((text) => text.length));
     const box = chart.compact ? { left, right: width - 6, top: 8, bottom: height - 22 } : { left, right: width - 14, top: 28, bottom: height - 44 };
@@ -179,7 +186,7 @@ const charts = (() => {
       const highs = chart.series.flatMap((each) => (each.errors ?? []).map((error, index) => each.y[index] + error));
       const xRange = chart.x.range ?? range([...chart.series.flatMap((each) => each.x), ...marks.map((mark) => mark.x)]);
       const yRange = chart.y.range ?? range([...chart.series.flatMap((each) => each.y), ...marks.map((mark) => mark.y), ...lows, ...highs]);
-      const xTicks = ticks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
+      const xTicks = someTicks(...xRange, chart.compact ? 2 : width < NARROW ? 4 : 8);
       const plane = frame(width, chart, xRange, yRange, xTicks.values.map((at) => ({ at, text: number(at, xTicks.digits) })));
       const happened = (chart.events ?? []).filter(({ x }) => x >= xRange[0] && x <= xRange[1]).map(({ x, text }) => svg("path", { class: "event", d: `M${plane.x(x)} ${plane.box.top}V${plane.box.bottom}` }, svg("title", {}, text)));
       const parts = [...happened, ...chart.series.flatMap((each) => curve(plane, each)), ...marked(plane, marks, chart.series, isNew)];
@@ -215,13 +222,14 @@ const charts = (() => {
     return [svg("g", { class: `series-${series.color}` }, ...parts)];
   }
 
-  /** Returns the marks, each where it belongs; the first is on top and is labelled first. Marks that hide each other share a
-   * label of several lines. Labels keep clear of lines, marks and other labels, with a thin line to marks that are far. */
+  /** Returns the marks, each where it belongs; the first is on top and is labelled first. Marks at one place share a label of
+   * several lines. Labels keep clear of lines, marks and other labels, with a thin line to marks that are far. */
   function marked(plane, marks, series, moving) {
     const size = 7; // px, of half a mark
+    const same = 2; // px; marks that are nearer to each other are at one place
     const spots = marks.map((mark) => ({ mark, x: plane.x(mark.x), y: plane.y(mark.y), texts: [] }));
     for (const { mark, x, y } of spots) {
-      if (mark.label) spots.find((other) => Math.hypot(x - other.x, y - other.y) < 1.5 * size).texts.push(mark.label);
+      if (mark.label) spots.find((other) => Math.hypot(x - other.x, y - other.y) <= same).texts.push(mark.label);
     }
     const taken = spots.map(({ x, y }) => ({ left: x - size, right: x + size, top: y - size, bottom: y + size }));
     const lines = series.flatMap((each) => (each.line ?? true) ? segments(each.x.map((x, index) => [plane.x(x), plane.y(each.y[index])])) : []);

@@ -423,7 +423,7 @@ const timelines = (() => {
       return { name: point.name, color: distinct, shape, x: point.time_s, y: point.energy_j, label, title };
     });
     const shown = nearPoints(chart);
-    const series = chart.times_s.length ? [{ name: "bound: least energy of any plan of that time", color: 1, ...shown }] : [];
+    const series = chart.times_s.length ? [{ name: "bound: least energy of any plan of that time", color: LOOKS.landmark[0], ...shown }] : [];
     charts.line(place, {
       description: `Energy of an iteration against its time: ${marks.map((mark) => mark.title).join("; ")}`,
       x: { label: "iteration time", unit: "s" }, y: { label: "energy per iteration, all GPUs of a pipeline", unit: "J" },
@@ -449,7 +449,7 @@ const timelines = (() => {
       description: "Clock changes of each rank per iteration; the table below has the numbers",
       x: { label: "rank", unit: "" }, y: { label: "clock changes per iteration", unit: "" },
       names: ranks[0].ranks.map((rank) => `${rank.rank}`),
-      series: ranks.map((plan, order) => ({ name: plan.name, color: (order % 8) + 1, y: plan.ranks.map((rank) => rank.clock_changes) })),
+      series: ranks.map((plan, order) => ({ name: plan.name, color: order === 0 ? LOOKS.plan[0] : ((order + 1) % 8) + 1, y: plan.ranks.map((rank) => rank.clock_changes) })),
       height: 220,
     });
   }

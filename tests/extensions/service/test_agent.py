@@ -127,7 +127,7 @@ class Training:
         self.given: list[tuple[dict[int, Plan], Proposal]] = []
         self.error: PlanError | None = None
 
-    def switch_to(self, plan: Any) -> Proposal:
+    def switch_to(self, plan: Any, *, number: int | None = None) -> Proposal:
         if self.error is not None:
             raise self.error
         proposal = Proposal()

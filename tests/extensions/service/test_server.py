@@ -38,7 +38,7 @@ from strategies import smooth_profile
 from waiting import LONG_S, eventually
 
 from perseus_planner import Plan, schedules, solve
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import ServiceAway, UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service import planning
 from perseus_planner.extensions.service import serve as server
@@ -341,6 +341,12 @@ def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
             httpx.get(f"{url}/healthz", timeout=LONG_S)
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{url.replace('https', 'http')}/healthz", timeout=LONG_S)
+        with Client(url) as client, pytest.raises(ServiceAway) as refusal:
+            client.check()
+        assert str(refusal.value) == (
+            f"the certificate of the service at {url} is not trusted (self-signed certificate); "
+            "name the file of the certificate, or of who has signed it, in SSL_CERT_FILE"
+        )
 
 
 def test_off_loopback_it_listens_with_tokens_alone():

@@ -30,6 +30,7 @@ class BatchesDecider(Decider):
         batches: This rank's part; None to make it once all ranks have met.
     """
 
+    name = "clocks of each batch"
     wants_batches = True
     no_switch = (
         "the clocks of this training follow each batch; begin it without work= to switch plans"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.decider import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.options import Options
-    from perseus_planner.runtime.switching import GivenPlan
+    from perseus_planner.runtime.switching import GivenPlan, SwitchTo
     from perseus_planner.runtime.telemetry import Checkpoint
 
 
@@ -86,7 +86,7 @@ class Agent:
         job: TrainingJob,
         pipelines: int,
         plan: Plan | None,
-        switch_to: Callable[[GivenPlan], Proposal],
+        switch_to: SwitchTo,
         warnings: JobWarnings,
     ) -> None:
         self._settings = settings
@@ -287,7 +287,7 @@ class Agent:
         self._open = None
         self._proposed = plans
         try:
-            proposal = self._switch_to(dict(enumerate(plans.plans)))
+            proposal = self._switch_to(dict(enumerate(plans.plans)), number=plans.version)
         except PlannerError as error:
             self._warnings.warn(
                 "service plan", f"the service's plans cannot be taken: {error}", by="rank 0"
@@ -503,7 +503,7 @@ class LearningAgent(Agent):
         return self._exchange.status
 
 
-def _never(_: GivenPlan) -> Proposal:
+def _never(plan: GivenPlan, *, number: int | None = None) -> Proposal:
     raise AssertionError("the training makes its own plans")
 
 
@@ -532,7 +532,7 @@ class ServiceLink:
         self,
         context: RankContext,
         plan: Plan | None,
-        switch_to: Callable[[GivenPlan], Proposal],
+        switch_to: SwitchTo,
         exchange: ServiceExchange | None = None,
     ) -> None:
         """Start the agent on rank 0, and pass on the location of this rank.

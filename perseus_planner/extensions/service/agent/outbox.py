@@ -363,7 +363,9 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
         number: rank.account.since(earlier)
         for number, (rank, earlier) in enumerate(zip(ranks, before, strict=True))
     }
-    verdict = verdict_of(recent)
+    # Nothing is planned for the full clocks of a dry run, so its times are compared with none.
+    compared = {} if any(rank.is_dry_run for rank in ranks) else recent
+    verdict = verdict_of(compared)
     return Counters(
         **vars(sum((rank.account for rank in ranks), Account())),
         run=run,
@@ -376,7 +378,7 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
             (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
         verdict=None if verdict is None else str(verdict),
-        unlike_plan=why_no_saving(recent, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
+        unlike_plan=why_no_saving(compared, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
         waiting=tuple(map(_waiting, recent.values())) if len(ranks) <= MOST_RANKS else (),
     )
 

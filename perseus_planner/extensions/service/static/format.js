@@ -59,11 +59,11 @@ export function span(span_s) {
 /** A power budget that begins later, such as "at most 30 kW from 18:00". */
 export const budgetText = (step) => `${step.power_w === null ? "no budget" : `at most ${watts(step.power_w)}`} from ${moment(step.start_s)}`;
 
-/** A moment in the browser's locale, with the date unless it is today. */
+/** A moment in the locale and the time zone of the browser, which it names; with the date unless it is today. */
 export function moment(at_s) {
   const at = new Date(at_s * 1000);
   const today = at.toDateString() === new Date(nowS() * 1000).toDateString();
-  return at.toLocaleString(undefined, today ? { timeStyle: "medium" } : { dateStyle: "medium", timeStyle: "short" });
+  return at.toLocaleString(undefined, today ? { timeStyle: "long" } : { dateStyle: "medium", timeStyle: "long" });
 }
 
 /** Whole numbers as ranges, such as "0, 2–7". */
