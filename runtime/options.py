@@ -49,6 +49,12 @@ class AutopilotSettings(Checked):
     seed: Index = 0  #: of all random choices: equal observations, equal decisions
 
 
+HOOKS = "hooks"
+TIME = "time"
+FOLLOW = (HOOKS, TIME)
+"""How a plan may be followed: at each computation that the engine shows, or by time."""
+
+
 @dataclass(frozen=True)
 class RuntimeOptions:
     """The options of `planner_runtime`, which describes them."""
@@ -71,6 +77,8 @@ class RuntimeOptions:
     strict: bool = True
     trust_traced: bool = False
     decider: object = None  #: A `Decider`, the name of one, or None
+    follow: str = HOOKS
+    peers: Sequence[int] | None = None
 
     @property
     def state_file(self) -> Path | None:

@@ -5,12 +5,12 @@ every rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from perseus_planner.base import extensions
 from perseus_planner.base.errors import (
@@ -28,6 +28,7 @@ from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runs.status import STATE_FILE
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
+from perseus_planner.runtime.by_time import MAX_CHANGES
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.decider import Context, Decider, ServiceExchange
 from perseus_planner.runtime.fixed_plan import FixedPlan, program_of
@@ -37,11 +38,12 @@ from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.runtime.options import (
+    TIME,
     AutopilotSettings,
     RuntimeOptions,
     WorkFunction,
 )
-from perseus_planner.runtime.rendezvous import join_job
+from perseus_planner.runtime.rendezvous import join_job, peers_in, shows_edges_only
 from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
@@ -89,6 +91,8 @@ def planner_runtime(
     strict: bool = True,
     trust_traced: bool = False,
     decider: Decider | str | None = None,
+    follow: Literal["hooks", "time"] | None = None,
+    peers: Sequence[int] | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
     leaving.
@@ -110,7 +114,8 @@ def planner_runtime(
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
             schedule of torch.distributed.pipelining. None for training without a pipeline: without
             a plan all GPUs then get one clock for the whole iteration, and each iteration is to run
-            inside `with runtime.iteration():`.
+            inside `with runtime.iteration():`. None also for a pipeline of another engine, with a
+            plan: its iterations are shown the same way, and each rank follows its part by time.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
             the autopilot. The plan of rank 0 counts and is sent to all ranks.
         gpu: GPU of each rank, as for `open_gpu`, or only a back-end: "cuda", "nvml", "zeusd",
@@ -170,6 +175,15 @@ def planner_runtime(
             rows at all clocks but one are estimates (`planner trace`). Otherwise it is refused.
         decider: What decides the clocks instead, on all ranks: the name of one that an extension
             brings, or a `runtime.decider.Decider` of each rank's own.
+        follow: How a plan is followed: "hooks" sets the clock of each computation as the engine
+            comes to it. "time" needs no more than the begin and the end of an iteration: it changes
+            clocks at offsets from the begin, at most 4 times, and runs each rank at one clock where
+            iterations are too short for that. None for "hooks", unless the engine shows only whole
+            iterations, as Megatron-core's graphs of them do, or there is none.
+        peers: Without an engine: the ranks of this rank's pipeline in the whole job, first stage to
+            last, such as `torch.distributed.get_process_group_ranks` returns. None if the stages of
+            a pipeline are as far apart as can be: with a plan of 4 ranks and a job of 8, ranks 0,
+            2, 4 and 6 are one, and 1, 3, 5 and 7 the other.
 
     Raises:
         PlanError: If the plan cannot be read, or is not what the engine runs; names the first
@@ -189,6 +203,13 @@ def planner_runtime(
                 "a plan made from a profile with modes"
             )
         modes = learnt_modes(modes, may_reorder=may_reorder)
+    training = this_job()
+    if engine is None and peers is None and plan is not None:
+        peers = peers_in(plan, training)
+    if follow is None:
+        follow = "time" if peers is not None or shows_edges_only(engine, plan) else "hooks"
+    if follow == TIME and max_changes is None:
+        max_changes = MAX_CHANGES  # of the service's plans
     options = RuntimeOptions(
         plan=plan,
         gpu=gpu,
@@ -213,8 +234,9 @@ def planner_runtime(
         strict=strict,
         trust_traced=trust_traced,
         decider=decider,
+        follow=follow,
+        peers=peers,
     )
-    training = this_job()
     process = os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 from click.core import ParameterSource
@@ -72,6 +72,11 @@ class RuntimeOptions:
     dry_run: Annotated[bool, "Do everything except setting clocks."]
     trust_traced: Annotated[
         bool, "Apply a --plan of a traced profile, which is estimated at all clocks but one."
+    ]
+    follow: Annotated[
+        Literal["hooks", "time"] | None,
+        "With a --plan: set each computation's clock as it comes, or all of an iteration by time.  "
+        "[default: hooks, and time where only whole iterations show]",
     ]
     record: Annotated[
         Path | None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import CHANGES, FACTOR, SHARE
+from perseus_planner.runtime.options import FOLLOW
 
 _WORDS = {
     "1": True,
@@ -33,11 +34,18 @@ def _read_text(text: str, _: str) -> str:
     return text
 
 
+def _read_follow(text: str, name: str) -> str:
+    if text not in FOLLOW:
+        raise UsageError(f"{name}: {text!r} is no way to follow a plan; give hooks or time")
+    return text
+
+
 _READ: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
     {
         **dict.fromkeys(
             ("plan", "gpu", "record", "state", "service", "job", "frontier", "work"), _read_text
         ),
+        "follow": _read_follow,
         "slowdown": FACTOR.read,
         "max_slowdown": SHARE.read,
         "max_changes": CHANGES.read,
