@@ -12,6 +12,7 @@ import autopilot
 import autopilot_noise
 import batches
 import budget_optima
+import by_time
 import cluster_replay
 import controller_latency
 import emulated_training
@@ -89,6 +90,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     other_gpus.NUMBER: other_gpus.measure,
     traced.NUMBER: traced.measure,
     small_optima.NUMBER: small_optima.measure,
+    by_time.NUMBER: by_time.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -56,6 +56,14 @@ class FixedPlan(Decider):
             check_gpu(program.plan, seat.gpu, seat.control)
         return program
 
+    def followed(self, program: Program) -> Program:
+        """Return this rank's part of a plan as it is followed.
+
+        Raises:
+            PlanError: If it cannot be.
+        """
+        return program
+
 
 def program_of(
     engine: Engine, plans: Plans, version: int, pipeline: int, modes: Collection[str]

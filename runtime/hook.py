@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 from perseus_planner.base.errors import PlanError, fault_text
@@ -77,6 +77,10 @@ class Program:
     then: int = 0
     #: Number of the table by which this rank catches up (`LatestStarts`); 0 if it does not.
     table: int = 0
+    #: Whether that table has clocks by time, for an iteration of which only begin and end are seen.
+    by_time: bool = False
+    #: Microbatches of an iteration that is shown as one computation; 0 if `computations` say it.
+    shown_microbatches: int = 0
     #: The mode of each computation; empty if all run in the training's own way.
     modes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -107,16 +111,18 @@ class Program:
     @cached_property
     def microbatches(self) -> int:
         """Number of microbatches of an iteration."""
-        return 1 + max(computation.microbatch for computation in self.computations)
+        most = max(computation.microbatch for computation in self.computations)
+        return self.shown_microbatches or 1 + most
 
     @cached_property
     def requests(self) -> tuple[int, ...]:
         """The clock request of each computation; in a program of one computation another one for
         the same, and at the end that of `then`, if there is one.
         """
-        requests = [clock_request(i, each, table=self.table) for i, each in enumerate(self.clocks)]
+        of_all = partial(clock_request, table=self.table, by_time=self.by_time)
+        requests = [of_all(i, each) for i, each in enumerate(self.clocks)]
         if len(requests) == 1:
-            requests.append(clock_request(0, self.clocks[0], again=True))
+            requests.append(of_all(0, self.clocks[0], again=True))
         if self.then:
             requests.append(clock_request(0, self.then))
         return tuple(requests)
@@ -314,7 +320,7 @@ class Hook:
         position = self._position
         if position >= self._count or self._order[position] != (stage, kind, microbatch):
             self._note(stage, kind, microbatch)
-        elif self._shows_begins:
+        elif self._shows_begins and not self._is_unclocked:
             self._marks.request(position, BEGUN)
 
     def end(self) -> None:

@@ -33,21 +33,30 @@ OUTSIDE = 1 << 62
 BEGUN = 1 << 61
 """The part of a request that is written when its computation begins, if ranks catch up."""
 
+BY_TIME = 1 << 60
+"""The part of a request whose table has clocks by time (`by_time.py`): nothing is wanted before its
+computation begins.
+"""
 
-def clock_request(position: int, value: int, *, again: bool = False, table: int = 0) -> int:
+
+def clock_request(
+    position: int, value: int, *, again: bool = False, table: int = 0, by_time: bool = False
+) -> int:
     """Pack a request for `value` (MHz or watts), for the computation at `position` of the rank's
     program.
 
     With `again` it is another number for the same: a program of one computation turns it with each
     iteration, so that the controller sees them begin. `table` is the number of the table by which a
-    rank that is late gets a faster clock (`LatestStarts`); 0 for none.
+    rank that is late gets a faster clock (`LatestStarts`); 0 for none. With `by_time` its first row
+    has the clocks of the whole iteration (`BY_TIME`).
     """
-    return again * _AGAIN | (position + 1) << 32 | table << 16 | value
+    parts = again * _AGAIN | by_time * BY_TIME
+    return parts | (position + 1) << 32 | table << 16 | value
 
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    place = (request & ~(_AGAIN | OUTSIDE | BEGUN)) >> 32
+    place = (request & ~(_AGAIN | OUTSIDE | BEGUN | BY_TIME)) >> 32
     return place - 1 if place else None, request & 0xFFFF
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
@@ -69,6 +69,12 @@ class AutopilotSettings(Checked):
     seed: Index = 0  #: of all random choices: equal observations, equal decisions
 
 
+HOOKS: Literal["hooks"] = "hooks"
+TIME: Literal["time"] = "time"
+FOLLOW = (HOOKS, TIME)
+"""How a plan may be followed: at each computation that the engine shows, or by time."""
+
+
 class Said(NamedTuple):
     """How `planner run` says an option."""
 
@@ -77,6 +83,7 @@ class Said(NamedTuple):
     rule: Rule | Quantity | None = None  #: Of a number
     names_file: bool = False  #: Whether it names a file or folder, which is written as a whole path
     kind: str = ""  #: The kind of file that is read there; empty for any
+    choices: tuple[str, ...] = ()  #: The texts that it may be; empty for any
     has_opposite: bool = False  #: Whether a switch has `--no-NAME` too
 
 
@@ -151,6 +158,15 @@ class Options:
             rows at all clocks but one are estimates (`planner trace`). Otherwise it is refused.
         decider: What decides the clocks instead, on all ranks: the name of one that an extension
             brings, or a `runtime.decider.Decider` of each rank's own.
+        follow: How a plan is followed: "hooks" sets the clock of each computation as the engine
+            comes to it. "time" needs no more than the begin and the end of an iteration: it changes
+            clocks at offsets from the begin, at most 4 times, and runs each rank at one clock where
+            iterations are too short for that. None for "hooks", unless the engine shows only whole
+            iterations, as Megatron-core's graphs of them do, or there is none.
+        peers: Without an engine: the ranks of this rank's pipeline in the whole job, first stage to
+            last, such as `torch.distributed.get_process_group_ranks` returns. None if the stages of
+            a pipeline are as far apart as can be: with a plan of 4 ranks and a job of 8, ranks 0,
+            2, 4 and 6 are one, and 1, 3, 5 and 7 the other.
     """
 
     plan: GivenPlan | None = field(
@@ -224,6 +240,15 @@ class Options:
             "Apply a --plan of a traced profile, which is estimated at all clocks but one.",
         ),
     )
+    follow: Literal["hooks", "time"] | None = field(
+        default=None,
+        metadata=said(
+            "With a --plan: set each computation's clock as it comes, or all of an iteration by "
+            "time.  [default: hooks, and time where only whole iterations show]",
+            "HOW",
+            choices=FOLLOW,
+        ),
+    )
     record: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
@@ -252,6 +277,7 @@ class Options:
     log: Any = None
     strict: bool = True
     decider: object = None  #: A `Decider`, the name of one, or None
+    peers: Sequence[int] | None = None
 
     @property
     def autopilot(self) -> AutopilotSettings:
@@ -307,6 +333,8 @@ class OptionKeywords(TypedDict, total=False):
     log: Any
     strict: bool
     trust_traced: bool
+    follow: Literal["hooks", "time"] | None
+    peers: Sequence[int] | None
 
 
 def said_options() -> dict[str, Said]:

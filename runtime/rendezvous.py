@@ -27,6 +27,7 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
 from perseus_planner.engines import engine_of
+from perseus_planner.engines.edges import EdgesOnly
 from perseus_planner.engines.engine import WholeTraining, as_tested
 from perseus_planner.engines.releases import name_untested
 from perseus_planner.gpu import check_gpu_text
@@ -45,6 +46,7 @@ from perseus_planner.runtime.job import (
     node_name,
     wait_for_others,
 )
+from perseus_planner.runtime.options import TIME
 from perseus_planner.runtime.switching import (
     AgreedState,
     NodeShare,
@@ -53,12 +55,15 @@ from perseus_planner.runtime.switching import (
     read_plan,
     write_plan,
 )
+from perseus_planner.runtime.timed_plan import TimedPlan
 
 if TYPE_CHECKING:
+    from perseus_planner.engines.engine import Engine
     from perseus_planner.runtime.controller.protocol import Control
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.link import Link
     from perseus_planner.runtime.options import Options
+    from perseus_planner.runtime.switching import GivenPlan
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training, and never longer than a third of the
@@ -409,7 +414,7 @@ def join_job(
         decider = decider_of(options, has_plan=options.plan is not None)
         decider.check(options, job)
         with as_tested():
-            adapter = WholeTraining() if engine is None else engine_of(engine)
+            adapter = adapter_of(engine, options)
             adapter.check()
             gpu = options.gpu_of(adapter.device)
             check_gpu_text(gpu)
@@ -424,6 +429,10 @@ def join_job(
         if job.rank == 0:
             if link is not None:
                 link.check()
+            if options.follow == TIME and options.plan is None:
+                raise UsageError(
+                    "follow='time': there is no plan to follow; give planner_runtime plan="
+                )
             if options.plan is not None:
                 given = Plans.load(options.plan)
                 given.check_trusted(options.trust_traced)
@@ -441,6 +450,8 @@ def join_job(
         if meeting.plan is not None:
             plans = Plans.loads(zlib.decompress(meeting.plan))
             program = program_of(adapter, plans, 1, own.pipeline, options.modes)
+            if isinstance(decider, FixedPlan):
+                program = decider.followed(program)
     if part.has_plan:
         meeting.finish("plans", meeting.wait_at("plans", RENDEZVOUS_S))
     with meeting.refusing("gpus"):
@@ -483,6 +494,47 @@ def join_job(
     )
 
 
+def peers_in(plan: GivenPlan, job: TrainingJob) -> tuple[int, ...] | None:
+    """Return the ranks of this rank's pipeline in the whole job, if stages are as far apart as can
+    be, which is how engines number them; None if the plan is for single ranks, or cannot be read
+    here.
+    """
+    try:
+        ranks = len(Plans.load(plan).of_pipeline(0).schedule.ranks)
+    except PlannerError:  # rank 0 says so, or this rank runs what rank 0 has read
+        return None
+    if ranks == 1 or job.ranks % ranks:
+        return None
+    apart = job.ranks // ranks
+    return tuple(range(job.rank % apart, job.ranks, apart))
+
+
+def shows_edges_only(engine: Any, plan: GivenPlan | None) -> bool:
+    """Return whether a plan of an engine can only be followed by time."""
+    if engine is None or plan is None:
+        return False
+    # What is wrong with an engine is said when all ranks can hear it.
+    with suppress(PlannerError, AttributeError, ImportError):
+        return bool(getattr(engine_of(engine), "shows_edges_only", False))
+    return False
+
+
+def adapter_of(engine: Any, options: Options) -> Engine:
+    """Return the adapter of a training engine, as it is followed.
+
+    Args:
+        engine: The training engine; None for training without one.
+        options: What the user asks for.
+
+    Raises:
+        UsageError: If the engine is not supported.
+    """
+    if engine is None:
+        return WholeTraining(options.peers)
+    adapter = engine_of(engine)
+    return EdgesOnly(adapter) if options.follow == TIME else adapter
+
+
 def decider_of(options: Options, *, has_plan: bool) -> Decider:
     """Return what decides the clocks of this rank.
 
@@ -500,7 +552,7 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     elif options.work is not None:
         name = "batches"
     elif has_plan:
-        return FixedPlan()
+        return TimedPlan() if options.follow == TIME else FixedPlan()
     else:
         name = "autopilot"
     place = extensions.places("deciders").get(name)

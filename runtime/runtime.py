@@ -105,15 +105,21 @@ class Runtime:
         return report and corrected_report(report, clocks_mhz, self._highest_mhz)
 
     @contextmanager
-    def iteration(self) -> Iterator[None]:
-        """Run one training iteration inside the block, from forward to the optimizer's step: for
-        training without an engine, which needs no call else.
+    def iteration(self, microbatches: int | None = None) -> Iterator[None]:
+        """Run one training iteration inside the block: for training without an engine, which needs
+        no call else. Without a plan, that is from forward to the optimizer's step. With a plan of a
+        pipeline, the forwards and backwards of all microbatches, without the optimizer's step; no
+        evaluation.
+
+        Args:
+            microbatches: How many the iteration runs. Where the plan has another number, it runs at
+                full clocks, and so does the next one. None if it always has the plan's.
 
         Raises:
             UsageError: If the runtime was given an engine, which shows its iterations by itself.
         """
         whole = self._whole_training()
-        whole.begin()
+        whole.begin(microbatches)
         try:
             yield
         except BaseException:
@@ -211,7 +217,7 @@ class UnfollowedRuntime(Runtime):
         return report
 
     @contextmanager
-    def iteration(self) -> Iterator[None]:
+    def iteration(self, microbatches: int | None = None) -> Iterator[None]:
         """See `Runtime.iteration`."""
         yield
 

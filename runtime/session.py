@@ -27,6 +27,7 @@ from perseus_planner.profiles.sharding import difference
 from perseus_planner.runs.recording import RankFiles
 from perseus_planner.runtime.attachment import Reattachment
 from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, BackgroundWork
+from perseus_planner.runtime.by_time import MAX_CHANGES
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.decider import Context, Decider, ServiceExchange
 from perseus_planner.runtime.fixed_plan import FixedPlan, program_of
@@ -35,8 +36,8 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
-from perseus_planner.runtime.options import OptionKeywords, Options
-from perseus_planner.runtime.rendezvous import join_job
+from perseus_planner.runtime.options import HOOKS, TIME, OptionKeywords, Options
+from perseus_planner.runtime.rendezvous import join_job, peers_in, shows_edges_only
 from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
@@ -85,7 +86,8 @@ def planner_runtime(
         engine: A DeepSpeed PipelineEngine; a Megatron-core model, or the list of its chunks; or a
             schedule of torch.distributed.pipelining. None for training without a pipeline: without
             a plan all GPUs then get one clock for the whole iteration, and each iteration is to run
-            inside `with runtime.iteration():`.
+            inside `with runtime.iteration():`. None also for a pipeline of another engine, with a
+            plan: its iterations are shown the same way, and each rank follows its part by time.
         plan: A plan or its file for all pipelines, or one for each pipeline by its number; None for
             the autopilot. The plan of rank 0 counts and is sent to all ranks.
         decider: What decides the clocks instead, on all ranks: the name of one that an extension
@@ -109,8 +111,8 @@ def planner_runtime(
         given["plan"] = plan
     if decider is not None:
         given["decider"] = decider
-    options = _settled(replace(options or Options(), **given), engine)
     training = this_job()
+    options = _settled(replace(options or Options(), **given), engine, training)
     process = os.getpid()
     warnings = JobWarnings(training)
     link = None if options.service is None else _service_link(options, training, warnings)
@@ -147,7 +149,7 @@ def planner_runtime(
                 session.end(end_s)
 
 
-def _settled(options: Options, engine: Any) -> Options:
+def _settled(options: Options, engine: Any, training: TrainingJob) -> Options:
     """Return options as the runtime uses them: what is called is checked and wrapped.
 
     Raises:
@@ -164,7 +166,24 @@ def _settled(options: Options, engine: Any) -> Options:
                 "a plan made from a profile with modes"
             )
         modes = learnt_modes(modes, may_reorder=options.may_reorder)
-    return replace(options, modes=modes, log=log_functions(options.log))
+    peers = options.peers
+    if engine is None and peers is None and options.plan is not None:
+        peers = peers_in(options.plan, training)
+    follow = options.follow
+    if follow is None:
+        is_by_time = peers is not None or shows_edges_only(engine, options.plan)
+        follow = TIME if is_by_time else HOOKS
+    max_changes = options.max_changes
+    if follow == TIME and max_changes is None:
+        max_changes = MAX_CHANGES  # of the service's plans
+    return replace(
+        options,
+        modes=modes,
+        log=log_functions(options.log),
+        peers=peers,
+        follow=follow,
+        max_changes=max_changes,
+    )
 
 
 class _Session:

@@ -643,7 +643,7 @@ class Telemetry:
         self, times: IterationTimes, program: Program, computations: Sequence[ComputationRecord]
     ) -> float | None:
         """Return the seconds of the computations as planned."""
-        if program.plan is not None:
+        if program.plan is not None and not program.shown_microbatches:
             return math.fsum(
                 program.plan.measurement(record.computation).time_s for record in computations
             )
@@ -669,7 +669,7 @@ class Telemetry:
         """Return what rows say of a program; None if they are not known."""
         if self._costs is None or self._costs[0] is not program:
             costs = program.costs
-            if program.plan is not None:
+            if program.plan is not None and costs is None:
                 costs = plan_costs(
                     program.plan, program.computations, program.clocks, self._pipeline_rank
                 )

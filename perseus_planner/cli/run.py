@@ -41,6 +41,8 @@ def _parameters() -> list[click.Parameter]:
                 option = f"{option}/--no-{name}"
         elif said.rule is not None:
             settings["type"] = Quantity(said.rule, said.word.lower())
+        elif said.choices:
+            settings["type"] = click.Choice(said.choices)
         elif said.kind:
             settings["type"] = SourceFile(said.kind)
         else:

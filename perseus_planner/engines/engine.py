@@ -278,7 +278,11 @@ def as_tested() -> Iterator[None]:
 
 class WholeTraining:
     """A rank that trains without a pipeline: a pipeline of one stage, which runs an iteration as
-    one computation. The training says where its iterations begin and end.
+    one computation; or a rank of a pipeline whose engine is not known. The training says where its
+    iterations begin and end.
+
+    Args:
+        peers: The ranks of its pipeline in the whole job, in order; None without a pipeline.
     """
 
     name = "training without a pipeline"
@@ -286,19 +290,23 @@ class WholeTraining:
     splits_backward = False
     tensor_rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Sequence[int] | None = None) -> None:
         from perseus_planner.schedules import WHOLE  # an engine that does not train loads little
 
+        self._peers = None if peers is None else tuple(peers)
         self._whole = WHOLE
         self._guard: HookGuard | None = None
 
     @property
     def pipeline_rank(self) -> PipelineRank:
-        """See `Engine.pipeline_rank`; each rank is a pipeline."""
+        """See `Engine.pipeline_rank`; each rank is a pipeline, unless it has peers."""
         import torch.distributed as dist
 
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return PipelineRank(0, 1, rank, (rank,))
+        peers = self._peers
+        if peers is None:
+            return PipelineRank(0, 1, rank, (rank,))
+        return PipelineRank(peers.index(rank), len(peers), None, peers)
 
     @property
     def device(self) -> torch.device:
@@ -321,12 +329,24 @@ class WholeTraining:
         """See `Engine.iteration`."""
         return {"schedule": self._whole.name, "microbatches": 1}
 
-    def order(self) -> tuple[Computation, ...]:
-        """See `Engine.order`."""
-        return self._whole.ranks[0]
+    def order(self) -> tuple[Computation, ...] | None:
+        """See `Engine.order`; that of a pipeline is not known."""
+        return self._whole.ranks[0] if self._peers is None else None
 
     def check(self) -> None:
-        """See `Engine.check`; there is nothing to refuse."""
+        """See `Engine.check`.
+
+        Raises:
+            UsageError: If this rank is none of its peers.
+        """
+        import torch.distributed as dist
+
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._peers is not None and rank not in self._peers:
+            raise UsageError(
+                f"peers: {', '.join(map(str, self._peers))} does not have this rank, {rank}; give "
+                "the ranks of its own pipeline, first stage to last"
+            )
 
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
@@ -338,13 +358,17 @@ class WholeTraining:
             guard.close()
             self._guard = None
 
-    def begin(self) -> None:
-        """Begin an iteration."""
-        if self._guard is not None:
-            self._guard.begin_iteration(self._show, self._guard)
+    def begin(self, microbatches: int | None = None) -> None:
+        """Begin an iteration.
 
-    def _show(self, guard: HookGuard) -> None:
-        guard.show(1)
+        Args:
+            microbatches: How many it has, if that is known.
+        """
+        if self._guard is not None:
+            self._guard.begin_iteration(self._show, self._guard, microbatches)
+
+    def _show(self, guard: HookGuard, microbatches: int | None) -> None:
+        guard.show(1 if self._peers is None else microbatches)
         guard.begin(*self._whole.ranks[0][0])
 
     def end(self) -> None:

@@ -32,11 +32,12 @@ from perseus_planner.base.prefixes import counted
 from perseus_planner.engines.engine import (
     EngineStage,
     PipelineRank,
+    attached_once,
     current_device,
     replaced,
     say_left,
 )
-from perseus_planner.engines.guard import Guard, HookGuard
+from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
@@ -194,6 +195,11 @@ class MegatronModel:
         """See `Engine.microbatches`; only its schedule knows."""
         return _ScheduleCall.running().microbatches
 
+    @property
+    def shows_edges_only(self) -> bool:
+        """Whether whole iterations are replayed as one CUDA graph, without Python."""
+        return any(map(_is_one_graph, self._configs))
+
     def iteration(self, forwards: int) -> Mapping[str, str | int]:
         """See `Engine.iteration`."""
         iteration: dict[str, str | int] = {"schedule": "1f1b", "microbatches": forwards}
@@ -257,6 +263,26 @@ class MegatronModel:
             for owner, name in owners:
                 stack.enter_context(_timed(owner, name, events))
             stack.callback(events.guard.close)
+            yield
+
+    @contextmanager
+    def attached_to_edges(self, hook: IterationHook) -> Iterator[None]:
+        """Call `hook` at the begin and the end of each training iteration.
+
+        Where iterations are one graph, these are its replays: the first iterations, and the one in
+        which the graph is captured, run otherwise and are not shown. Else they are those of the
+        schedule, as in `attached`.
+        """
+        if not self.shows_edges_only:
+            with self.attached(hook):
+                yield
+            return
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        guard = HookGuard(hook)
+        attached = attached_once(FullCudaGraphWrapper, __call__=_showing_replays(guard))
+        with attached, ExitStack() as stack:
+            stack.callback(guard.close)
             yield
 
     @property
@@ -670,12 +696,47 @@ def _check_visible(config: Any, ranks: int) -> None:
             "parts on each rank, so no plan can have its computations; train without it, or "
             "without a plan"
         )
+    if _is_one_graph(config):
+        raise UsageError(
+            "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which "
+            "does not show its computations; follow a plan with at most 4 clock changes by time "
+            "(`planner plan --max-changes 4`, and leave out follow=), or train with graphs of "
+            "layers"
+        )
+
+
+def _is_one_graph(config: Any) -> bool:
+    """Whether whole iterations are replayed as one CUDA graph."""
     scope = getattr(config, "cuda_graph_scope", None)
     scopes = [
         getattr(item, "name", item) for item in (scope if isinstance(scope, list) else [scope])
     ]
-    if "full_iteration" in (getattr(config, "cuda_graph_impl", None), *scopes):
-        raise UsageError(
-            "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), "
-            "which does not show its computations; train with graphs of layers, or without a plan"
-        )
+    return "full_iteration" in (getattr(config, "cuda_graph_impl", None), *scopes)
+
+
+def _showing_replays(guard: HookGuard) -> Callable[..., Any]:
+    """Return a `FullCudaGraphWrapper.__call__` that shows the replays of the training's graph."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    original = original_of(FullCudaGraphWrapper.__call__)
+
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = partial(original, self, *args, **kwargs)
+        if kwargs.get("forward_only"):
+            guard.note_evaluation()
+            return step()
+        if guard.is_closed or not guard.ask(_replays, self):
+            return step()
+        return guard.run(step, _begin_replay, guard, kwargs.get("num_microbatches"))
+
+    return marked(call, original)
+
+
+def _replays(wrapper: Any) -> bool:
+    """Whether the training's graph is captured, so that the next iteration is its replay."""
+    return wrapper.cuda_graph["training"] is not None
+
+
+def _begin_replay(_: ExitStack, guard: HookGuard, microbatches: int | None) -> None:
+    guard.show(microbatches)

@@ -212,7 +212,7 @@ class LatestStarts:
         most = (_WORDS - _HEADER) // (2 * len(rows))
         if most < 1:
             return 0
-        table = 1 + iteration % _NUMBERS
+        table = self.number_of(iteration)
         width = min(most, max(map(len, rows)))
         words = array("q", (len(rows), width))
         for row in rows:
@@ -224,6 +224,11 @@ class LatestStarts:
         self._words[start + 1 : start + 1 + len(words)] = memoryview(words)
         self._words[start] = table
         return table
+
+    @staticmethod
+    def number_of(iteration: int) -> int:
+        """Return the number of the table of an iteration."""
+        return 1 + iteration % _NUMBERS
 
     def clock(self, table: int, position: int, passed_ns: int) -> int | None:
         """Return the slowest clock of a row whose latest start is not over, or its fastest one.
@@ -248,6 +253,21 @@ class LatestStarts:
             if latest_ns >= passed_ns:
                 break
         return clock if words[start] == table and clock > 0 else None
+
+    def row(self, table: int, position: int) -> list[tuple[int, int]] | None:
+        """Return a row as it was written, its last entry possibly repeated; None if there is no
+        such table or row.
+        """
+        words = self._words
+        start = self._start(table)
+        number, rows, width = words[start : start + _HEADER]
+        if number != table or position >= rows or _HEADER + 2 * rows * width > _WORDS:
+            return None
+        first = start + _HEADER + 2 * position * width
+        entries = words[first : first + 2 * width].tolist()
+        if words[start] != table:  # it was written over meanwhile
+            return None
+        return list(zip(entries[::2], entries[1::2], strict=True))
 
     @staticmethod
     def _start(table: int) -> int:

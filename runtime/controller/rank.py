@@ -18,6 +18,7 @@ from perseus_planner.gpu import is_dry_run, open_gpu
 from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
 from perseus_planner.gpu.lease.records import read_records
+from perseus_planner.runtime.controller.armed import ArmedClocks
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
@@ -32,6 +33,7 @@ from perseus_planner.runtime.controller.protocol import (
 from perseus_planner.runtime.controller.scheduler import RESET
 from perseus_planner.runtime.marks import (
     BEGUN,
+    BY_TIME,
     NO_REQUEST,
     OUTSIDE,
     is_turned,
@@ -79,6 +81,7 @@ class ClockRequest(NamedTuple):
     has_begun: bool = False  #: Whether it is known that its computation has begun
     #: Whether another value is wanted than before, or may be, as the rank catches up.
     is_change: bool = True
+    due_ns: int | None = None  #: When a clock by time was due
 
 
 class Rank:
@@ -121,6 +124,8 @@ class Rank:
         self._first_ns: int | None = None  #: when the first computation of this one was
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
+        self._armed = ArmedClocks()
+        self._looked_ns = 0  #: at the request, before
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
         self._overridden = 0  #: how often in a row the GPU then ran faster
         self._has_told_memory = False  #: that somebody has locked the memory clock
@@ -185,11 +190,16 @@ class Rank:
         known, so nothing is assumed about them.
         """
         request = self._word[0]
+        looked_ns = self._looked_ns
+        self._looked_ns = now_ns
         if request == self._seen and (self._outside_ns is None or self._is_reset):
-            return None
+            return self._take_due(now_ns)
         self._seen = request
         self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
         request &= ~OUTSIDE
+        if request & BY_TIME:
+            return self._poll_by_time(request, now_ns, looked_ns)
+        self._armed.cancel()
         position, value = parse_clock_request(request)
         limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
         is_outside = self._outside_ns is not None and (
@@ -243,6 +253,50 @@ class Rank:
             has_begun=bool(request & BEGUN),
             is_change=is_change or table != 0,
         )
+
+    def _poll_by_time(self, request: int, now_ns: int, looked_ns: int) -> ClockRequest | None:
+        """Take a request with clocks by time: nothing is wanted before the iteration begins, and
+        nothing once it has ended.
+        """
+        self._position = None
+        if not request & BEGUN:
+            self._armed.end(now_ns)
+            was_reset = self._is_reset
+            self._is_reset = True
+            self._wanted = RESET
+            return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
+        self._lasted_ns = now_ns - self._begun_ns
+        self._begun_ns = now_ns
+        row = self.shared.latest.row(table_of(request), 0)
+        self._is_reset = not self._armed.begin(now_ns, looked_ns, row)
+        due = self._armed.take(now_ns)
+        value = RESET if due is None else due.clock
+        self._note_by_time(0, value)
+        return ClockRequest(
+            0 if due else None, value, (), is_new_iteration=True, has_begun=True, is_change=True
+        )
+
+    def _take_due(self, now_ns: int) -> ClockRequest | None:
+        """Return the clock by time that is due now, if there is one."""
+        if self._armed.next_ns is None:
+            return None
+        due = self._armed.take(now_ns)
+        if due is None:
+            return None
+        self._note_by_time(due.place, due.clock)
+        return ClockRequest(due.place, due.clock, (), is_new_iteration=False, due_ns=due.due_ns)
+
+    def _note_by_time(self, place: int, value: int) -> None:
+        """Note the clocks of an iteration, by which their changes are counted."""
+        self._wanted = value
+        if place == 0:
+            self._values.clear()
+        self._values[place] = value
+
+    @property
+    def due_ns(self) -> int | None:
+        """When the next clock by time is due; None if none is."""
+        return self._armed.next_ns
 
     def make(self, change: PendingChange) -> None:
         """Set the GPU, and tell the rank.

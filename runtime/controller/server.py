@@ -98,6 +98,7 @@ class Controller:
         self._pause_s = _LONGEST_PAUSE_S
         self._poller: select.epoll | None = None  #: of all descriptors; None if there are others
         self._changed_ns = 0  #: when a rank wanted something else last
+        self._due_ns: int | None = None  #: when the next clock by time is due
         self._begun_ns = time.monotonic_ns()
         self._polled_ns = self._begun_ns
         self._looked_ns = self._begun_ns  #: at descriptors
@@ -142,12 +143,16 @@ class Controller:
         between them.
         """
         timeout_s = 0.0
+        pause_s = self._pause_s
+        if self._due_ns is not None:
+            left_s = (self._due_ns - time.monotonic_ns()) / 1e9
+            pause_s = min(pause_s, max(left_s, _LEAST_PAUSE_S))
         if not self._attached:
             timeout_s = _UNATTACHED_S
-        elif not self._was_active and self._pause_s >= _LONGEST_PAUSE_S:
-            timeout_s = self._pause_s
+        elif not self._was_active and pause_s >= _LONGEST_PAUSE_S:
+            timeout_s = pause_s
         elif not self._was_active:
-            time.sleep(self._pause_s)  # a poller takes whole milliseconds
+            time.sleep(pause_s)  # a poller takes whole milliseconds
         now_ns = time.monotonic_ns()
         if not timeout_s and now_ns - self._looked_ns < _SOCKETS_NS:
             return _NOTHING
@@ -274,10 +279,13 @@ class Controller:
                 continue
             if request.is_new_program:
                 self._scheduler.judge_anew(rank)
+            asked_ns = now_ns if request.due_ns is None else request.due_ns
             for value in (*request.skipped, request.value):
-                self._scheduler.request(rank, value, request.position, now_ns)
+                self._scheduler.request(rank, value, request.position, asked_ns)
             if self._scheduler.is_overloaded(rank):
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
+        dues_ns = [rank.due_ns for rank in self._attached if rank.due_ns is not None]
+        self._due_ns = min(dues_ns, default=None)
 
     def _relieve(self, rank: Rank, *, is_new_iteration: bool) -> None:
         """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has

@@ -56,6 +56,9 @@ def read_options(environment: Mapping[str, str]) -> dict[str, Any]:
             options[name] = _read_switch(text, variable(name))
         elif said.rule is not None:
             options[name] = said.rule.read(text, variable(name))
+        elif said.choices and text not in said.choices:
+            choices = " or ".join(said.choices)
+            raise UsageError(f"{variable(name)}: {text!r} is none of its values; give {choices}")
         else:
             options[name] = text
     if "job" not in options:  # the address is then for commands such as `planner status`

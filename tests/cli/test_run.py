@@ -124,7 +124,7 @@ def test_options_are_read_as_they_were_written():
     }
 
 
-def test_every_option_is_one_of_the_runtime_and_each_but_seven_is_an_option():
+def test_every_option_is_one_of_the_runtime_and_each_but_eight_is_an_option():
     arguments = {each.name for each in fields(Options)}
     scripts_only = {
         "max_changes_per_s",
@@ -134,12 +134,14 @@ def test_every_option_is_one_of_the_runtime_and_each_but_seven_is_an_option():
         "log",
         "strict",
         "decider",
+        "peers",
     }
     options = arguments - scripts_only
     parameters = run_command.get_params(click.Context(run_command))
     named = {each.name for each in parameters if "--help" not in each.opts}
     assert named - {"command"} == options
-    assert {*read_options({variable(name): "1" for name in arguments})} == options
+    given = {variable(name): "1" for name in arguments} | {"PLANNER_FOLLOW": "time"}
+    assert {*read_options(given)} == options
 
 
 def test_type_checkers_know_each_option_with_the_type_that_it_has():

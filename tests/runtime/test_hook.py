@@ -226,7 +226,7 @@ def test_a_deviation_is_reported_once(microbatches, computations, said):
     assert deviation == said
 
 
-@given(st.integers(0, 2**29 - 2), st.integers(1, 2**16 - 1))
+@given(st.integers(0, 2**28 - 2), st.integers(1, 2**16 - 1))
 def test_a_request_holds_a_position_and_a_value(place, value):
     assert parse_clock_request(clock_request(place, value)) == (place, value)
     assert parse_clock_request(clock_request(place, value) | OUTSIDE) == (place, value)
