@@ -27,8 +27,9 @@ EVERY = (0, 4, 10)  #: an evaluation before each so many iterations; 0 for none
 MICROBATCHES = 4
 _WIDTH = 96
 _SHAPE = (16, _WIDTH)
-#: The first stage's forward on the emulated GPU, at its highest clock: longer than the real one on
-#: a busy processor, of which Megatron's model and engine take the most.
+#: The first stage's forward on the emulated GPU, at its highest clock, seconds: longer than the
+#: real one on a busy processor, of which Megatron's model and engine take the most. An iteration
+#: then takes a third of a second with each engine.
 _FORWARD_S = {"torch": 0.012, "deepspeed": 0.012, "megatron": 0.05}
 _GUESS, _MOST = 20_000, 1_000_000
 
