@@ -27,9 +27,14 @@ NOISES: dict[str, Callable[[np.random.Generator, float], Floats]] = {
         random.normal(0.0, spread, ITERATIONS)
         + lfilter([1.0], [1.0, -0.95], random.normal(0.0, 0.31 * spread, ITERATIONS))
     ),
+    "shared": lambda random, spread: lfilter(
+        [1.0], [1.0, -0.9], random.normal(0.0, 0.436 * spread, ITERATIONS)
+    ),
     "heavy tails": lambda random, spread: spread / 1.3 * random.standard_t(2.5, ITERATIONS),
 }
-"""By how much iterations differ on their own; each is as wide as `spread` but for its tails."""
+"""By how much iterations differ on their own; each is as wide as `spread` but for its tails. Noise
+that is `shared` has much in common from one iteration to the next, and nothing of each alone.
+"""
 
 
 class Guarded(NamedTuple):

@@ -147,11 +147,15 @@ class BackgroundWork:
             messages = [] if self._connection is None else self._receive(self._connection)
             self._reset_if_quiet()
             times = self._times()
-            self._decider.look(times, messages)
-            self._follower.look()
-            records = self._telemetry.update(times, messages)
-            self._give(records)
-            self._report_straggling(records)
+            try:
+                # First, as telemetry asks the decider about the iterations that it has seen.
+                self._decider.look(times, messages)
+                self._follower.look()
+            finally:
+                # The marks give each time once, so a fault of a decider must not lose them.
+                records = self._telemetry.update(times, messages)
+                self._give(records)
+                self._report_straggling(records)
             self._report_counts()
             self._warn()
             if self._backoff.is_due(time.monotonic()):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -42,6 +43,12 @@ Slowdown = Annotated[
 CREDIT = 4.0
 """The most that is earned for later by being faster than agreed, as a multiple of the burst. By
 hand."""
+
+_NORMAL = 1.48
+"""The standard deviation of normal noise, over the median of its absolute values."""
+
+_LEAST_NOISE = 1e-4
+"""Noise that what audits show has at least, a share: so that nothing is told from rounding."""
 
 REMEMBERED = 16
 """Iterations that a rank adds again when its reference changes: twice as many as pass between two
@@ -96,6 +103,9 @@ class Tuning:
     #: Planned iterations from which their noise is known: too few of them, and noise that is told
     #: too small forces full clocks. By hand.
     noise_of: int = 64
+    #: Stretches of planned iterations from which their differences count as noise: fewer of them
+    #: overlap so much that they are as one. By hand.
+    stretches: int = 8
     #: Audits that are remembered, for effects that begin late. By hand.
     pairs: int = 32
     #: Standard errors for which one audit counts at most, so that one outlier tells little. By
@@ -493,18 +503,33 @@ class Audits:
                 owed += self._compare()
         return owed
 
+    def _noise(self) -> float:
+        """Return the standard error of what the last audit shows, a share.
+
+        It is the larger one of two. Iterations next to each other tell noise of their own, which no
+        drift parts. Noise that they share with their neighbours, such as of a network that others
+        use for a minute, hides there, but an audit shows it. So stretches of planned iterations
+        are compared with those around them as if they had been audited.
+        """
+        tuning = self._tuning
+        planned = list(self._planned)
+        # Many iterations while the ledger was paid tell no more: what is near has more in common.
+        audited = min(len(self._audited), 2 * tuning.around)
+        steps = [abs(later - earlier) for earlier, later in pairwise(planned)]
+        variance = _of_median(len(self._before) + len(self._after)) + _of_median(audited)
+        noise = _NORMAL / math.sqrt(2) * median(steps) * math.sqrt(variance)
+        differences = [abs(each) for each in _stretches(planned, tuning.around, audited)]
+        if len(differences) >= tuning.stretches:
+            noise = max(noise, _NORMAL * median(differences))
+        return noise + _LEAST_NOISE
+
     def _compare(self) -> float:
         """Compare the last audit; return what is owed for the planned iterations before it."""
         tuning = self._tuning
         around = [*self._before, *self._after]
         more = median(around) - median(self._audited)
         self._pairs.append((self._compared, more))
-        # Noise is told by iterations next to each other, which drift does not part.
-        steps = [abs(b - a) for a, b in pairwise(self._planned)]
-        # Many iterations while the ledger was paid tell no more: what is near has more in common.
-        audited = min(len(self._audited), 2 * tuning.around)
-        variance = _of_median(len(around)) + _of_median(audited)
-        noise = 1.48 / math.sqrt(2) * median(steps) * math.sqrt(variance) + 1e-4
+        noise = self._noise()
         # Of all numbers of last audits, those count that tell the most.
         begins = [begin for begin, _ in reversed(self._pairs)]
         longer = [each for _, each in reversed(self._pairs)]
@@ -529,6 +554,23 @@ class Audits:
         if was_longer or self.longer:
             self._charged = self._number
         return 0.0 if was_longer else self.longer * uncharged
+
+
+def _stretches(planned: Sequence[float], around: int, length: int) -> Iterator[float]:
+    """Yield by how much the iterations around each stretch are longer than those in it.
+
+    Stretches lie as audits do: an iteration before each, as the first one of an audit, is left out.
+
+    Args:
+        planned: Planned iterations, one after the other.
+        around: How many on each side of a stretch it is compared with.
+        length: How many are in it.
+    """
+    begin = around + 1
+    end = begin + length
+    for first in range(len(planned) - end - around + 1):
+        sides = [*planned[first : first + around], *planned[first + end : first + end + around]]
+        yield median(sides) - median(planned[first + begin : first + end])
 
 
 def _of_median(count: int) -> float:

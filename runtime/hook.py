@@ -262,6 +262,11 @@ class Hook:
         return self._lane
 
     @property
+    def wants_batch(self) -> bool:
+        """See `IterationHook.wants_batch`."""
+        return self._show is not None
+
+    @property
     def iteration(self) -> int:
         """Number of the current or last iteration, from 0; -1 before the first."""
         return self._iteration
@@ -493,6 +498,7 @@ class ModesAlone:
         self._switch = switch
 
     lane = None
+    wants_batch = False
 
     @property
     def iteration(self) -> int:

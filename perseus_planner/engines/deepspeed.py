@@ -168,7 +168,8 @@ class DeepSpeedPipeline:
         stack.enter_context(preserved(engine, "_exec_instr"))
         stack.enter_context(replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(guard)))
         count = schedule.num_micro_batches
-        if self._is_v or not engine.is_first_stage() or engine.data_iterator is None:
+        has_batch = engine.is_first_stage() and engine.data_iterator is not None
+        if self._is_v or not (has_batch and guard.wants_batch):
             guard.show(count)
             return
         ahead = ReadAhead(engine.data_iterator)

@@ -163,6 +163,7 @@ def replaced(owner: object, **attributes: Any) -> AbstractContextManager[None]:
 
     An attribute that something else has set meanwhile, for example a profiler, stays as it is,
     which is said once. So what is set here must do no more than pass on when the block has ended.
+    What is returned may be entered again after its block.
     """
     return _Replacement(owner, attributes)
 

@@ -61,6 +61,10 @@ class IterationHook(Protocol):
         """What shows computations without a call; None if only calls do."""
 
     @property
+    def wants_batch(self) -> bool:
+        """Whether it looks at the microbatches of an iteration, so that they are to be given."""
+
+    @property
     def iteration(self) -> int:
         """Number of the iteration that has begun last, from 0; -1 before the first."""
 
@@ -74,8 +78,9 @@ class IterationHook(Protocol):
 
         Args:
             microbatches: How many it has, if the engine knows.
-            batch: Returns them, on a rank that has them: each as the model takes it. It may read
-                them ahead from where they come from, in their order; the iteration then gets those.
+            batch: Returns them, on a rank that has them, where the hook `wants_batch`: each as the
+                model takes it. It may read them ahead from where they come from, in their order;
+                the iteration then gets those.
             number: Its number; by default that after the last one.
         """
 
@@ -282,6 +287,11 @@ class HookGuard(Guard):
         self.begin = hook.begin
         self.end = hook.end
         self.begin_update = hook.begin_update
+
+    @property
+    def wants_batch(self) -> bool:
+        """See `IterationHook.wants_batch`."""
+        return self._hook.wants_batch
 
     def note_evaluation(self) -> None:
         """Note an evaluation; see `IterationHook.note_evaluation`."""

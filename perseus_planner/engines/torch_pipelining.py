@@ -6,9 +6,9 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import (
@@ -87,8 +87,8 @@ class TorchPipeline:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        #: The schedule or one of its stages -> the guard of its wrappers, and these.
-        self._kept: dict[Any, tuple[HookGuard, _Attributes]] = {}
+        #: The schedule or one of its stages -> the wrappers of its methods.
+        self._kept: dict[Any, _Wrapped] = {}
 
     def check(self) -> None:
         """See `Engine.check`."""
@@ -254,31 +254,42 @@ class TorchPipeline:
         self._schedule = schedule
         stages = self._stages
         for stage in stages:
-            stack.enter_context(replaced(stage, **self._made(guard, _hooked_stage, stage)))
-        stack.enter_context(replaced(schedule, **self._made(guard, _hooked_loss, schedule)))
+            stack.enter_context(self._wrapped(guard, _hooked_stage, stage))
+        stack.enter_context(self._wrapped(guard, _hooked_loss, schedule))
         microbatches = None
-        if (args or kwargs) and any(stage.is_first for stage in stages):
+        has_batch = guard.wants_batch and (args or kwargs)
+        if has_batch and any(stage.is_first for stage in stages):
             batch = _Batch(schedule, kwargs)
             stack.callback(batch.end)
             stack.enter_context(replaced(schedule, **batch.hooked(guard)))
             microbatches = batch.microbatches
         guard.show(schedule._n_microbatches, microbatches)
 
-    def _made(
+    def _wrapped(
         self, guard: HookGuard, make: Callable[[HookGuard, Any], _Attributes], owner: Any
-    ) -> _Attributes:
-        """Return wrappers of methods of a stage or schedule, which are made once for all
-        iterations in which it has the same methods.
+    ) -> AbstractContextManager[None]:
+        """Return what replaces methods of a stage or schedule by wrappers, which are made once for
+        all iterations in which it has the same methods.
         """
-        kept_guard, kept = self._kept.get(owner, (None, {}))
-        if kept_guard is guard and all(
-            original_of(getattr(owner, name)) == original_of(wrapper)
-            for name, wrapper in kept.items()
-        ):
-            return kept
+        kept = self._kept.get(owner)
+        if kept is not None and kept.guard is guard:
+            for name, original in kept.originals:
+                if original_of(getattr(owner, name)) != original:
+                    break
+            else:
+                return kept.replacement
         made = make(guard, owner)
-        self._kept[owner] = guard, made
-        return made
+        originals = [(name, original_of(wrapper)) for name, wrapper in made.items()]
+        self._kept[owner] = kept = _Wrapped(guard, originals, replaced(owner, **made))
+        return kept.replacement
+
+
+class _Wrapped(NamedTuple):
+    """Wrappers of the methods of a stage or schedule."""
+
+    guard: HookGuard  #: That they call
+    originals: list[tuple[str, Callable[..., Any]]]  #: Names of the methods, and these
+    replacement: AbstractContextManager[None]  #: Sets the wrappers, again and again
 
 
 def _trains(schedule: Any) -> bool:

@@ -97,7 +97,6 @@ class Rank:
         is_set: Whether its GPU follows its requests; False for GPUs that are only read and after a
             failure.
         backoff: When to set its GPU again after a failure.
-        sample_due_ns: Since when a GPU sample is due; None if none is.
         changed_ns: When its request was last seen to change.
     """
 
@@ -113,7 +112,6 @@ class Rank:
         self.is_set = attach_request.control != "observed"
         self.backoff = Backoff()
         self.changed_ns = 0
-        self.sample_due_ns: int | None = None
         self._word = shared.request
         self._seen = NO_REQUEST  #: what `_word` was when it was looked at last
         self._request = NO_REQUEST
@@ -351,7 +349,6 @@ class Rank:
     def sample(self, seen_ns: int, overtaken: int) -> None:
         """Read the GPU, and send the sample to the rank."""
         assert self.gpu is not None  # samples begin when the rank is attached
-        self.sample_due_ns = None
         now_ns = time.monotonic_ns()
         energy_j = _read(self.gpu.energy_j)
         clock_mhz = _read(self.gpu.clock_mhz)
@@ -371,6 +368,11 @@ class Rank:
         self.send(sample)
         with suppress(GpuError):
             self._watch_memory(self.gpu)
+
+    @property
+    def power_due_s(self) -> float:
+        """When the power sensor is to be read next, seconds of the monotonic clock."""
+        return self._power.due_s
 
     def watch_power(self, now_s: float) -> bool:
         """Read the power sensor if that is due; return whether it was."""
@@ -532,6 +534,11 @@ class SensorEnergy:
         self._read_s = 0.0
         self._power_w: float | None = None
         self._energy_j = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """When the sensor is to be read next; infinite if it cannot be read."""
+        return self._due_s
 
     def is_due(self, now_s: float) -> bool:
         """Whether the sensor is to be read now."""

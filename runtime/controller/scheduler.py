@@ -20,8 +20,7 @@ import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from perseus_planner.base.errors import UsageError
 
@@ -36,8 +35,7 @@ _LEAST_PER_S = 0.001
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class PendingChange:
+class PendingChange(NamedTuple):
     """A change that has been requested."""
 
     value: int  #: What the GPU is to be set to; `RESET` to reset it
@@ -49,11 +47,18 @@ class PendingChange:
 class _GpuQueue:
     value: int = RESET  #: what the GPU is set to
     pending: PendingChange | None = None
-    turn: int = 0  #: lower for a GPU that has waited longer
     overtaken: int = 0
     outcomes: deque[bool] = field(
         default_factory=lambda: deque(maxlen=JUDGED)
     )  #: whether each change was overtaken
+    lost: int = 0  #: how many of them were
+
+    def judge(self, *, is_overtaken: bool) -> None:
+        """Take in one more change."""
+        if len(self.outcomes) == JUDGED:
+            self.lost -= self.outcomes[0]
+        self.outcomes.append(is_overtaken)
+        self.lost += is_overtaken
 
 
 class ChangeScheduler(Generic[Key]):
@@ -74,7 +79,7 @@ class ChangeScheduler(Generic[Key]):
             None  #: when the last change would have been due at exactly the rate
         )
         self._gpus: dict[Key, _GpuQueue] = {}
-        self._turns = count(1)
+        self._waiting: dict[Key, _GpuQueue] = {}  #: those with a change, the longest wait first
 
     def add(self, gpu: Key) -> None:
         """Add a GPU, which is reset now."""
@@ -83,6 +88,7 @@ class ChangeScheduler(Generic[Key]):
     def remove(self, gpu: Key) -> None:
         """Forget a GPU."""
         del self._gpus[gpu]
+        self._waiting.pop(gpu, None)
 
     def cancel(self, gpu: Key) -> None:
         """Drop the pending change of a GPU, which is reset now, and judge it by later changes
@@ -90,45 +96,56 @@ class ChangeScheduler(Generic[Key]):
         """
         queue = self._gpus[gpu]
         queue.pending = None
+        self._waiting.pop(gpu, None)
         queue.value = RESET
         self.judge_anew(gpu)
 
     def judge_anew(self, gpu: Key) -> None:
         """Judge a GPU by later changes only."""
-        self._gpus[gpu].outcomes.clear()
+        queue = self._gpus[gpu]
+        queue.outcomes.clear()
+        queue.lost = 0
 
     def request(self, gpu: Key, value: int, position: int | None, now_ns: int) -> None:
         """Request a value for a GPU; has no effect if that is pending or set already."""
         queue = self._gpus[gpu]
-        if value == (queue.value if queue.pending is None else queue.pending.value):
+        pending = queue.pending
+        if value == (queue.value if pending is None else pending.value):
             return
-        if queue.pending is None:
-            queue.turn = next(self._turns)
-        else:
+        if pending is not None:
             queue.overtaken += 1
-            if queue.pending.value != RESET:
-                queue.outcomes.append(True)
-        queue.pending = None if value == queue.value else PendingChange(value, position, now_ns)
+            if pending.value != RESET:
+                queue.judge(is_overtaken=True)
+        if value == queue.value:
+            queue.pending = None
+            del self._waiting[gpu]  # as it has another value, something was pending
+            return
+        queue.pending = PendingChange(value, position, now_ns)
+        self._waiting[gpu] = queue  # in the place of the one that it replaces
 
     def take(self, now_ns: int) -> tuple[Key, PendingChange] | None:
         """Take the change to make now, which counts as made from then on; return None if none is
         allowed.
         """
-        waiting = [
-            (queue.turn, gpu) for gpu, queue in self._gpus.items() if queue.pending is not None
-        ]
-        if not waiting or not self._is_within_rate(now_ns):
+        if not self._waiting or now_ns < self.allowed_ns:
             return None
-        _, gpu = min(waiting, key=lambda item: item[0])
-        queue = self._gpus[gpu]
+        gpu = next(iter(self._waiting))
+        queue = self._waiting.pop(gpu)
         pending = queue.pending
         queue.pending = None
         assert pending is not None  # as it is waiting
         queue.value = pending.value
-        queue.outcomes.append(False)
+        queue.judge(is_overtaken=False)
         spent_ns = now_ns if self._spent_until_ns is None else max(now_ns, self._spent_until_ns)
         self._spent_until_ns = spent_ns + self._period_ns
         return gpu, pending
+
+    @property
+    def allowed_ns(self) -> int:
+        """When the next change is within the rate; a time that has passed if one is now."""
+        if self._spent_until_ns is None:
+            return 0
+        return self._spent_until_ns - (len(self._gpus) - 1) * self._period_ns
 
     def overtaken(self, gpu: Key) -> int:
         """Return how many changes of a GPU were overtaken."""
@@ -138,14 +155,11 @@ class ChangeScheduler(Generic[Key]):
         """Return which part of the last `JUDGED` changes of a GPU were made before they were
         overtaken.
         """
-        outcomes = self._gpus[gpu].outcomes
-        return outcomes.count(False) / len(outcomes) if outcomes else 1.0
+        queue = self._gpus[gpu]
+        judged = len(queue.outcomes)
+        return (judged - queue.lost) / judged if judged else 1.0
 
     def is_overloaded(self, gpu: Key) -> bool:
         """Whether more than half of the last `JUDGED` changes of a GPU were overtaken."""
-        outcomes = self._gpus[gpu].outcomes
-        return len(outcomes) == JUDGED and 2 * sum(outcomes) > JUDGED
-
-    def _is_within_rate(self, now_ns: int) -> bool:
-        burst_ns = (len(self._gpus) - 1) * self._period_ns
-        return self._spent_until_ns is None or self._spent_until_ns - now_ns <= burst_ns
+        queue = self._gpus[gpu]
+        return len(queue.outcomes) == JUDGED and 2 * queue.lost > JUDGED

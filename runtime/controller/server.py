@@ -102,6 +102,9 @@ class Controller:
         self._begun_ns = time.monotonic_ns()
         self._polled_ns = self._begun_ns
         self._looked_ns = self._begun_ns  #: at descriptors
+        self._due_ns: dict[Rank, int] = {}  #: those whose sample is due, the first ones first
+        self._power_due_s = 0.0  #: when the first of all power sensors is to be read
+        self._failed: set[Rank] = set()  #: those whose GPU is set again after a pause
         self._signed_ns = 0  #: when the last sign of life was written
 
     def run(self) -> None:
@@ -118,13 +121,15 @@ class Controller:
     def _turn(self) -> None:
         ready = self._wait()
         now_ns = time.monotonic_ns()
-        self._serve(ready, now_ns)
+        if ready or now_ns - self._polled_ns > _POLL_NS:
+            self._serve(ready, now_ns)
         if self._waiting and self._is_complete(now_ns):
             self._attach_waiting()
             now_ns = time.monotonic_ns()  # leasing GPUs may have taken a while
         self._look_at_requests(now_ns)
-        self._resume_failed(now_ns)
-        self._was_active = self._set_one(now_ns) or self._sample_one()
+        if self._failed:
+            self._resume_failed(now_ns)
+        self._was_active = self._set_one(now_ns) or self._sample_one(now_ns)
         if self._gaps_s and now_ns - self._changed_ns > _IDLE_NS:
             self._gaps_s.clear()
             self._pause_s = _IDLE_PAUSE_S
@@ -144,6 +149,10 @@ class Controller:
         """
         timeout_s = 0.0
         pause_s = self._pause_s
+        # Until the rate allows another change, what is seen earlier is not set earlier.
+        until_allowed_s = (self._scheduler.allowed_ns - time.monotonic_ns()) / 1e9
+        if until_allowed_s > pause_s:
+            pause_s = min(until_allowed_s, _IDLE_PAUSE_S)
         if self._due_ns is not None:
             left_s = (self._due_ns - time.monotonic_ns()) / 1e9
             pause_s = min(pause_s, max(left_s, _LEAST_PAUSE_S))
@@ -178,8 +187,6 @@ class Controller:
     def _serve(self, ready: Set[int], now_ns: int) -> None:
         """Take in new ranks, ended processes and messages."""
         is_poll_due = now_ns - self._polled_ns > _POLL_NS
-        if not ready and not is_poll_due:
-            return
         self._poller = None  # whoever comes or goes has other descriptors
         if is_poll_due:
             self._polled_ns = now_ns
@@ -265,16 +272,19 @@ class Controller:
                 self._detach(rank)
             else:
                 rank.sample(time.monotonic_ns(), 0)
+                self._power_due_s = 0.0
 
     def _look_at_requests(self, now_ns: int) -> None:
+        has_changed = False
         for rank in self._attached:
             request = rank.poll_request(now_ns)
             if request is None:
                 continue
             if request.is_change and not request.has_begun:  # that often follows at once
                 self._note_gap(rank, now_ns)
+                has_changed = True
             if request.is_new_iteration:
-                rank.sample_due_ns = now_ns
+                self._due_ns[rank] = now_ns
             if not rank.is_set:
                 continue
             if request.is_new_program:
@@ -286,24 +296,29 @@ class Controller:
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
         dues_ns = [rank.due_ns for rank in self._attached if rank.due_ns is not None]
         self._due_ns = min(dues_ns, default=None)
+        if has_changed:
+            # A turn follows each change early enough, however often ranks want another value.
+            shortest_s = min(self._gaps_s)
+            self._pause_s = min(max(_SHARE * shortest_s, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _relieve(self, rank: Rank, *, is_new_iteration: bool) -> None:
         """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has
         one clock only.
         """
+        if not is_new_iteration:  # then the changes of the one before are known
+            return
         changes = rank.changes_per_iteration
         if changes == 0:
             self._fail(rank, _overload_text(rank.attach_request.gpu))
-        elif is_new_iteration:  # so those of the one before are known
+        else:
             rank.send(Overload(int(self._scheduler.made_share(rank) * changes)))
             self._scheduler.judge_anew(rank)
 
     def _note_gap(self, rank: Rank, now_ns: int) -> None:
-        """Adapt the pause between turns to how often ranks want something else."""
+        """Note since when a rank has wanted what it wants no more."""
         self._gaps_s.append((now_ns - rank.changed_ns) / 1e9)
         rank.changed_ns = now_ns
         self._changed_ns = now_ns
-        self._pause_s = min(max(_SHARE * min(self._gaps_s), _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def _set_one(self, now_ns: int) -> bool:
         """Make the next change that is allowed now; return False if there is none."""
@@ -317,15 +332,20 @@ class Controller:
             self._fail(rank, str(error))
         return True
 
-    def _sample_one(self) -> bool:
+    def _sample_one(self, now_ns: int) -> bool:
         """Read a GPU whose sample is due, or its power; return False if there is none."""
-        for rank in self._attached:
-            if rank.sample_due_ns is not None:
-                rank.sample(rank.sample_due_ns, self._scheduler.overtaken(rank))
-                return True
-        return any(rank.watch_power(time.monotonic_ns() / 1e9) for rank in self._attached)
+        if self._due_ns:
+            rank = next(iter(self._due_ns))
+            rank.sample(self._due_ns.pop(rank), self._scheduler.overtaken(rank))
+            return True
+        if now_ns / 1e9 < self._power_due_s or not self._attached:
+            return False
+        was_read = any(rank.watch_power(time.monotonic_ns() / 1e9) for rank in self._attached)
+        self._power_due_s = min(rank.power_due_s for rank in self._attached)
+        return was_read
 
     def _fail(self, rank: Rank, reason: str) -> None:
+        self._failed.add(rank)
         self._scheduler.cancel(rank)
         problem = rank.reset()
         rank.backoff.fail(time.monotonic_ns() / 1e9)
@@ -333,10 +353,11 @@ class Controller:
 
     def _resume_failed(self, now_ns: int) -> None:
         """Set GPUs again whose pause after a failure is over, if they can be reset."""
-        for rank in self._attached:
-            if rank.is_set or rank.gpu_to_set is None or not rank.backoff.is_due(now_ns / 1e9):
+        for rank in tuple(self._failed):
+            if rank.gpu_to_set is None or not rank.backoff.is_due(now_ns / 1e9):
                 continue
             if rank.reset() is None:
+                self._failed.remove(rank)
                 rank.resume()
             else:
                 rank.backoff.fail(now_ns / 1e9)
@@ -346,6 +367,8 @@ class Controller:
         self._poller = None
         problem = None
         group = self._attached.pop(rank, None)
+        self._due_ns.pop(rank, None)
+        self._failed.discard(rank)
         if group is None:
             self._waiting.remove(rank)
         else:

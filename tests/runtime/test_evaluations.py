@@ -11,11 +11,11 @@ import pytest
 from launching import ranks
 
 from perseus_planner import Run
+from perseus_planner.runs.verdict import Verdict
 from perseus_planner.views.run import run_text, summarize_run
 
 ITERATIONS, EVERY = 31, (4, 10)
-#: Of times on a machine that runs other tests; Megatron's model takes longer than its emulated GPU.
-NOISE = {"torch": 0.05, "deepspeed": 0.05, "megatron": 0.2}
+NOISE = 0.05  #: of times on a machine that runs other tests, a share
 
 
 @pytest.mark.soak  # times need a machine that runs nothing else; test_hook.py has the mark
@@ -31,9 +31,8 @@ def test_times_savings_and_verdicts_are_those_without_evaluations(
         assert each.code == 0, each.stderr
     without = Run.load(tmp_path / "every-0")
     assert without.total.iterations == ITERATIONS
-    #: None where this machine takes longer than the emulated GPUs, as for Megatron's small model
     usual_share = without.total.saved_share
-    assert usual_share is not None or engine == "megatron"
+    assert usual_share is not None
     verdict = summarize_run(without).verdict
     for every in EVERY:
         run = Run.load(tmp_path / f"every-{every}")
@@ -56,9 +55,14 @@ def test_times_savings_and_verdicts_are_those_without_evaluations(
             f"{run.total.saved_share}, without {usual_share}; "
             f"{summary.verdict}; without {verdict}"
         )
-        # What else runs on this machine makes iterations longer, by more than some percent.
-        assert fmean(times_s) == pytest.approx(median(times_s), rel=NOISE[engine])
-        assert fmean(times_s) == pytest.approx(fmean(usual_s), rel=2 * NOISE[engine])
-        if usual_share is not None and engine != "megatron":
-            assert run.total.saved_share == pytest.approx(usual_share, abs=0.02)
+        # What else runs on this machine makes iterations longer, by some percent.
+        assert fmean(times_s) == pytest.approx(median(times_s), rel=NOISE)
+        assert fmean(times_s) == pytest.approx(fmean(usual_s), rel=NOISE)
+        assert run.total.saved_share == pytest.approx(usual_share, abs=0.01)
+        # Whether ranks or transfers are late is this machine's, by how much is not.
+        assert _ratio(summary.verdict) == pytest.approx(_ratio(verdict), abs=NOISE)
         assert "in each iteration" not in run_text(summary)
+
+
+def _ratio(verdict: Verdict | None) -> float:
+    return 1.0 if verdict is None else verdict.ratio

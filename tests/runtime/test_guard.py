@@ -93,6 +93,7 @@ class FakeHook:
     """Counts what it is shown; its methods in `broken` raise."""
 
     lane = None
+    wants_batch = True
 
     def __init__(self) -> None:
         self.broken: set[str] = set()

@@ -29,10 +29,22 @@ class Rank:
         )
         self.marks.finished.return_value = []
         self.follower.program = self.follower.agreement.lost = None
-        telemetry = Mock(counts=(), site_limit_w=None, update=lambda *_: [])
+        self.kept: list[object] = []  #: times and messages that telemetry has
+        self.decider = Mock(descriptors=list)
+        telemetry = Mock(counts=(), site_limit_w=None, update=self._update)
         warnings = Mock(warn=lambda key, text: self.warned.setdefault(key, text))
         others = (telemetry, warnings, None, None, None)
-        self.work = BackgroundWork(self.follower, Mock(progress=0, fault=None), self.marks, *others)
+        self.work = BackgroundWork(
+            self.follower,
+            Mock(progress=0, fault=None),
+            self.marks,
+            *others,
+            decider=self.decider,
+        )
+
+    def _update(self, times: list[object], messages: list[object]) -> list[object]:
+        self.kept += [*times, *messages]
+        return []
 
     def has_clocks_after(self, pause_s: float) -> bool:
         """Whether clocks are requested after a pause; right before its end they are not."""
@@ -48,6 +60,7 @@ class Rank:
     [
         ("marks.renew", GpuError("CUDA: out of memory"), "CUDA: out of memory"),
         ("follower.look", KeyError("x"), FAULT),
+        ("decider.look", KeyError("x"), FAULT),
     ],
 )
 def test_clocks_are_requested_again_after_a_pause_that_doubles(
@@ -69,6 +82,19 @@ def test_clocks_are_requested_again_after_a_pause_that_doubles(
     assert warning.startswith(text)  # a fault also says where it was raised
     assert warning.endswith(f"{AT_DEFAULT} until clocks can be set again")
     assert resumed == "clocks are set again"
+
+
+@pytest.mark.parametrize("part", ["decider", "follower"])
+def test_a_fault_while_deciding_loses_no_time_of_an_iteration(
+    part: str, monkeypatch: pytest.MonkeyPatch
+):
+    rank = Rank(monkeypatch)
+    getattr(rank, part).look.side_effect = KeyError("x")
+    for number in range(3):
+        rank.marks.finished.return_value = [number]
+        rank.work.run_round()
+    assert rank.kept == [0, 1, 2]
+    assert rank.warned["fault"].startswith(FAULT)
 
 
 def test_a_driver_that_is_too_old_is_final(monkeypatch: pytest.MonkeyPatch):

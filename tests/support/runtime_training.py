@@ -95,6 +95,7 @@ class Recorder:
     """
 
     lane = None  # so that each begin and end is a call
+    wants_batch = True
 
     def __init__(self) -> None:
         self.problems: list[str] = []

@@ -85,6 +85,14 @@ def test_an_effect_of_1_percent_that_only_audits_show_is_paid_in_expectation(
     check_expectation([guarded(EFFECTS["1 percent"], kind, spread, seed) for seed in range(10)])
 
 
+@pytest.mark.parametrize("spread", [0.005, 0.02])
+def test_the_stated_bound_holds_in_noise_that_iterations_share(spread: float):
+    """As iterations next to each other hardly differ in it, they do not tell what audits see."""
+    runs = [guarded(EFFECTS["1 percent"], "shared", spread, seed) for seed in range(24)]
+    assert np.mean([run.longer <= run.longest for run in runs]) >= 0.9
+    check_expectation(runs)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("effect", EFFECTS)
 @pytest.mark.parametrize("spread", [0.005, 0.01, 0.02])
