@@ -147,7 +147,8 @@ class Layout:
             count = len(list(same))
             once = f"{cell}|"
             product = f"({once})*{count}"
-            parts.append(product if 1 < count and len(product) <= len(once) * count else once * count)
+            is_short = count > 1 and len(product) <= len(once) * count
+            parts.append(product if is_short else once * count)
         return "".join([*parts, *cells[-1:]])
 
 

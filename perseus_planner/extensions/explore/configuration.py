@@ -356,10 +356,7 @@ def balanced(
     """Return the configuration with its layers where the slowest rank is fastest, of those that fit
     in memory, or of all; None if there is none.
     """
-    layer_s, first_s, last_s = times.training_s(system.top_mhz)
-    beside_s = np.multiply(job.predictions or (0.0,) * len(job.split), layer_s + last_s)
-    beside_s[0] += first_s
-    beside_s[-1] += last_s
+    layer_s, beside_s = _stage_parts_s(job, system, times)
     room = dict[str, list[float]]()
     if within_memory:
         bytes_each = kept_layer_bytes(job.shape) * np.array(_counts_in_flight(job), dtype=float)
@@ -370,6 +367,24 @@ def balanced(
         room = {"layer_bytes": bytes_each.tolist(), "free_bytes": free.tolist()}
     split = balance(job.shape.layers, job.stage_ranks, layer_s, beside_s.tolist(), **room)
     return None if split is None else replace(job, split=split)
+
+
+def slowest_rank_s(job: Configuration, system: System, times: LayerTimes) -> float:
+    """Return the seconds of a microbatch's forward and backward on the rank that takes longest."""
+    layer_s, beside_s = _stage_parts_s(job, system, times)
+    all_s = np.bincount(job.stage_ranks, layer_s * np.array(job.split) + beside_s)
+    return float(all_s.max())
+
+
+def _stage_parts_s(
+    job: Configuration, system: System, times: LayerTimes
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the seconds of a layer, and of what each stage has beside its layers."""
+    layer_s, first_s, last_s = times.training_s(system.top_mhz)
+    beside_s = np.multiply(job.predictions or (0.0,) * len(job.split), layer_s + last_s)
+    beside_s[0] += first_s
+    beside_s[-1] += last_s
+    return layer_s, beside_s
 
 
 def _layer_state_bytes(job: Configuration) -> float:

@@ -27,6 +27,7 @@ from perseus_planner.extensions.explore.configuration import (
     Memory,
     balanced,
     memory,
+    slowest_rank_s,
 )
 from perseus_planner.extensions.explore.curves import Curve, CurveMaker
 from perseus_planner.extensions.explore.operations import LayerTimes, kernel_key, layer_times
@@ -47,6 +48,7 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 _RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
 _MAX_TENSOR = 16
+_ALIKE = 1e-9  # ranks whose times differ by less, relative to each other, are equal in floats
 _CONTEXT = 4096  # tokens on a GPU from which on sequences are divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
@@ -144,11 +146,16 @@ def split_choices(
         return even
     parts_s = times.training_s(system.top_mhz)
     by_stage = [] if given else [_balanced(job.shape.layers, len(job.split), *parts_s)]
-    by_rank = balanced(job, system, times, within_memory=False)
     found = [*even, *(replace(job, split=split) for split in by_stage)]
-    if by_rank is not None:
+    by_rank = balanced(job, system, times, within_memory=False)
+    if by_rank is None:
+        return list(dict.fromkeys(found))
+    # Of equally fast slowest ranks, stages that are alike come first.
+    least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
+    if slowest_rank_s(by_rank, system, times) < least_s:
         found.append(by_rank)
-        fitting = None if memory(by_rank, system).fits else balanced(job, system, times)
+    if not memory(found[-1], system).fits:
+        fitting = balanced(job, system, times)
         found += [] if fitting is None else [fitting]
     return list(dict.fromkeys(found))
 

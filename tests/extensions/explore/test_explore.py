@@ -285,7 +285,7 @@ def test_what_is_proposed_is_never_slower_than_a_given_layout(text: str):
             assert balance.before_s == pytest.approx(
                 iteration_s(given, A100, row.candidate.times), rel=2e-3
             )
-    assert any(balance is not None for balance in compared)
+    assert "=" in text or None not in compared
     assert all(balance.time_share >= -1e-9 for balance in compared[:1] if balance is not None)
 
 
@@ -296,7 +296,8 @@ def test_modules_of_multi_token_prediction_stay_where_they_are():
     job = Configuration(model, (8,) * 4, 8, 8)
     given, *others = split_choices(job, H100, times, layout)
     assert (given.layout, given.predictions) == (layout, (0, 0, 0, 1))
-    assert memory(given, H100).total > memory(job, H100).total
+    more, less = (each.rank_parameters.sum(axis=0) for each in (given, job))
+    assert more[-1] - less[-1] == pytest.approx(model.layer_parameters)
     phases = given.stage_phases(H100, times)[-1]["F"]
     more_s = (times.layer["F"] + times.head["F"]).time_s(1980)
     assert phases.time_s(1980) - job.stage_phases(H100, times)[-1]["F"].time_s(
