@@ -107,6 +107,13 @@ class SettingOptions:
         Stages | None,
         "Number of pipeline stages; checked against the profile.  [default: the profile's]",
     ]
+    layout: Annotated[
+        str | None,
+        "What each stage holds, as Megatron writes it, e.g. 'Et*3|(t*4|)*2t*3L', or "
+        "parts=0+5+9+14 of DeepSpeed: reports then say which layer to move.  [default: the "
+        "profile's]",
+        Option(metavar="LAYOUT"),
+    ]
     tensor_parallel: Annotated[
         GpuCount | None,
         "Number of GPUs per stage. If the profile was measured on one GPU, its energies and "

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from perseus_planner import schedules
 from perseus_planner.base.documents import Document, load, read_document
-from perseus_planner.base.errors import JobError, PlannerError, ProfileError, shown
+from perseus_planner.base.errors import (
+    JobError,
+    PlannerError,
+    ProfileError,
+    ScheduleError,
+    shown,
+)
 from perseus_planner.base.fields import Checked, Reader, keys
 from perseus_planner.base.units import (
     COUNT,
@@ -38,6 +44,7 @@ from perseus_planner.profiles.groups import (
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.schedules.layouts import CONDITION, read_layout
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 
 if TYPE_CHECKING:
@@ -109,6 +116,9 @@ class Settings(Checked, error=JobError):
     #: 1F1B).
     microbatch_group: Count | None = None
     stages: Count | None = None  #: number of pipeline stages, to be checked
+    #: what each stage holds, as `schedules.layouts.read_layout` reads it, without "=" but for
+    #: parts; replaces the profile's. Reports say which layer to move.
+    layout: str | None = None
     #: number of GPUs of a stage; a profile that was measured on one GPU holds for each of them.
     tensor_parallel: Count | None = None
     transfer: Transfer = field(default_factory=Transfer)  #: the time of transfers between stages
@@ -330,9 +340,10 @@ class Job:
             counts[profile.digest] = counts.get(profile.digest, 0) + replica.count
         first = next(iter(profiles.values()))
         settings = _with_iteration(settings, first.iteration)
+        schedule = _schedule(settings, first.stages)
         return cls(
-            schedule=_schedule(settings, first.stages),
-            profiles=tuple(profiles.values()),
+            schedule=schedule,
+            profiles=tuple(_laid_out(each, settings, schedule) for each in profiles.values()),
             counts=tuple(counts.values()),
             transfer=settings.transfer.later(settings.correction.hop_latency_s),
             operations=settings.operations,
@@ -393,6 +404,21 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
     profile = slowed(profile, slow) if slow else profile
     factors = settings.correction.time_factors
     return waiting_longer(profile, factors) if factors else profile
+
+
+def _laid_out(profile: Profile, settings: Settings, schedule: Schedule) -> Profile:
+    """Return the profile with the layout of the settings, checked against the schedule."""
+    if settings.layout is None:
+        return profile
+    ranks = len(schedule.ranks)
+    try:
+        layout = read_layout(settings.layout, stages=schedule.stages)
+        layout.check(ranks=ranks if schedule.stages % ranks == 0 else None)
+    except ScheduleError as error:
+        if settings.file is None:
+            raise
+        raise job_document(settings.file).refusal("layout", str(error)) from None
+    return replace(profile, conditions={**profile.conditions, CONDITION: str(layout)})
 
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:

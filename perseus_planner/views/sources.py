@@ -29,6 +29,7 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import ALL_MAXIMUM, end_times
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.run import Run
+from perseus_planner.schedules.layouts import CONDITION, Layout, read_layout, rebalance
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.context import (
     Comparison,
@@ -48,6 +49,7 @@ from perseus_planner.views.run import (
 
 if TYPE_CHECKING:
     from perseus_planner.plans.replay import Span
+    from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
 
 _WRONG = "was made from another profile", "has another schedule, transfers or operations"
@@ -494,6 +496,9 @@ class Bottleneck:
     excess_share: float  #: by how much that is more than the median of all ranks
     balanced_time_s: float  #: iteration time if every rank were as busy as the mean of all, seconds
     time_s: float  #: iteration time as it is, seconds
+    #: the layout of the profile, and the balanced one; None if it is not known.
+    layouts: tuple[Layout, Layout] | None = None
+    moved_time_s: float = 0.0  #: iteration time with the balanced layout, seconds
 
 
 @dataclass(frozen=True)
@@ -643,12 +648,41 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
             plan.iteration.computations, plan.iteration.rank_of, strict=False
         )
     ]
-    return Bottleneck(
+    bottleneck = Bottleneck(
         ranks if 2 * len(ranks) <= len(before.busy_s) else (),
         most_s,
         most_s / median(before.busy_s) - 1,
         max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
         before.time_s,
+    )
+    text = frontier.dag.profile.conditions.get(CONDITION)
+    return bottleneck if text is None else _with_layouts(bottleneck, text, frontier.dag, plan)
+
+
+def _with_layouts(found: Bottleneck, text: str, dag: PipelineDag, plan: Plan) -> Bottleneck:
+    """Return the bottleneck with the layout of the profile, and the balanced one."""
+    schedule = dag.schedule
+    computations = plan.iteration.computations
+    times_s = [plan.measurement(computation).time_s for computation in computations]
+    stage_s = [0.0] * schedule.stages
+    kind_s = dict.fromkeys(schedule.kinds, 0.0)
+    for computation, time_s in zip(computations, times_s, strict=True):
+        stage_s[computation.stage] += time_s / schedule.microbatches
+        kind_s[computation.kind] += time_s / math.fsum(times_s)
+    layout = read_layout(text, stages=schedule.stages)
+    better = rebalance(layout, stage_s, schedule.stage_ranks)
+    if better is None:
+        return found
+    # What a stage gains or loses is layers, whose kinds share time as those of all stages do.
+    gained_s = [after - now for after, now in zip(better.stage_s, stage_s, strict=True)]
+    moved_s = [
+        max(0.0, time_s + gained_s[each.stage] * kind_s[each.kind])
+        for each, time_s in zip(computations, times_s, strict=True)
+    ]
+    return replace(
+        found,
+        layouts=(layout, better.layout),
+        moved_time_s=max(end_times(dag, moved_s)) + plan.overhead_s,
     )
 
 
@@ -673,6 +707,8 @@ def _sentences(
         )
     if bottleneck is not None and before is not None:
         yield from _bottleneck_sentences(bottleneck, before, planned)
+        if bottleneck.layouts is not None:
+            yield f"{_move_text(bottleneck)}."
     if before is not None and planned is not None and savings:
         yield from _phase_sentences(before, planned)
 
@@ -752,6 +788,29 @@ def _bottleneck_sentences(
         )
         text += f"{100 * fmean(others):.0f} %"
     yield f"{text}."
+
+
+def _move_text(found: Bottleneck) -> str:
+    """Return which layers to move from where to where, and the layout to type."""
+    assert found.layouts is not None
+    now, better = found.layouts
+    if now == better:
+        return f"No move of a layer of its layout, {now}, makes the slowest rank faster"
+    changes = [after - before for before, after in zip(now.layers, better.layers, strict=True)]
+    fewer = _stages_text(stage for stage, change in enumerate(changes) if change < 0)
+    more = _stages_text(stage for stage, change in enumerate(changes) if change > 0)
+    count = sum(change for change in changes if change > 0)
+    shorter = 1 - found.moved_time_s / found.time_s
+    return (
+        f"Move {counted(count, 'layer')} from {fewer} to {more}: an iteration would be "
+        f"{100 * shorter:.1f} % shorter at full clocks, if memory allows; the layout is then "
+        f"{better}, now {now}"
+    )
+
+
+def _stages_text(stages: Iterable[int]) -> str:
+    numbers = list(stages)
+    return f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(map(str, numbers))}"
 
 
 def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Iterator[str]:

@@ -98,7 +98,7 @@ class Controller:
         self._pause_s = _LONGEST_PAUSE_S
         self._poller: select.epoll | None = None  #: of all descriptors; None if there are others
         self._changed_ns = 0  #: when a rank wanted something else last
-        self._due_ns: int | None = None  #: when the next clock by time is due
+        self._clock_due_ns: int | None = None  #: when the next clock by time is due
         self._begun_ns = time.monotonic_ns()
         self._polled_ns = self._begun_ns
         self._looked_ns = self._begun_ns  #: at descriptors
@@ -153,8 +153,8 @@ class Controller:
         until_allowed_s = (self._scheduler.allowed_ns - time.monotonic_ns()) / 1e9
         if until_allowed_s > pause_s:
             pause_s = min(until_allowed_s, _IDLE_PAUSE_S)
-        if self._due_ns is not None:
-            left_s = (self._due_ns - time.monotonic_ns()) / 1e9
+        if self._clock_due_ns is not None:
+            left_s = (self._clock_due_ns - time.monotonic_ns()) / 1e9
             pause_s = min(pause_s, max(left_s, _LEAST_PAUSE_S))
         if not self._attached:
             timeout_s = _UNATTACHED_S
@@ -295,7 +295,7 @@ class Controller:
             if self._scheduler.is_overloaded(rank):
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
         dues_ns = [rank.due_ns for rank in self._attached if rank.due_ns is not None]
-        self._due_ns = min(dues_ns, default=None)
+        self._clock_due_ns = min(dues_ns, default=None)
         if has_changed:
             # A turn follows each change early enough, however often ranks want another value.
             shortest_s = min(self._gaps_s)

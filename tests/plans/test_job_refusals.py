@@ -21,8 +21,8 @@ JOB = (
 )
 KNOWN = (
     "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, gpu_spread, "
-    "jitter, microbatch_group, microbatches, operations, overhead_s, profile, ranks, replicas, "
-    "samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
+    "jitter, layout, microbatch_group, microbatches, operations, overhead_s, profile, ranks, "
+    "replicas, samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
     "tokens_per_iteration, transfer, variants, version, virtual_stages"
 )
 COUNT = "a whole number of at least 1"
@@ -42,6 +42,11 @@ BAD: dict[str, tuple[str | tuple[str, str], str]] = {
         ("version: 1", "version: 2"),
         "job.yaml, line 2, key 'version': 2 cannot be read: this planner reads version 1; use the "
         "planner that wrote the file, or write it again with this one",
+    ),
+    "layout of other stages": (
+        "layout: Et|t|tL\n",
+        "job.yaml, line 6, key 'layout': layout 'Et|t|tL': has 3 stages, but the pipeline has 2; "
+        "correct one",
     ),
     "misspelt key": ("transfers: 1\n", "job.yaml, line 6: unknown key 'transfers'; did you mean "
     "'transfer'?"),

@@ -93,6 +93,26 @@ def test_the_first_sentence_says_what_is_saved_and_why():
     assert found.bottleneck.balanced_time_s == pytest.approx(balanced.baseline_time_s)
 
 
+def test_a_report_names_the_layers_to_move_and_the_layout_to_type():
+    profile = profile_of([1.0, 1.0, 1.0, 1.55])
+    layout = {"layout": "Et*4|t*4|t*4|t*4L"}
+    frontier = solve(replace(profile, conditions=layout), schedules.one_f_one_b(4, 8))
+    found = where(frontier=frontier)
+    (move,) = [each for each in found.sentences if "Move" in each]
+    moved = solve(profile_of([1.0, 1.25, 1.25, 1.05]), schedules.one_f_one_b(4, 8))
+    shorter = 100 * (1 - moved.baseline_time_s / frontier.baseline_time_s)
+    assert move == (
+        f"Move 2 layers from stage 3 to stages 1, 2: an iteration would be {shorter:.1f} % "
+        "shorter at full clocks, if memory allows; the layout is then Et*4|(t*5|)*2ttL, now "
+        "Et*4|(t*4|)*2t*4L."
+    )
+    alike = solve(replace(profile_of([1.0] * 4), conditions=layout), schedules.one_f_one_b(4, 8))
+    assert any(
+        each.startswith("No move of a layer of its layout, ")
+        for each in where(frontier=alike).sentences
+    )
+
+
 def test_equal_ranks_have_no_bottleneck_and_a_few_share_one():
     frontier = frontier_of(1.0, 1.0, 1.0, 1.0)
     plans = {"plan.yaml": frontier.plan_for(frontier.baseline_time_s)}

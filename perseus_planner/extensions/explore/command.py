@@ -92,6 +92,12 @@ class _Pipeline:
         Option(metavar="S"),
     ]
     layers: Annotated[Counts | None, "Number of layers of each stage, instead of --stages."]
+    layout: Annotated[
+        str | None,
+        "What each stage holds, as engines write it: 'Et*3|(t*4|)*2t*3L'; or, with --stages, "
+        "first=7,last=5, account=loss or less=1+1.",
+        Option(metavar="LAYOUT"),
+    ]
     tensor_parallel: Annotated[
         int | None, "GPUs of a stage.  [default: 1, or the file's]", Option(metavar="GPUS")
     ]
@@ -120,6 +126,7 @@ class _Pipeline:
         """Return the pipeline of a model."""
         from perseus_planner.extensions.explore.configuration import Configuration
         from perseus_planner.extensions.explore.transformer import check_split
+        from perseus_planner.schedules.layouts import read_layout
 
         transformer = _changed(
             model,
@@ -129,9 +136,16 @@ class _Pipeline:
             recomputation=self.recompute,
             attention=self.attention,
         )
+        if self.layout is not None:
+            if self.layers is not None:
+                raise UsageError("--layers: says what --layout says; give one of them")
+            layout = read_layout(self.layout, layers=transformer.layers, stages=self.stages)
+            predictions = layout.predictions if any(layout.predictions) else ()
+            return Configuration(transformer, layout.layers, 1, 1, predictions=predictions)
         if (self.stages is None) == (self.layers is None):
             raise UsageError(
-                "give either --stages, the number of stages, or --layers, the layers of each"
+                "give either --stages, the number of stages, --layers, the layers of each, or "
+                "--layout"
             )
         return Configuration(
             transformer, check_split(transformer, self.layers or self.stages or 0), 1, 1
@@ -143,6 +157,8 @@ class _Pipeline:
     "estimated.yaml",
     "planner estimate --model bloom-176b --gpu a40 --layers 9,9,9,9,9,9,9,7 --tensor-parallel "
     "8 -o estimated.yaml",
+    "planner estimate --model llama3-8b --gpu h100-sxm --layout 'Et*8|(t*9|)*2t*6L' -o "
+    "estimated.yaml",
     "planner estimate --model mine.yaml --gpu h100-sxm --stages 4 --calibrate measured.yaml -o "
     "estimated.yaml",
 )
@@ -237,6 +253,12 @@ class _Gpus:
         "none, selective or full; can be given more than once.",
         Option("--recompute"),
     ]
+    layout: Annotated[
+        str | None,
+        "Layout of your job, as engines write it, e.g. 'Et*3|(t*4|)*2t*3L': only pipelines that "
+        "can have it are explored, and compared with it.  [default: even layers]",
+        Option(metavar="LAYOUT"),
+    ]
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
@@ -255,6 +277,7 @@ class _Gpus:
             self.batch,
             self.recomputations or RECOMPUTATIONS,
             self.schedules or SCHEDULES,
+            self.layout,
         )
 
 

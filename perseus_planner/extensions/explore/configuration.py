@@ -24,6 +24,7 @@ import numpy as np
 from perseus_planner.extensions.explore.operations import LayerTimes, Phases, layer_times, sum_s
 from perseus_planner.extensions.explore.transformer import Transformer, check_split
 from perseus_planner.schedules import generate_for_stages
+from perseus_planner.schedules.layouts import Layout, balance
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, pipeline_iteration
 
 if TYPE_CHECKING:
@@ -60,9 +61,25 @@ class Configuration:
     sharding: int = 0
     #: Whether gradients are summed during the backward of the last microbatch.
     overlap_reduction: bool = False
+    #: Modules of multi-token prediction of each stage; empty for none.
+    predictions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_split(self.shape, self.split)
+
+    @property
+    def layout(self) -> Layout:
+        """What each stage holds."""
+        predictions = self.predictions or (0,) * len(self.split)
+        cells = ["t" * n + "m" * m for n, m in zip(self.split, predictions, strict=True)]
+        cells[0] = f"E{cells[0]}"
+        cells[-1] = f"{cells[-1]}L"
+        return Layout(tuple(cells))
+
+    @property
+    def held_layers(self) -> NDArray[np.int64]:
+        """Layers of each stage, with those in modules of multi-token prediction."""
+        return np.add(self.split, self.predictions or 0)
 
     @property
     def ranks(self) -> int:
@@ -108,7 +125,7 @@ class Configuration:
     def rank_parameters(self) -> Floats:
         """Parameters on each GPU of each rank: a row of those of experts, one of all others."""
         shape = self.shape
-        layers = np.bincount(self.stage_ranks, self.split)
+        layers = np.bincount(self.stage_ranks, self.held_layers)
         words = shape.vocabulary * shape.hidden
         experts = layers * (shape.expert_parameters / shape.expert_degree)
         others = layers * (shape.layer_parameters - shape.expert_parameters)
@@ -130,6 +147,7 @@ class Configuration:
         even = f"({','.join(runs)})" if len(runs) > 1 else ""
         others = (("c", shape.context_degree), ("e", shape.expert_degree), ("z", self.sharding))
         more = "".join(f"-{letter}{n}" for letter, n in others if n > 1)
+        more += f"-m{sum(self.predictions)}" if self.predictions else ""
         return (
             f"t{shape.tensor_degree}-p{self.ranks}{virtual}{even}-d{self.data_degree}{more}-mb{shape.microbatch}-"
             f"{self.schedule}-{shape.recomputation}"
@@ -142,7 +160,7 @@ class Configuration:
         times = times or layer_times(self.shape, system)
         if self.sharding >= 2:
             times = replace(times, layer=self._with_shares(times.layer, system))
-        return times.stages(self.split)
+        return times.stages(self.split, self.predictions)
 
     def _with_shares(self, layer: Mapping[str, Phases], system: System) -> dict[str, Phases]:
         """Return the phases of a layer whose gradients are scattered while the next one computes,
@@ -325,30 +343,104 @@ class Candidate:
 
 def memory(job: Configuration, system: System) -> Memory:
     """Return the memory of the rank that needs most."""
+    parts = _rank_bytes(job)
+    most = int(parts.sum(axis=0).argmax())
+    weights, gradients, states, kept_bytes = parts[:, most].tolist()
+    reserve = _reserve_bytes(system)
+    return Memory(most, weights, gradients, states, kept_bytes, reserve, system.memory_bytes)
+
+
+def balanced(
+    job: Configuration, system: System, times: LayerTimes, *, within_memory: bool = True
+) -> Configuration | None:
+    """Return the configuration with its layers where the slowest rank is fastest, of those that fit
+    in memory, or of all; None if there is none.
+    """
+    layer_s, beside_s = _stage_parts_s(job, system, times)
+    room = dict[str, list[float]]()
+    if within_memory:
+        bytes_each = kept_layer_bytes(job.shape) * np.array(_counts_in_flight(job), dtype=float)
+        bytes_each += _layer_state_bytes(job)
+        # Bytes are linear in layers, so what a rank has beside them is the same in any split.
+        taken = np.bincount(job.stage_ranks, np.multiply(bytes_each, job.split))
+        free = system.memory_bytes - _reserve_bytes(system) - _rank_bytes(job).sum(axis=0) + taken
+        room = {"layer_bytes": bytes_each.tolist(), "free_bytes": free.tolist()}
+    split = balance(job.shape.layers, job.stage_ranks, layer_s, beside_s.tolist(), **room)
+    return None if split is None else replace(job, split=split)
+
+
+def slowest_rank_s(job: Configuration, system: System, times: LayerTimes) -> float:
+    """Return the seconds of a microbatch's forward and backward on the rank that takes longest."""
+    layer_s, beside_s = _stage_parts_s(job, system, times)
+    all_s = np.bincount(job.stage_ranks, layer_s * np.array(job.split) + beside_s)
+    return float(all_s.max())
+
+
+def _stage_parts_s(
+    job: Configuration, system: System, times: LayerTimes
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the seconds of a layer, and of what each stage has beside its layers."""
+    layer_s, first_s, last_s = times.training_s(system.top_mhz)
+    beside_s = np.multiply(job.predictions or (0.0,) * len(job.split), layer_s + last_s)
+    beside_s[0] += first_s
+    beside_s[-1] += last_s
+    return layer_s, beside_s
+
+
+def _layer_state_bytes(job: Configuration) -> float:
+    """Return the bytes of a layer's weights, gradients and optimizer on a GPU."""
     shape = job.shape
+    others = shape.layer_parameters - shape.expert_parameters
+    held = (
+        (shape.expert_parameters / shape.expert_degree, job.expert_replicas),
+        (others / shape.tensor_degree, job.replicas),
+    )
+    sizes = ((_WEIGHT, 3), (shape.gradient_bytes, 2), (_STATE, 1))
+    return sum(
+        size * parameters / (sharers if job.sharding >= stage else 1)
+        for parameters, sharers in held
+        for size, stage in sizes
+    )
+
+
+def _reserve_bytes(system: System) -> float:
+    return _RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes
+
+
+def _counts_in_flight(job: Configuration) -> tuple[int, ...]:
+    """Return the microbatches of each stage whose activations its rank keeps."""
     # Where forwards and backwards alternate, further microbatches keep no more.
     count = (
         job.microbatches
         if job.schedule in ("gpipe", "looped-bfs")
         else min(job.microbatches, 2 * job.ranks)
     )
-    counts = _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
+    return _in_flight(job.schedule, len(job.split), count, job.virtual_stages)
+
+
+def _rank_bytes(job: Configuration) -> Floats:
+    """Return the bytes of weights, gradients, optimizer and activations of each rank."""
+    shape = job.shape
+    counts = _counts_in_flight(job)
     kept = kept_layer_bytes(shape)
     again = (
         _all_layer_bytes(shape, scores=shape.attention == "plain")
         if shape.recomputation == "full"
         else 0.0
     )
-    in_flight = np.multiply(counts, job.split)
+    in_flight = np.multiply(counts, job.held_layers)
     activations = again + kept * np.bincount(job.stage_ranks, in_flight)
-    # Logits are in bf16 and float32.
-    activations[job.stage_ranks[-1]] += 6 * shape.tokens * shape.vocabulary_per_gpu
+    # Logits are in bf16 and float32, once more for each module of multi-token prediction.
+    logits = 6 * shape.tokens * shape.vocabulary_per_gpu
+    activations[job.stage_ranks[-1]] += logits
+    if job.predictions:
+        activations += logits * np.bincount(job.stage_ranks, job.predictions)
     if (
         job.sharding >= 2
     ):  # weights of two layers are gathered, or their gradients not yet scattered
         layer = shape.layer_parameters - shape.expert_parameters * (1 - 1 / shape.expert_degree)
         activations += 2 * _WEIGHT * layer / shape.tensor_degree
-    parts = np.stack(
+    return np.stack(
         [
             _WEIGHT * job.kept_parameters(3),
             shape.gradient_bytes * job.kept_parameters(2),
@@ -356,10 +448,6 @@ def memory(job: Configuration, system: System) -> Memory:
             activations,
         ]
     )
-    most = int(parts.sum(axis=0).argmax())
-    reserve = _RESERVE_BYTES + _RESERVE_SHARE * system.memory_bytes
-    weights, gradients, states, kept_bytes = parts[:, most].tolist()
-    return Memory(most, weights, gradients, states, kept_bytes, reserve, system.memory_bytes)
 
 
 def kept_layer_bytes(shape: Transformer) -> float:

@@ -30,17 +30,19 @@ import numpy as np
 
 from perseus_planner import PipelineDag, Profile, solve_dag
 from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.explore.operations import Phases
 from perseus_planner.extensions.explore.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
 from perseus_planner.profiles.measurement import Measurement, lower_hull
+from perseus_planner.schedules.layouts import CONDITION
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner import Frontier
     from perseus_planner.extensions.explore.configuration import Candidate, Configuration, Floats
-    from perseus_planner.extensions.explore.operations import Phases, System
+    from perseus_planner.extensions.explore.operations import System
     from perseus_planner.gpu.simulated.model import GpuModel, Load
 
 _SLOPES = 200
@@ -81,9 +83,11 @@ def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
         count: Number of points to keep, evenly spaced down to the one of least effective energy; 0
             for all.
     """
-    load = phases.load(system)
     gpu = system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
+    if phases == Phases():  # an empty stage
+        return np.stack([clocks, *np.zeros((2, len(clocks)))])
+    load = phases.load(system)
     top_mhz = load.achieved_mhz(clocks[0])
     set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
     achieved: Any = np.minimum(set_mhz, top_mhz)
@@ -309,6 +313,7 @@ class CurveMaker:
                 "nothing was measured on these stages",
                 "workload": f"{shape.microbatch} x {shape.sequence} tokens a microbatch, layers "
                 f"{','.join(map(str, job.split))}, {shape.attention} attention, {shape.precision}",
+                CONDITION: str(job.layout),
             },
         )
         return on_each_gpu(one_gpu, shape.tensor_degree * shape.context_degree)

@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import ScheduleError, UsageError, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.explore.configuration import (
     Candidate,
     Configuration,
     Memory,
+    balanced,
     memory,
+    slowest_rank_s,
 )
 from perseus_planner.extensions.explore.curves import Curve, CurveMaker
 from perseus_planner.extensions.explore.operations import LayerTimes, kernel_key, layer_times
 from perseus_planner.extensions.explore.transformer import Transformer, shared_by, split_layers
+from perseus_planner.schedules.layouts import Layout, read_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +48,7 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 _RANKS = (*range(1, 17), 18, 20, 21, 24, 27, 28, 30, 32, 36, 40, 42, 48)
 _MAX_STAGES = 64
 _MAX_TENSOR = 16
+_ALIKE = 1e-9  # ranks whose times differ by less, relative to each other, are equal in floats
 _CONTEXT = 4096  # tokens on a GPU from which on sequences are divided
 _DOUBLINGS = 12  # of the GPUs at most, to find how many have enough memory
 
@@ -61,6 +65,9 @@ class Choices:
     batch: int  #: Sequences of an iteration
     recomputations: tuple[str, ...] = RECOMPUTATIONS  #: Kinds of recomputation
     schedules: tuple[str, ...] = SCHEDULES  #: Names of schedules
+    #: The layout to compare with, as `schedules.layouts.read_layout` reads it: only pipelines that
+    #: can have it are considered. None for all pipelines, which are compared with even layers.
+    layout: str | None = None
 
 
 def candidates(model: Transformer, system: System, choices: Choices) -> list[Candidate]:
@@ -82,6 +89,8 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
             f"--recompute: {model.attention} attention keeps no scores that selective could "
             "recompute; give none or full, or --attention plain"
         )
+    if choices.layout is not None and "=" not in choices.layout:
+        read_layout(choices.layout, layers=model.layers)
     fitting = list[Candidate]()
     least = None
     unmeasured = bool(system.kernels)
@@ -102,6 +111,11 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
             f"with {model.attention} attention and {model.sequence} tokens; measure "
             f"them by planner calibrate --kernels MODEL --gpu {system.gpu.name} -o FILE"
         )
+    if not fitting and least is None:
+        raise UsageError(
+            f"--layout: no pipeline on {choices.gpus} GPUs with such a schedule has stages for "
+            f"{shown(choices.layout)}; give another layout, or more GPUs"
+        )
     if not fitting and least is not None:
         job, needed = least
         raise UsageError(
@@ -113,22 +127,37 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
 
 
 def split_choices(
-    layers: int, stages: int, times: LayerTimes, top_mhz: float
-) -> list[tuple[int, ...]]:
-    """Return the splits to try: as even as possible, and with fewer layers beside embedding and
-    head.
+    job: Configuration, system: System, times: LayerTimes, given: Layout | None = None
+) -> list[Configuration]:
+    """Return the splits of its layers to try: as even as possible, and with fewer layers beside
+    embedding and head.
 
-    The second one makes the slowest stage as fast as whole layers allow.
+    The latter make the slowest stage, and the slowest rank, as fast as whole layers allow. If that
+    does not fit in memory, so does the fastest of those that do. A given layout comes first, and
+    keeps its modules of multi-token prediction.
     """
-    even = split_layers(layers, stages)
-    if stages == 1:
-        return [even]
-    layer_s, first_s, last_s = (
-        part["F"].time_s(top_mhz) + part["B"].time_s(top_mhz)
-        for part in (times.layer, times.embedding, times.head)
-    )
-    balanced = _balanced(layers, stages, layer_s, first_s, last_s)
-    return [even] if balanced == even else [even, balanced]
+    if given is not None:
+        predictions = given.predictions if any(given.predictions) else ()
+        job = replace(job, split=given.layers, predictions=predictions)
+        even = [job]
+    else:
+        even = [replace(job, split=split_layers(job.shape.layers, len(job.split)))]
+    if len(job.split) == 1:
+        return even
+    parts_s = times.training_s(system.top_mhz)
+    by_stage = [] if given else [_balanced(job.shape.layers, len(job.split), *parts_s)]
+    found = [*even, *(replace(job, split=split) for split in by_stage)]
+    by_rank = balanced(job, system, times, within_memory=False)
+    if by_rank is None:
+        return list(dict.fromkeys(found))
+    # Of equally fast slowest ranks, stages that are alike come first.
+    least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
+    if slowest_rank_s(by_rank, system, times) < least_s:
+        found.append(by_rank)
+    if not memory(found[-1], system).fits:
+        fitting = balanced(job, system, times)
+        found += [] if fitting is None else [fitting]
+    return list(dict.fromkeys(found))
 
 
 @lru_cache(maxsize=4096)
@@ -208,10 +237,23 @@ def _pipelines(
                         if virtual_stages * ranks <= min(shape.layers, _MAX_STAGES)
                     ]
             for name, virtual in kinds:
-                for split in split_choices(shape.layers, ranks * virtual, times, system.top_mhz):
-                    yield Configuration(
-                        shape, split, data, count, name, virtual, int(shared), shared
-                    )
+                given = None
+                if choices.layout is not None:
+                    given = _given(choices.layout, shape.layers, ranks * virtual, virtual)
+                    if given is None:
+                        continue
+                even = split_layers(shape.layers, ranks * virtual)
+                job = Configuration(shape, even, data, count, name, virtual, int(shared), shared)
+                yield from split_choices(job, system, times, given)
+
+
+@lru_cache(maxsize=4096)
+def _given(text: str, layers: int, stages: int, virtual_stages: int) -> Layout | None:
+    """Return a given layout of such a pipeline; None if it is not of one."""
+    try:
+        return read_layout(text, layers=layers, stages=stages, virtual_stages=virtual_stages)
+    except ScheduleError:
+        return None
 
 
 def _shares(model: Transformer, tensor: int) -> bool:
@@ -326,6 +368,25 @@ class Row:
         return self.energy_j / self.time_s
 
 
+@dataclass(frozen=True)
+class Balance:
+    """What another split of the layers brings to a configuration, and clocks after it."""
+
+    is_given: bool  #: Whether the layout to compare with was given; else it has even layers
+    before: Layout  #: The layout to compare with
+    before_fits: bool  #: Whether it fits in memory, by the estimate
+    after: Layout  #: The layout of the configuration
+    before_s: float  #: Least seconds of an iteration with the layout to compare with
+    after_s: float  #: Least seconds of an iteration
+    before_saved_share: float  #: Of the energy at full clocks, saved by clocks in `before_s`
+    after_saved_share: float  #: The same in `after_s`
+
+    @property
+    def time_share(self) -> float:
+        """The share of time that the layout brings."""
+        return 1 - self.after_s / self.before_s
+
+
 @dataclass(frozen=True, eq=False)
 class Exploration:
     """All configurations, compared."""
@@ -340,6 +401,34 @@ class Exploration:
     #: `FIRST`; see `worth_measuring`.
     first: tuple[Row, ...]
     frontier: tuple[Row, ...]  #: The frontier of all configurations, fastest first
+    layout: str | None = None  #: The layout to compare with
+
+    def balance(self, row: Row) -> Balance | None:
+        """Return what the split of a row's layers brings; None without a pipeline."""
+        candidate = row.candidate
+        job = candidate.job
+        stages = len(job.split)
+        if stages == 1:
+            return None
+        given = None
+        if self.layout is not None:
+            given = _given(self.layout, job.shape.layers, stages, job.virtual_stages)
+        even = job.layout.with_layers(split_layers(job.shape.layers, stages))
+        before = given or even
+        other = replace(job, split=before.layers)
+        needed = memory(other, self.maker.system)
+        reference = Candidate(other, candidate.times, needed)
+        curve = self.maker.exact(reference)
+        return Balance(
+            is_given=given is not None,
+            before=before,
+            before_fits=needed.fits,
+            after=job.layout,
+            before_s=float(curve.times_s[0]),
+            after_s=float(row.curve.times_s[0]),
+            before_saved_share=self.maker.saved_share(reference, 1.0),
+            after_saved_share=self.maker.saved_share(candidate, 1.0),
+        )
 
 
 def explore(
@@ -378,6 +467,7 @@ def explore(
         gap=gap,
         first=search.rows(),
         frontier=search.frontier(),
+        layout=choices.layout,
     )
 
 

@@ -665,13 +665,34 @@ class LayerTimes:
     embedding: Mapping[str, Phases]
     head: Mapping[str, Phases]
 
-    def stages(self, split: Sequence[int]) -> list[dict[str, Phases]]:
-        """Return the phases of stages with so many layers."""
+    def training_s(self, clock_mhz: float) -> tuple[float, float, float]:
+        """Return the seconds of forward and backward of a layer, embedding and head at a clock that
+        no power limit lowers.
+        """
+        layer_s, first_s, last_s = (
+            part["F"].time_s(clock_mhz) + part["B"].time_s(clock_mhz)
+            for part in (self.layer, self.embedding, self.head)
+        )
+        return layer_s, first_s, last_s
+
+    def stages(
+        self, split: Sequence[int], predictions: Sequence[int] = ()
+    ) -> list[dict[str, Phases]]:
+        """Return the phases of stages with so many layers, and modules of multi-token prediction.
+
+        Such a module counts as a layer and the head once more; its projection is left out.
+        """
         alike = {
             layers: {kind: layer * layers for kind, layer in self.layer.items()}
             for layers in set(split)
         }
         stage_phases = [alike[layers] for layers in split]
+        for stage, modules in enumerate(predictions):
+            if modules:
+                stage_phases[stage] = {
+                    kind: phases + (self.layer[kind] + self.head[kind]) * modules
+                    for kind, phases in stage_phases[stage].items()
+                }
         for stage, more in ((0, self.embedding), (-1, self.head)):
             stage_phases[stage] = {
                 kind: phases + more[kind] for kind, phases in stage_phases[stage].items()

@@ -306,9 +306,9 @@ def check_split(transformer: Transformer, stages: int | Sequence[int]) -> tuple[
     if isinstance(stages, int):
         return split_layers(transformer.layers, stages)
     for layers in dict.fromkeys(stages):
-        if COUNT.accept(layers) is None:
+        if INDEX.accept(layers) is None:
             raise UsageError(
-                f"layers: {shown(layers)} is not a number of layers; give a whole number from 1"
+                f"layers: {shown(layers)} is not a number of layers; give a whole number from 0"
             )
     if sum(stages) != transformer.layers:
         raise UsageError(

@@ -17,11 +17,12 @@ from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.extensions.explore.explore import forecast
 from perseus_planner.extensions.explore.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.schedules.layouts import rebalance
 
 if TYPE_CHECKING:
     from perseus_planner import Profile
     from perseus_planner.extensions.explore.configuration import Configuration
-    from perseus_planner.extensions.explore.explore import Exploration, Row
+    from perseus_planner.extensions.explore.explore import Balance, Exploration, Row
 
 
 def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[
         )
         for stage in range(profile.stages)
     ]
+    better = rebalance(job.layout, both_s, range(profile.stages))
     return {
         "model": name,
         "parameters": job.shape.parameters,
@@ -46,7 +48,14 @@ def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[
         "blocking_power_w": profile.blocking_power_w,
         "digest": profile.digest,
         "top_clock_mhz": profile.measurements[0, "F"][0].clock_mhz,
-        "imbalance": max(both_s) / min(both_s),
+        "imbalance": max(both_s) / min(filter(None, both_s)),
+        "layout": str(job.layout),
+        "balanced": None
+        if better is None
+        else {
+            "layout": str(better.layout),
+            "shorter_share": 1 - max(better.stage_s) / max(both_s),
+        },
         "computations": computations,
         "efficiencies": list(_efficiencies(computations)),
         "remarks": list(_remarks(profile)),
@@ -90,11 +99,26 @@ def estimate_text(summary: dict[str, Any]) -> str:
             "",
             f"Imbalance: the slowest stage takes {summary['imbalance']:.3f}x as long as the "
             "fastest (forward + backward).",
+            *_layout_text(summary),
             f"Efficiency: {'; '.join(reached)}.",
             *summary["remarks"],
             "",
         ]
     )
+
+
+def _layout_text(summary: dict[str, Any]) -> Iterable[str]:
+    balanced = summary["balanced"]
+    text = f"Layout: {summary['layout']}"
+    if balanced is None or summary["stages"] == 1:
+        yield f"{text}."
+    elif balanced["layout"] == summary["layout"]:
+        yield f"{text}; none has a faster slowest stage."
+    else:
+        yield (
+            f"{text}; with {balanced['layout']} the slowest stage takes "
+            f"{100 * balanced['shorter_share']:.1f} % less time, if memory allows."
+        )
 
 
 def system_text(view: dict[str, Any]) -> str:
@@ -123,7 +147,14 @@ def _computations(profile: Profile, job: Configuration) -> list[dict[str, Any]]:
     totals = stage_totals(job.shape, job.split)
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {
-        kind: min(top.time_s for (_, top_kind), top in tops.items() if top_kind == kind)
+        kind: min(
+            (
+                top.time_s
+                for (_, top_kind), top in tops.items()
+                if top_kind == kind and top.has_work
+            ),
+            default=1.0,
+        )
         for _, kind in tops
     }
     return [
@@ -183,9 +214,51 @@ def exploration_view(
         "configurations": found.configurations,
         "solved": found.solved,
         "gap": found.gap,
-        "first": view[: len(found.first)],
+        "first": [
+            {**row_view, "balance": _balance_view(found.balance(row))}
+            for row, row_view in zip(found.first, view, strict=False)
+        ],
         "frontier": view[len(found.first) :],
     }
+
+
+def _balance_view(found: Balance | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "compared_with": "given" if found.is_given else "even",
+        "before": str(found.before),
+        "before_fits": found.before_fits,
+        "layout": str(found.after),
+        "before_s": found.before_s,
+        "after_s": found.after_s,
+        "time_share": found.time_share,
+        "before_saved_share": found.before_saved_share,
+        "after_saved_share": found.after_saved_share,
+    }
+
+
+def _balance_text(number: int, row: dict[str, Any]) -> Iterable[str]:
+    """Yield what the layout of a row is, what it brings in time, and what clocks bring after it."""
+    found = row["balance"]
+    if found is None:
+        return
+    word = "your layout" if found["compared_with"] == "given" else "even layers"
+    clocks = f"clocks save {100 * found['after_saved_share']:.1f} % of its energy at full speed"
+    text = f"Layout of number {number}: {found['layout']}. "
+    if found["layout"] == found["before"]:
+        yield f"{text}No other layout that was tried is better; {clocks}."
+        return
+    share = 100 * found["time_share"]
+    less = f"{abs(share):.1f} % {'less' if share >= 0 else 'more'} time than {word}"
+    fits = "" if found["before_fits"] else ", which do not fit in memory,"
+    if found["compared_with"] == "given":
+        less += f" ({found['before']})"
+        fits = "" if found["before_fits"] else ", which does not fit in memory,"
+    yield (
+        f"{text}It takes {less}{fits} at full clocks; after it {clocks}, with {word} "
+        f"{100 * found['before_saved_share']:.1f} %."
+    )
 
 
 def exploration_text(view: dict[str, Any]) -> str:
@@ -207,6 +280,11 @@ def exploration_text(view: dict[str, Any]) -> str:
             + ", ".join(f"{what} {100 * share:.0f} %" for what, share in row["energy"].items())
             + "."
             for number, row in enumerate(view["first"], 1)
+        ),
+        *(
+            line
+            for number, row in enumerate(view["first"], 1)
+            for line in _balance_text(number, row)
         ),
         *_energy_remarks(view["first"]),
         NOT_TRIED,
@@ -287,6 +365,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     }
     if job.virtual_stages > 1:
         content["virtual_stages"] = job.virtual_stages
+    content["layout"] = str(job.layout)
     if hop_s:
         content["transfer"] = {"forward_s": hop_s, "backward_s": hop_s}
     content["operations"] = [
@@ -319,6 +398,7 @@ def _row_view(row: Row, found: Exploration, run: Mapping[str, Any]) -> dict[str,
         "schedule": job.schedule,
         "recomputation": shape.recomputation,
         "layers": job.split,
+        "layout": str(job.layout),
         "context_degree": shape.context_degree,
         "expert_degree": shape.expert_degree,
         "sharding": job.sharding,

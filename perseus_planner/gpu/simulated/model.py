@@ -97,6 +97,8 @@ class Load:
 
     def free_power_w(self, clock_mhz: float) -> float:
         """Return the mean power at an achieved clock without a limit, watts."""
+        if self.megacycles == self.memory_s == 0.0:  # an empty stage
+            return self.static_w
         arithmetic_s = self.megacycles / clock_mhz
         w_per_mhz = (
             self.arithmetic_w_per_mhz * arithmetic_s + self.memory_w_per_mhz * self.memory_s

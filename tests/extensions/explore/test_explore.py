@@ -12,8 +12,8 @@ from fast_replay import iteration_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.explore.configuration import memory
+from perseus_planner.base.errors import ScheduleError, UsageError
+from perseus_planner.extensions.explore.configuration import Configuration, memory
 from perseus_planner.extensions.explore.curves import CurveMaker, measurements_of
 from perseus_planner.extensions.explore.explore import (
     Choices,
@@ -27,6 +27,7 @@ from perseus_planner.extensions.explore.explore import (
 )
 from perseus_planner.extensions.explore.operations import SYSTEMS, KernelTimes, layer_times
 from perseus_planner.extensions.explore.transformer import PRESETS, Transformer
+from perseus_planner.schedules.layouts import read_layout
 
 A100, H100 = SYSTEMS["a100-sxm"], SYSTEMS["h100-sxm"]
 SMALL = replace(PRESETS["gpt3-1.3b"], layers=8)
@@ -240,11 +241,75 @@ def test_a_power_budget_is_kept_and_the_least_energy_is_less_than_any(eight: Exp
 
 
 def test_the_balanced_split_is_no_slower_and_takes_layers_from_the_head():
-    times = layer_times(PRESETS["llama3-8b"], A100)
-    even, balanced = split_choices(32, 8, times, A100.top_mhz)
+    model = PRESETS["llama3-8b"]
+    times = layer_times(model, A100)
+    job = Configuration(model, (4,) * 8, 1, 16)
+    even, balanced, *_ = [each.split for each in split_choices(job, A100, times)]
     assert even == (4,) * 8
     assert sum(balanced) == 32
     assert balanced[-1] == min(balanced) < 4
+
+
+def test_a_balanced_split_that_does_not_fit_gives_way_to_one_that_does():
+    model = replace(PRESETS["llama3-8b"], recomputation="none")
+    times = layer_times(model, A100)
+    job = Configuration(model, (8,) * 4, 1, 16)
+    balanced = split_choices(job, A100, times)[-1]
+    needed = memory(balanced, A100)
+    # A device that the first rank, which keeps most microbatches, is too small for.
+    small = replace(A100, memory_bytes=0.99 * needed.total)
+    fitting = split_choices(job, small, times)[-1]
+    assert memory(fitting, small).fits
+    assert not memory(balanced, small).fits
+    assert fitting.split[0] < balanced.split[0]
+    assert sum(fitting.split) == 32
+
+
+@pytest.mark.parametrize("text", ["Et*3|t*3L|", "Ett|t*7L", "E|t*5|t*3L", "first=2", "less=2+3"])
+def test_what_is_proposed_is_never_slower_than_a_given_layout(text: str):
+    if text.endswith("|"):
+        with pytest.raises(ScheduleError, match="needs one L"):
+            explore(SMALL, A100, replace(EIGHT, layout=text))
+        return
+    if text == "Ett|t*7L":
+        with pytest.raises(ScheduleError, match="has 9 decoder layers, but the model has 8"):
+            explore(SMALL, A100, replace(EIGHT, layout=text))
+        return
+    found = explore(SMALL, A100, replace(EIGHT, layout=text))
+    compared = [found.balance(row) for row in found.first]
+    for row, balance in zip(found.first, compared, strict=True):
+        if balance is not None:
+            assert balance.is_given
+            assert balance.after == row.candidate.job.layout
+            given = replace(row.candidate.job, split=balance.before.layers)
+            assert balance.before_s == pytest.approx(
+                iteration_s(given, A100, row.candidate.times), rel=2e-3
+            )
+    assert "=" in text or None not in compared
+    assert all(balance.time_share >= -1e-9 for balance in compared[:1] if balance is not None)
+
+
+def test_modules_of_multi_token_prediction_stay_where_they_are():
+    model = PRESETS["llama3-8b"]
+    times = layer_times(model, H100)
+    layout = read_layout("Et*8|t*8|t*8|t*8mL", layers=32)
+    job = Configuration(model, (8,) * 4, 8, 8)
+    given, *others = split_choices(job, H100, times, layout)
+    assert (given.layout, given.predictions) == (layout, (0, 0, 0, 1))
+    more, less = (each.rank_parameters.sum(axis=0) for each in (given, job))
+    assert more[-1] - less[-1] == pytest.approx(model.layer_parameters)
+    phases = given.stage_phases(H100, times)[-1]["F"]
+    more_s = (times.layer["F"] + times.head["F"]).time_s(1980)
+    assert phases.time_s(1980) - job.stage_phases(H100, times)[-1]["F"].time_s(
+        1980
+    ) == pytest.approx(more_s)
+    assert others
+    assert all(each.predictions == (0, 0, 0, 1) and each.split[-1] < 8 for each in others)
+
+
+def test_a_layout_of_no_pipeline_is_refused():
+    with pytest.raises(UsageError, match=r"--layout: no pipeline on 8 GPUs .* has stages for"):
+        explore(SMALL, A100, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
 
 
 def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():

@@ -270,7 +270,7 @@ NO_SPLITS = {
     "stages is 0; give a whole number from 1 to the 4 layers of the model": 0,
     "stages is 5; give a whole number from 1 to the 4 layers of the model": 5,
     "stages is True; give a whole number from 1 to the 4 layers of the model": True,
-    "layers: 0 is not a number of layers; give a whole number from 1": (4, 0),
+    "layers: -1 is not a number of layers; give a whole number from 0": (5, -1),
     "layers: the stages have 5 in total, but the model has 4; change the stages so that the sums "
     "agree": (
         2,
