@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepped_ranks import Disagreement, World
+from strategies import drawn
 
 from perseus_planner.runtime.switching import AgreedState, Agreement
 
@@ -72,14 +72,12 @@ def happenings(*actions: dict[str, Any]) -> st.SearchStrategy[list[Happening]]:
     return st.lists(st.tuples(st.sampled_from(names), st.sampled_from(RANKS)), max_size=150)
 
 
-@given(happenings(STEPS, OTHERS))
-@settings(max_examples=100)
+@drawn(20, 100, happenings(STEPS, OTHERS), anew=True)
 def test_ranks_agree_in_every_order_of_their_operations(happenings: list[Happening]):
     check(happenings)
 
 
-@given(happenings(STEPS, OTHERS, FAULTS))
-@settings(max_examples=100)
+@drawn(20, 100, happenings(STEPS, OTHERS, FAULTS), anew=True)
 def test_ranks_agree_where_some_die_or_lose_the_store(happenings: list[Happening]):
     check(happenings)
 
