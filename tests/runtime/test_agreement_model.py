@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 from stepped_ranks import Disagreement, World
-from strategies import drawn
+from strategies import drawn, few_and_many
 
 from perseus_planner.runtime.switching import AgreedState, Agreement
 
@@ -90,8 +90,9 @@ def at_random(seed: int, *groups: dict[str, Any]) -> list[Happening]:
 
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["alive", "faults"])
-def test_ranks_agree_in_orders_of_a_generator_of_its_own(faults: dict[str, Any]):
-    for seed in range(100):
+@few_and_many("count", 15, 100)
+def test_ranks_agree_in_orders_of_a_generator_of_its_own(faults: dict[str, Any], count: int):
+    for seed in range(count):
         check(at_random(seed, STEPS, OTHERS, faults))
 
 
