@@ -200,17 +200,17 @@ class Checkout:
             shutil.copy2(ROOT / name, folder / name)
         self.failing: set[str] = set()  #: tests that fail without any mutant
 
-    def killer(self, tests: Sequence[str], limit_s: float) -> str | None:
-        """Return the first test that fails, and None if none does in time."""
+    def killer(self, tests: Sequence[str], limit_s: float) -> tuple[str | None, int]:
+        """Return the first test that fails, None if none does in time; and how many files ran."""
         until = time.monotonic() + limit_s
-        for file in tests:
+        for number, file in enumerate(tests):
             left_s = until - time.monotonic()
             if left_s <= 0:
-                return None
+                return None, number
             failed = self._failed(file, left_s)
             if failed is not None:
-                return failed
-        return None
+                return failed, number + 1
+        return None, len(tests)
 
     def passes(self, test: str) -> bool:
         """Return whether a test passes; one that does not counts no more."""
@@ -273,10 +273,12 @@ def main() -> None:
             content = files[mutant.file]
             module = _module_of(mutant.file)
             assert module in named, module
-            killer = _killer(checkout, mutant, content, tests_of(graph, module), options.limit)
+            tests = tests_of(graph, module)
+            killer, count = _killer(checkout, mutant, content, tests, options.limit)
             killed += killer is not None
             print(f"{number}. {mutant.shown(content)}", flush=True)
-            print(f"   {'SURVIVES' if killer is None else f'killed by {killer}'}", flush=True)
+            survives = f"SURVIVES {count} of {len(tests)} files that can reach it"
+            print(f"   {survives if killer is None else f'killed by {killer}'}", flush=True)
     print(f"{killed} of {len(drawn)} mutants are killed")
 
 
@@ -288,20 +290,20 @@ def _module_of(file: Path) -> str:
 
 def _killer(
     checkout: Checkout, mutant: Mutant, content: bytes, tests: Sequence[str], limit_s: float
-) -> str | None:
-    """Return the first test that fails with a mutant alone."""
+) -> tuple[str | None, int]:
+    """Return the first test that fails with a mutant alone, and how many files ran."""
     path = checkout.folder / mutant.file
     times = path.stat()
     while True:
         path.write_bytes(mutant.of(content))
         try:
-            failed = checkout.killer(tests, limit_s)
+            failed, count = checkout.killer(tests, limit_s)
         finally:
             # with its time, by which Python and Numba know what they have compiled
             path.write_bytes(content)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         if failed is None or checkout.passes(failed.partition(" ended with")[0]):
-            return failed
+            return failed, count
 
 
 if __name__ == "__main__":
