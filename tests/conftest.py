@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,8 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "planner")
 
 
-#: The slowest files, which run first so that all workers end together; files that compute are
-#: beside files that wait.
+#: The slowest files, which run first after those of changed rooms, so that all workers end
+#: together; files that compute are beside files that wait.
 FIRST = (
     "lab/test_acceptance",
     "project/test_documents",
@@ -43,6 +44,37 @@ FIRST = (
 )
 
 
+CHANGED = "PLANNER_TESTS_CHANGED"
+"""The variable that names the rooms of changed files to the workers, who must all sort alike."""
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[CHANGED] = " ".join(sorted(changed_rooms()))
+
+
+def changed_rooms() -> set[str]:
+    """Return the folders below tests/ of what differs from the last commit: a change is likeliest
+    found wrong by the tests of its room. Without git there are none.
+    """
+    root = Path(__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "--no-optional-locks", "status", "--porcelain"]
+    try:
+        listed = subprocess.run(
+            [*command, "--untracked-files=all"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    rooms = set()
+    for line in listed.splitlines():
+        parts = Path(line[3:].rpartition(" -> ")[2]).parts[:-1]
+        if parts and parts[0] in ("perseus_planner", "tests"):
+            parts = parts[1:]
+        if parts:
+            rooms.add("/".join(parts[: 1 + (parts[0] == "extensions")]))
+    return rooms
+
+
 def installed_names() -> set[str]:
     """Return the names of the extensions of this distribution that are there."""
     import perseus_planner
@@ -58,7 +90,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = sorted(needed - installed_names())
         if missing:
             item.add_marker(pytest.mark.skip(f"without the extension {', '.join(missing)}"))
-    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem}", len(order)))
+    changed = {Path(__file__).parent / room for room in os.environ.get(CHANGED, "").split()}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        slow = order.get(f"{item.path.parent.name}/{item.path.stem}", len(order))
+        return item.path.parent not in changed, slow
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

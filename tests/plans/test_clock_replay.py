@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal
-from strategies import fixed, pipelines
+from strategies import drawn, fixed, pipelines
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.clock_replay import (
@@ -298,8 +298,7 @@ def solved(
     raise AssertionError("the rules do not settle")
 
 
-@settings(parent=fixed, max_examples=400)
-@given(seed=SEEDS)
+@drawn(40, 400, seed=SEEDS)
 def test_the_replay_follows_from_the_rules(seed: int):
     problem = exact(seed)
     result, (ends_s, joules, calls) = problem.replayed(), solved(problem)
@@ -324,8 +323,7 @@ def test_the_replay_follows_from_the_rules(seed: int):
     )
 
 
-@fixed
-@given(problem=pipelines(5, 8), seed=SEEDS)
+@drawn(10, 100, problem=pipelines(5, 8), seed=SEEDS)
 def test_changes_that_take_no_time_change_nothing(problem: tuple[Profile, Schedule], seed: int):
     plan = plan_of(*problem, Random(seed))
     drawn, timeline = problem_of(plan, Random(seed)), replay(plan)
@@ -339,8 +337,7 @@ def test_changes_that_take_no_time_change_nothing(problem: tuple[Profile, Schedu
     assert (drawn.time_s(result), drawn.energy_j(result)) == (timeline.time_s, timeline.energy_j)
 
 
-@fixed
-@given(problem=pipelines(5, 8), seed=SEEDS)
+@drawn(10, 100, problem=pipelines(5, 8), seed=SEEDS)
 def test_one_clock_per_rank_costs_nothing(problem: tuple[Profile, Schedule], seed: int):
     plan = plan_of(*problem, Random(seed))
     drawn = problem_of(plan, Random(seed))

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from strategies import fixed, problems
+from strategies import drawn, problems
 
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws
@@ -17,8 +16,7 @@ from perseus_planner.solver.on_time import replay_draws
 COUNT = 3
 
 
-@settings(fixed, max_examples=60)
-@given(dag=problems(12))
+@drawn(6, 60, dag=problems(12))
 def test_each_draw_is_replayed_as_alone(dag: PipelineDag):
     random = np.random.default_rng(1)
     clocks = sorted(

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import waiting_w
 from refusals import refusal
-from strategies import deadline_s, fixed, jobs, pipeline, problems, shares, smooth_profile
+from strategies import deadline_s, drawn, fixed, jobs, pipeline, problems, shares, smooth_profile
 from validators import check_plan, check_replay
 
 from perseus_planner.base.errors import InfeasiblePower, PlanError, ProfileError, UsageError
@@ -40,8 +40,7 @@ def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
     return energy_j - waiting_w(frontier.dag) * time_s
 
 
-@settings(fixed, max_examples=60)
-@given(dag=problems(30, 8), share=shares())
+@drawn(6, 60, dag=problems(30, 8), share=shares())
 def test_a_plan_holds_in_every_number_and_replays_to_it(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
     plan = frontier.plan_until(deadline_s(frontier, share), on_time=None)
@@ -62,8 +61,7 @@ def test_a_plan_in_the_time_of_maximum_clocks_costs_no_more_than_they_do(dag: Pi
     )
 
 
-@settings(fixed, max_examples=30)
-@given(dag=problems(20, 8), overhead_s=st.floats(0.0, 10.0), share=shares())
+@drawn(3, 30, dag=problems(20, 8), overhead_s=st.floats(0.0, 10.0), share=shares())
 def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
     dag: PipelineDag, overhead_s: float, share: float
 ):
@@ -128,8 +126,7 @@ def test_a_plan_holds_the_closer_bound_for_measured_clocks_and_so_does_its_file(
     assert Plan.load(tmp_path / "plan.yaml") == plan
 
 
-@settings(fixed, max_examples=30)
-@given(dag=jobs(), slowdown=st.floats(1.0, 3.0))
+@drawn(3, 30, dag=jobs(), slowdown=st.floats(1.0, 3.0))
 def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(
     dag: PipelineDag, slowdown: float
 ):
@@ -141,8 +138,7 @@ def test_more_time_than_saves_energy_gives_the_plan_of_least_energy(
     assert frontier.plan_for(before_s, on_time=None) == frontier.plan_until(before_s, on_time=None)
 
 
-@settings(fixed, max_examples=30)
-@given(dag=jobs(), slowdown=st.floats(0.5, 2.0))
+@drawn(3, 30, dag=jobs(), slowdown=st.floats(0.5, 2.0))
 def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(
     dag: PipelineDag, slowdown: float
 ):
@@ -157,8 +153,7 @@ def test_beside_a_straggler_any_job_is_as_slow_but_no_slower_than_pays(
     assert math.isclose(beside.energy_j, plan.energy_j + waiting_w(dag) * waited_s, rel_tol=1e-12)
 
 
-@settings(fixed, max_examples=30)
-@given(dag=jobs(), share=st.floats(0, 1))
+@drawn(3, 30, dag=jobs(), share=st.floats(0, 1))
 def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(
     dag: PipelineDag, share: float
 ):
@@ -174,8 +169,7 @@ def test_any_job_keeps_within_a_power_budget_or_names_one_that_it_keeps_within(
     assert plan.power_w <= budget_w
 
 
-@settings(fixed, max_examples=30)
-@given(dag=problems(12), seed=st.integers(0, 2**32))
+@drawn(3, 30, dag=problems(12), seed=st.integers(0, 2**32))
 def test_a_plan_of_any_clocks_holds_in_every_number(dag: PipelineDag, seed: int):
     rng, frontier = Random(seed), solve_dag(dag)
     each = zip(dag.computations, dag.iteration.keys, strict=True)

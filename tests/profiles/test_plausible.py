@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refusal
-from strategies import smooth_profile
+from strategies import smooth_profile, soaks
 
 from perseus_planner import solve
 from perseus_planner.base.errors import ProfileError
@@ -344,7 +344,7 @@ def simulated(seed: int) -> tuple[Profile, str]:
     return Profile(rows, gpus * model.blocking_power_w, gpu=gpu, gpus_per_stage=gpus), name
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(10), *soaks(*range(10, 100))])
 def test_no_simulated_profile_is_doubted(seed: int):
     profile, name = simulated(seed)
     assert profile.doubts() == [], name

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from commands import loaded
 from made_runs import BEGIN_NS, EPOCH_NS, ns, write_run
-from strategies import smooth_profile
+from strategies import smooth_profile, soaks
 
 from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.engines.engine import PipelineRank
@@ -159,7 +159,7 @@ def check_nothing_saved(rng: Random, folder: Path) -> None:
     assert metrics["planner_job_baseline_joules"] == metrics["planner_job_energy_joules"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *soaks(*range(1, 5))])
 def test_a_run_in_which_no_clock_was_lowered_has_saved_nothing_by_every_figure(
     seed: int, tmp_path: Path
 ):

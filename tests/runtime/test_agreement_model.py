@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepped_ranks import Disagreement, World
+from strategies import drawn, few_and_many
 
 from perseus_planner.runtime.switching import AgreedState, Agreement
 
@@ -72,14 +72,12 @@ def happenings(*actions: dict[str, Any]) -> st.SearchStrategy[list[Happening]]:
     return st.lists(st.tuples(st.sampled_from(names), st.sampled_from(RANKS)), max_size=150)
 
 
-@given(happenings(STEPS, OTHERS))
-@settings(max_examples=100)
+@drawn(20, 100, happenings(STEPS, OTHERS), anew=True)
 def test_ranks_agree_in_every_order_of_their_operations(happenings: list[Happening]):
     check(happenings)
 
 
-@given(happenings(STEPS, OTHERS, FAULTS))
-@settings(max_examples=100)
+@drawn(20, 100, happenings(STEPS, OTHERS, FAULTS), anew=True)
 def test_ranks_agree_where_some_die_or_lose_the_store(happenings: list[Happening]):
     check(happenings)
 
@@ -92,8 +90,9 @@ def at_random(seed: int, *groups: dict[str, Any]) -> list[Happening]:
 
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["alive", "faults"])
-def test_ranks_agree_in_orders_of_a_generator_of_its_own(faults: dict[str, Any]):
-    for seed in range(100):
+@few_and_many("count", 15, 100)
+def test_ranks_agree_in_orders_of_a_generator_of_its_own(faults: dict[str, Any], count: int):
+    for seed in range(count):
         check(at_random(seed, STEPS, OTHERS, faults))
 
 

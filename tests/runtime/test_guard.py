@@ -28,6 +28,12 @@ ENGINES = ["torch", "deepspeed", "megatron", "whole"]
 WAYS = [*ENGINES, "torch autopilot", "torch work", "deepspeed work"]
 
 
+def _imports(way: str) -> list[str]:
+    """Return what the ranks of a way import, which takes them long if each does so."""
+    engines = {"deepspeed": ["deepspeed.pipe"], "megatron": ["tiny_gpt"]}
+    return engines.get(way.partition(" ")[0], [])
+
+
 def _needs(way: str) -> None:
     engine = way.partition(" ")[0]
     pytest.importorskip("torch")
@@ -43,7 +49,9 @@ def test_faults_in_whatever_the_training_thread_enters_end_no_training(way: str,
     _needs(way)
     from launching import results_of
 
-    everyone = results_of("guard_programs:runtime", 2, tmp_path, way, str(SHARE), SEED)
+    everyone = results_of(
+        "guard_programs:runtime", 2, tmp_path, way, str(SHARE), SEED, imports=_imports(way)
+    )
     for each in everyone:
         assert each["equal"]
         assert each["raised"] > 0
@@ -65,7 +73,9 @@ def test_a_fault_that_stays_is_said_once_in_the_job(way: str, where: str, tmp_pa
     _needs(way)
     from launching import results_of
 
-    everyone = results_of("guard_programs:said_once", 2, tmp_path, way, where)
+    everyone = results_of(
+        "guard_programs:said_once", 2, tmp_path, way, where, imports=_imports(way)
+    )
     assert all(each["equal"] for each in everyone)
     (warning,) = [text for each in everyone for text in each["warnings"]]
     assert f"a fault of the planner, please report it at {ISSUES}: KeyError: 'broken'" in warning
@@ -81,7 +91,9 @@ def test_faults_of_a_recording_end_no_training_and_say_why_there_is_no_profile(
     _needs(way)
     from launching import results_of
 
-    everyone = results_of("guard_programs:profiling", 2, tmp_path, way, str(SHARE), SEED)
+    everyone = results_of(
+        "guard_programs:profiling", 2, tmp_path, way, str(SHARE), SEED, imports=_imports(way)
+    )
     for each in everyone:
         assert each["equal"]
         assert each["unsaid"] == []

@@ -27,6 +27,7 @@ from gpu_owners import (
     planner_processes,
 )
 from launching import deepspeed, launched, results_of, torchrun
+from strategies import soaks
 from waiting import eventually, idle_s, soon
 
 from perseus_planner.gpu.lease.lease import recover
@@ -183,12 +184,10 @@ def trains(job: Job) -> None:
     "victims",
     [
         ("rank 1",),
-        ("controller",),
-        ("launcher",),
         ("guardian",),
         BOTH,
-        ("rank 0", "guardian", "controller"),
         ROLES,
+        *soaks(("controller",), ("launcher",), ("rank 0", "guardian", "controller")),
     ],
     ids=" and ".join,
 )
@@ -211,7 +210,7 @@ def test_no_clock_is_locked_two_seconds_after_a_kill(victims: tuple[str, ...], f
 @pytest.mark.needs("autopilot")
 @pytest.mark.parametrize(
     "victims",
-    [("rank 0",), ("rank 1",), ("launcher",), ("autopilot", "controller")],
+    [("rank 0",), ("autopilot", "controller"), *soaks(("rank 1",), ("launcher",))],
     ids=" and ".join,
 )
 def test_no_clock_is_locked_two_seconds_after_a_kill_while_training_learns(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import deadline_s, jobs
+from strategies import deadline_s, drawn, jobs
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
@@ -22,8 +21,7 @@ def plan_of(dag: PipelineDag, share: float = 0.5) -> Plan:
     return frontier.plan_for(deadline_s(frontier, share), on_time=None)
 
 
-@settings(max_examples=15)
-@given(dag=jobs(), numbers=st.sets(st.integers(0, 30), min_size=1))
+@drawn(2, 15, dag=jobs(), numbers=st.sets(st.integers(0, 30), min_size=1), anew=True)
 def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
     fast, slow = plan_of(dag, 0.0), plan_of(dag, 1.0)
     for given_plans in (fast, {number: slow if number % 2 else fast for number in numbers}):
@@ -35,8 +33,7 @@ def test_plans_are_the_same_on_all_ranks(dag: PipelineDag, numbers: set[int]):
             assert read.of_pipeline(number) == wanted
 
 
-@settings(max_examples=15)
-@given(dag=jobs())
+@drawn(2, 15, dag=jobs(), anew=True)
 def test_a_pipeline_without_a_plan_is_refused(dag: PipelineDag):
     with pytest.raises(PlanError, match=r"^pipeline 2 has no plan; there are plans for 1$"):
         Plans.load({1: plan_of(dag)}).of_pipeline(2)
@@ -53,8 +50,7 @@ def test_a_plan_may_be_named_by_its_file(folder: Path):
         Plans.load("plan.yaml")
 
 
-@settings(max_examples=15)
-@given(dag=jobs(), place=st.integers(0, 10**6), cut=st.booleans())
+@drawn(3, 15, dag=jobs(), place=st.integers(0, 10**6), cut=st.booleans(), anew=True)
 def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, place: int, cut: bool):
     plan = plan_of(dag)
     program = Program.of_plan(1, plan, 0)
@@ -73,8 +69,7 @@ def test_another_order_is_refused_at_its_first_difference(dag: PipelineDag, plac
         program.check_order(other, "an engine")
 
 
-@settings(max_examples=15)
-@given(dag=jobs())
+@drawn(2, 15, dag=jobs(), anew=True)
 def test_a_rank_that_the_plan_has_not_is_refused(dag: PipelineDag):
     plan = plan_of(dag)
     with pytest.raises(

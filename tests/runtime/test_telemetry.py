@@ -14,10 +14,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import BEGIN_NS, any_plan, ns
-from strategies import fixed, smooth_profile
+from strategies import drawn, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.engines.engine import PipelineRank
@@ -147,8 +146,7 @@ def off_ns(span: tuple[int, int], value: int, changes: list[ControlChange]) -> i
     return sum(MS for at_ns in range(*span, MS) if in_force(at_ns) != value)
 
 
-@settings(fixed, max_examples=150)
-@given(st.integers(0, 2**32 - 1))
+@drawn(15, 150, st.integers(0, 2**32 - 1))
 def test_records_match_a_plain_model_of_rank_and_controller(seed: int):
     rng = Random(seed)
     some = [program(rng.randrange(2**32), version) for version in (1, 2)]
@@ -215,8 +213,9 @@ def deviate(telemetry: Telemetry, number: int, ran_by: Program) -> None:
     telemetry.update([iteration(number, begin_ns, begin_ns + 10)], [reading(begin_ns + 10)])
 
 
-@settings(fixed, max_examples=100)
-@given(
+@drawn(
+    10,
+    100,
     st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**6)), min_size=1, max_size=12),
     st.lists(st.integers(1, 10**6), min_size=2, max_size=8),
     st.integers(0, 2 * 10**6),

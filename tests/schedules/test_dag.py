@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
 from refusals import refusal
-from strategies import deadline_s, fixed, jobs, problems, shares
+from strategies import deadline_s, drawn, jobs, problems, shares
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import ProfileError, ScheduleError
@@ -50,8 +49,7 @@ def test_a_pipeline_waits_for_its_rank_and_for_activations_and_gradients():
     }
 
 
-@settings(fixed, max_examples=200)
-@given(dag=problems(12))
+@drawn(20, 200, dag=problems(12))
 def test_networkx_sees_the_same_graph_and_the_order_is_topological(dag: PipelineDag):
     graph = dag.to_networkx()
     nodes = [*dag.computations, *map(str, dag.iteration.operations)]
@@ -68,8 +66,7 @@ def test_networkx_sees_the_same_graph_and_the_order_is_topological(dag: Pipeline
     )
 
 
-@settings(fixed, max_examples=100)
-@given(dag=jobs())
+@drawn(10, 100, dag=jobs())
 def test_a_job_comes_back_from_networkx_as_it_was(dag: PipelineDag):
     graph = dag.to_networkx()
     assert PipelineDag.from_networkx(dag.profile, graph, dag.schedule.name) == dag
@@ -77,8 +74,7 @@ def test_a_job_comes_back_from_networkx_as_it_was(dag: PipelineDag):
     assert PipelineDag.from_networkx(dag.profile, as_text, dag.schedule.name) == dag
 
 
-@settings(fixed, max_examples=60)
-@given(dag=jobs(), share=shares())
+@drawn(6, 60, dag=jobs(), share=shares())
 def test_the_order_in_which_a_graph_was_written_does_not_matter(dag: PipelineDag, share: float):
     graph = dag.to_networkx()
     shuffled = nx.DiGraph()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from noisy_rows import unlike_stages
 from oracles import all_choices, waiting_w
-from strategies import fixed, graphs, shares, smooth_profile
+from strategies import drawn, graphs, shares, smooth_profile
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import network
@@ -28,8 +27,7 @@ def below(exact: Frontier, rough: Frontier, share: float) -> float:
     )
 
 
-@fixed
-@given(dag=graphs(7, max_options=4), share=shares())
+@drawn(10, 100, dag=graphs(7, max_options=4), share=shares())
 def test_the_bound_is_not_above_the_best_choice_or_the_exact_bound(dag: PipelineDag, share: float):
     exact = solve_dag(dag)
     with pytest.MonkeyPatch.context() as patch:

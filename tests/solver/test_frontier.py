@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import all_choices, effective_j, nodes, rank_waiting_w, relaxed_j, waiting_w
-from strategies import deadline_s, fixed, furnished, graphs, jobs, pipelines, problems, shares
+from strategies import (
+    deadline_s,
+    drawn,
+    few_and_many,
+    fixed,
+    furnished,
+    graphs,
+    jobs,
+    pipelines,
+    problems,
+    shares,
+)
 from validators import check_frontier
 
 from perseus_planner import schedules
@@ -42,30 +53,26 @@ def check_bound(frontier: Frontier, share: float) -> None:
     assert abs(frontier.bound_j(at_s) - relaxed_j(frontier.dag, at_s)) <= 1e-9 * scale_j(frontier)
 
 
-@settings(fixed, max_examples=300)
-@given(dag=graphs(12), share=shares())
+@drawn(30, 300, dag=graphs(12), share=shares())
 def test_the_bound_of_any_small_graph_is_that_of_a_linear_programme(dag: PipelineDag, share: float):
     check_bound(solve_dag(dag), share)
 
 
-@settings(fixed, max_examples=300)
-@given(dag=graphs(45, least=15, max_options=12), share=shares())
+@drawn(30, 300, dag=graphs(45, least=15, max_options=12), share=shares())
 def test_the_bound_of_any_larger_graph_is_that_of_a_linear_programme(
     dag: PipelineDag, share: float
 ):
     check_bound(solve_dag(dag), share)
 
 
-@settings(fixed, max_examples=60)
-@given(problem=pipelines(4, 8, 10), share=shares())
+@drawn(6, 60, problem=pipelines(4, 8, 10), share=shares())
 def test_the_bound_of_a_pipeline_is_that_of_a_linear_programme(
     problem: tuple[Profile, Schedule], share: float
 ):
     check_bound(solve(*problem), share)
 
 
-@settings(fixed, max_examples=200)
-@given(dag=jobs(max_options=8), share=shares())
+@drawn(20, 200, dag=jobs(max_options=8), share=shares())
 def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(
     dag: PipelineDag, share: float
 ):
@@ -86,15 +93,15 @@ def test_the_bound_of_a_job_of_any_schedule_is_that_of_a_linear_programme(
     ],
     ids=str,
 )
-def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedule):
-    for seed in range(3):
+@few_and_many("seeds", 1, 3)
+def test_the_bound_of_larger_jobs_is_that_of_a_linear_programme(schedule: Schedule, seeds: int):
+    for seed in range(seeds):
         frontier = solve_dag(furnished(seed, schedule, 5))
         for share in (0.0, 0.01, 0.3, 0.7, 1.0):
             check_bound(frontier, share)
 
 
-@settings(fixed, max_examples=100)
-@given(dag=graphs(6, max_options=4))
+@drawn(10, 100, dag=graphs(6, max_options=4))
 def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(dag: PipelineDag):
     frontier = solve_dag(dag)
     times_s, costs_j = all_choices(dag)
@@ -105,8 +112,7 @@ def test_no_choice_of_clocks_is_below_the_bound_or_faster_than_the_least_time(da
         assert energy_j >= frontier.bound_j(time_s) - 1e-12 * scale_j(frontier)
 
 
-@settings(fixed, max_examples=200)
-@given(dag=problems(30, 8))
+@drawn(20, 200, dag=problems(30, 8))
 def test_a_frontier_is_a_convex_curve_between_its_ends(dag: PipelineDag):
     frontier = solve_dag(dag)
     check_frontier(frontier)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
-from strategies import any_schedule, fixed, furnished, graph, pipeline, problems, shares
+from strategies import any_schedule, drawn, fixed, furnished, graph, pipeline, problems, shares
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import labels
@@ -92,8 +92,7 @@ def small(seed: int) -> PipelineDag:
     return furnished(seed, schedule, 8)
 
 
-@fixed
-@given(dag=problems(12), share=shares())
+@drawn(10, 100, dag=problems(12), share=shares())
 def test_what_is_found_is_in_time_and_costs_no_more(dag: PipelineDag, share: float):
     problem = point_problem(dag)
     deadline_s = deadline_of(problem, share)
@@ -117,8 +116,7 @@ def test_with_enough_labels_it_is_the_best_of_all_choices(dag: PipelineDag, shar
     assert problem.cost_j[found].sum() <= best_j + 1e-5 * np.abs(problem.cost_j).max() * len(found)
 
 
-@fixed
-@given(dag=problems(10), share=shares())
+@drawn(10, 100, dag=problems(10), share=shares())
 def test_both_directions_find_equal_energies(dag: PipelineDag, share: float):
     problem = point_problem(dag)
     assume(len(problem.member) <= 16)
@@ -169,8 +167,8 @@ def above_the_optimum(seed: int) -> float | None:
 
 
 def test_drawn_plans_are_near_proved_optima():
-    gaps = [gap for seed in range(6) if (gap := above_the_optimum(seed)) is not None]
-    assert len(gaps) >= 4
+    gaps = [gap for seed in range(4) if (gap := above_the_optimum(seed)) is not None]
+    assert len(gaps) >= 3
     assert max(gaps) <= 5e-4
     assert min(gaps) >= -2 * _PROVED
 

@@ -9,9 +9,8 @@ from random import Random
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from oracles import INFINITE, flow_range
-from strategies import fixed, graphs, jobs, pipelines, problems, smooth_profile
+from strategies import drawn, graphs, jobs, pipelines, problems, smooth_profile
 from validators import Point, arc_cost, check_cut, check_state, critical_arcs, gaps, points_at
 
 from perseus_planner.profiles.profiles import Profile
@@ -65,26 +64,22 @@ def check_states(frontier: Frontier, count: int) -> None:
         assert at.power == power_below(frontier, at.time)
 
 
-@settings(fixed, max_examples=200)
-@given(dag=graphs(30, max_options=8))
+@drawn(20, 200, dag=graphs(30, max_options=8))
 def test_states_of_any_graph_prove_themselves_optimal(dag: PipelineDag):
     check_states(solve_dag(dag), 6)
 
 
-@settings(fixed, max_examples=60)
-@given(problem=pipelines(5, 12, 12))
+@drawn(6, 60, problem=pipelines(5, 12, 12))
 def test_states_of_a_pipeline_prove_themselves_optimal(problem: tuple[Profile, Schedule]):
     check_states(solve(*problem), 6)
 
 
-@settings(fixed, max_examples=100)
-@given(dag=jobs(4, 6, 8))
+@drawn(10, 100, dag=jobs(4, 6, 8))
 def test_states_of_a_job_of_any_schedule_prove_themselves_optimal(dag: PipelineDag):
     check_states(solve_dag(dag), 6)
 
 
-@fixed
-@given(dag=problems(12))
+@drawn(10, 100, dag=problems(12))
 def test_guides_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
     frontier, tick_s = solve_dag(dag), solve_dag(dag).scaled.tick_s
     guides = frontier.guides
@@ -95,8 +90,7 @@ def test_guides_reach_from_the_slow_end_to_the_fast_one(dag: PipelineDag):
         assert end_s.max() == pytest.approx(time_s)
 
 
-@fixed
-@given(dag=problems(12))
+@drawn(10, 100, dag=problems(12))
 def test_event_times_cost_exactly_the_sum_of_the_slopes(dag: PipelineDag):
     frontier = solve_dag(dag)
     network, times, powers = (
@@ -117,15 +111,13 @@ def test_event_times_cost_exactly_the_sum_of_the_slopes(dag: PipelineDag):
 
 
 @pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
-@settings(fixed, max_examples=60)
-@given(dag=graphs(20, least=3))
+@drawn(6, 60, dag=graphs(20, least=3))
 def test_networkx_finds_the_same_cuts_in_any_graph(flow_func, dag: PipelineDag):
     check_against_networkx(solve_dag(dag), 3, flow_func)
 
 
 @pytest.mark.parametrize("flow_func", FLOW_FUNCTIONS, ids=lambda function: function.__name__)
-@settings(fixed, max_examples=30)
-@given(dag=jobs())
+@drawn(3, 30, dag=jobs())
 def test_networkx_finds_the_same_cuts_in_a_job(flow_func, dag: PipelineDag):
     check_against_networkx(solve_dag(dag), 3, flow_func)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from oracles import all_choices, relaxed_j, waiting_w
 from recomputed import recomputed
-from strategies import any_schedule, furnished, pipeline, smooth_profile
+from strategies import any_schedule, few_and_many, furnished, pipeline, smooth_profile
 
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256
@@ -106,9 +106,10 @@ def merged(dag: PipelineDag) -> PipelineDag:
     return PipelineDag(replace(dag.profile, measurements=rows, modes=None), dag.iteration)
 
 
-def test_free_modes_are_one_hull_and_rounding_picks_among_them() -> None:
+@few_and_many("count", 8, 40)
+def test_free_modes_are_one_hull_and_rounding_picks_among_them(count: int) -> None:
     is_mixed = 0
-    for dag in problems(40):
+    for dag in problems(count):
         frontier, one = solve_dag(dag), merged(dag)
         times_s, costs_j = all_choices(one)
         for share in (0.0, 0.3, 0.8):
@@ -121,7 +122,7 @@ def test_free_modes_are_one_hull_and_rounding_picks_among_them() -> None:
             assert plan.time_s <= deadline_s
             assert plan.energy_j - waiting_w(dag) * plan.time_s == pytest.approx(best_j, abs=1e-9)
             is_mixed += len({mode_of(kind) for _, kind in plan.iteration.keys}) > 1
-    assert is_mixed > 20
+    assert is_mixed > count / 2
 
 
 def taken_bytes(dag: PipelineDag, mode: dict[str, str]) -> dict[int, float]:

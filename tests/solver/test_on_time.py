@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from noisy_rows import noisy_rows, unlike_stages
 from refusals import refusal
-from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
+from strategies import deadline_s, drawn, few_and_many, pipelines, shares, smooth_profile, soaks
 
 from perseus_planner import schedules, solve
 from perseus_planner.base.errors import (
@@ -76,10 +75,11 @@ def plan_at(seed: int, slowdown: float, clocks: int | None = None, **limits: obj
     return frontier.plan_until(slowdown * frontier.baseline_time_s, **limits)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("clocks", [12, None])
-def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None):
+@pytest.mark.parametrize("clocks", [12, *soaks(None)])
+@few_and_many("seeds", 1, 3)
+def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None, seeds: int):
     raw, sure = [], []
-    for seed in range(3):
+    for seed in range(seeds):
         for slowdown in SLOWDOWNS:
             raw.append(late(seed, plan_at(seed, slowdown, clocks, on_time=None), slowdown))
             sure.append(
@@ -89,10 +89,11 @@ def test_plans_are_on_time_where_those_from_the_rows_are_late(clocks: int | None
     assert max(sure) < 0.001
 
 
-def test_a_highest_clock_that_was_hot_one_of_three_times_makes_no_plan_late():
+@few_and_many("seeds", 1, 3)
+def test_a_highest_clock_that_was_hot_one_of_three_times_makes_no_plan_late(seeds: int):
     hot = np.array([1.01, 1.0, 1.0])
     late_by: dict[float, list[float]] = {0.0: [], float(hot.std(ddof=1)): []}
-    for seed in range(3):
+    for seed in range(seeds):
         rows = measured(seed, 0.001, 12).profile
         measurements = {
             key: (replace(top, time_s=hot.mean() * top.time_s), *others)
@@ -111,7 +112,7 @@ def test_a_highest_clock_that_was_hot_one_of_three_times_makes_no_plan_late():
     assert known < 0.001 < unknown
 
 
-@pytest.mark.parametrize("jitter", [0.013, 0.03])
+@pytest.mark.parametrize("jitter", [0.03, *soaks(0.013)])
 def test_plans_are_on_time_in_the_mean_with_the_jitter_of_a_run(jitter: float):
     draws = exact_draws(truth(0).profile.measurements)
     shape = len(truth(0).dag.computations), 1000
@@ -129,7 +130,7 @@ def test_plans_are_on_time_in_the_mean_with_the_jitter_of_a_run(jitter: float):
     assert late_by(measured(0), 0.0, 1.0) > 0.002
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *soaks(1, 2)])
 def test_savings_are_as_promised_and_mostly_kept(seed: int):
     for slowdown in SLOWDOWNS:
         plan = plan_at(seed, slowdown, on_time=0.95)
@@ -141,7 +142,7 @@ def test_savings_are_as_promised_and_mostly_kept(seed: int):
         assert real > 0.6 * best.saving_j / best.baseline_energy_j
 
 
-@pytest.mark.parametrize("overhead_s", [0.0, 0.05])
+@pytest.mark.parametrize("overhead_s", [0.05, *soaks(0.0)])
 def test_twice_the_jitter_keeps_most_of_the_saving(overhead_s: float):
     """Many repairs are needed, of what is late in a few of the iterations with jitter."""
     stages = unlike_stages(replace(smooth_profile(8), gpu_spread=0.01), 0)
@@ -157,7 +158,7 @@ def test_twice_the_jitter_keeps_most_of_the_saving(overhead_s: float):
     assert saving(0.02) > 0.8 * quiet
 
 
-@pytest.mark.parametrize("probability", [0.6, 0.95])
+@pytest.mark.parametrize("probability", [0.95, *soaks(0.6)])
 def test_as_many_new_draws_are_on_time_as_the_probability_says(probability: float):
     plan = plan_at(0, 1.02, on_time=probability)
     ratio = time_ratio(plan, measured(0).profile.estimated().draws(2000, seed=9))
@@ -174,9 +175,12 @@ def test_a_higher_probability_costs_more():
     assert sure.safety_share < surer.safety_share
 
 
-@settings(fixed, max_examples=2)
-@given(
-    slowdown=st.sampled_from(SLOWDOWNS), quiet=st.floats(0.0005, 0.002), loud=st.floats(0.015, 0.02)
+@drawn(
+    1,
+    2,
+    slowdown=st.sampled_from(SLOWDOWNS),
+    quiet=st.floats(0.0005, 0.002),
+    loud=st.floats(0.015, 0.02),
 )
 def test_less_noise_saves_more_on_average(slowdown: float, quiet: float, loud: float):
     of_noise = []
@@ -212,7 +216,7 @@ def ratios_on_other_gpus(plan: Plan, seed: int, count: int = 1000) -> np.ndarray
     return time_ratio(plan, Draws(rows.clocks_mhz, time_s, energy_j))
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 1.05])
+@pytest.mark.parametrize("slowdown", [1.0, *soaks(1.05)])
 def test_plans_are_on_time_on_other_gpus(slowdown: float):
     frontier = on_other_gpus()
     plan = frontier.plan_until(slowdown * frontier.baseline_time_s)
@@ -345,8 +349,7 @@ def test_plans_beside_stragglers_and_of_least_energy_are_as_sure():
     )
 
 
-@settings(fixed, max_examples=8)
-@given(problem=pipelines(3, 3), share=shares(), jitter=st.sampled_from((0.0, 0.02)))
+@drawn(2, 8, problem=pipelines(3, 3), share=shares(), jitter=st.sampled_from((0.0, 0.02)))
 def test_any_profile_has_plans_that_are_on_time_in_expectation(
     problem: tuple[Profile, Schedule], share: float, jitter: float
 ):
@@ -429,8 +432,9 @@ def lateness(seed: int, plan: Plan, slowdown: float) -> np.ndarray:
     return np.maximum(0.0, time_ratio(plan, draws) - slowdown)
 
 
-@settings(fixed, max_examples=3)
-@given(
+@drawn(
+    1,
+    3,
     seed=st.integers(0, 2),
     slowdown=st.sampled_from((1.001, 1.02, 1.05, 1.1)),
     less=st.floats(0.5, 0.95),

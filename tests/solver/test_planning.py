@@ -6,9 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import deadline_s, fixed, pipelines, shares, smooth_profile
+from strategies import deadline_s, drawn, pipelines, shares, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
@@ -37,8 +36,7 @@ def costly(
     return solve(profile, schedules.one_f_one_b(stages, microbatches))
 
 
-@settings(fixed, max_examples=40)
-@given(problem=pipelines(3, 4), share=shares(), change=CHANGES)
+@drawn(4, 40, problem=pipelines(3, 4), share=shares(), change=CHANGES)
 def test_plans_include_the_cost_of_changes_and_meet_the_deadline(
     problem: tuple[Profile, Schedule], share: float, change: ClockChange
 ):
@@ -124,8 +122,7 @@ def test_a_plan_with_the_cost_of_changes_loads_as_it_was(tmp_path):
     assert again.plan_until(1.03 * frontier.baseline_time_s, on_time=None) == plan
 
 
-@settings(fixed, max_examples=25)
-@given(problem=pipelines(3, 5), share=shares(), change=CHANGES, most=st.integers(0, 5))
+@drawn(4, 25, problem=pipelines(3, 5), share=shares(), change=CHANGES, most=st.integers(0, 5))
 def test_a_switch_budget_holds_where_changes_cost_time(
     problem: tuple[Profile, Schedule], share: float, change: ClockChange, most: int
 ):

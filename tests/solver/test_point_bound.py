@@ -9,9 +9,8 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
 from oracles import all_choices, nodes, waiting_w
-from strategies import fixed, furnished, graph, problems, shares
+from strategies import drawn, few_and_many, furnished, graph, problems, shares, soaks
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.base.errors import InfeasibleDeadline
@@ -61,10 +60,11 @@ def check_against_all_choices(dag: PipelineDag, rng: Random) -> float:
     return max(closed)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "clocks"), [(2, 3, 3), (2, 4, 2), (3, 3, 2)])
+@pytest.mark.parametrize("shape", [(2, 4, 2), *soaks((2, 3, 3), (3, 3, 2))], ids=str)
 def test_in_1f1b_with_unlike_stages_it_is_tighter_and_below_the_best_choice(
-    stages, microbatches, clocks
+    shape: tuple[int, int, int],
 ):
+    stages, microbatches, clocks = shape
     rng, closed = Random(f"{stages} {microbatches}"), []
     for number in range(12):
         lag_s = 0.0 if number % 2 else rng.choice((0.01, 0.1))
@@ -75,9 +75,10 @@ def test_in_1f1b_with_unlike_stages_it_is_tighter_and_below_the_best_choice(
     assert sum(part > 0.05 for part in closed) >= 4
 
 
-def test_with_anything_a_job_may_have_it_is_below_the_best_choice():
+@few_and_many("count", 6, 60)
+def test_with_anything_a_job_may_have_it_is_below_the_best_choice(count: int):
     rng, checked = Random(3), 0
-    while checked < 60:
+    while checked < count:
         ranks = rng.randint(2, 3)
         makers = (schedules.one_f_one_b, schedules.gpipe, schedules.zb_h1)
         dag = furnished(rng.getrandbits(32), rng.choice(makers)(ranks, rng.randint(2, 4)), 3)
@@ -86,14 +87,14 @@ def test_with_anything_a_job_may_have_it_is_below_the_best_choice():
             checked += 1
 
 
-def test_of_any_graph_it_is_below_the_best_choice():
+@few_and_many("count", 10, 100)
+def test_of_any_graph_it_is_below_the_best_choice(count: int):
     rng = Random(4)
-    for _ in range(100):
+    for _ in range(count):
         check_against_all_choices(graph(rng.getrandbits(32), rng.randint(2, 7), 4), rng)
 
 
-@settings(fixed, max_examples=25)
-@given(dag=problems(12), share=shares())
+@drawn(5, 25, dag=problems(12), share=shares())
 def test_it_is_between_the_relaxed_bound_and_a_plan(dag: PipelineDag, share: float):
     frontier = solve_dag(dag)
     deadline_s = frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s)

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 from oracles import all_choices, effective_j, waiting_w
-from strategies import any_schedule, furnished, graph, pipeline
+from strategies import any_schedule, few_and_many, furnished, graph, pipeline
 
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import rounding
@@ -110,10 +110,11 @@ def check(wasted: list[float], optimal: float, most: float) -> None:
 
 
 @KINDS
-def test_plans_of_the_smallest_problems_are_optimal(kind):
+@few_and_many("count", 12, 80)
+def test_plans_of_the_smallest_problems_are_optimal(kind, count: int):
     rng = Random(1)
     problems = kind(rng, 6, 4)
-    for _ in range(80):
+    for _ in range(count):
         tried = Tried(next(problems))
         assert tried.wasted_anywhere(rng) == 0
         assert tried.wasted_where_one_fits_exactly(rng) == 0
@@ -126,28 +127,33 @@ def test_plans_of_the_smallest_problems_are_optimal(kind):
 
 
 @KINDS
-def test_most_plans_of_the_least_energy_have_the_least_possible(kind):
+@few_and_many("count", 12, 80)
+def test_most_plans_of_the_least_energy_have_the_least_possible(kind, count: int):
     problems = kind(Random(4), 6, 4)
-    wasted = [Tried(next(problems)).wasted_alone() for _ in range(80)]
+    wasted = [Tried(next(problems)).wasted_alone() for _ in range(count)]
     check(wasted, optimal=0.95, most=0.3)
 
 
 @KINDS
-def test_without_trying_all_choices_most_are_optimal_still(kind, monkeypatch: pytest.MonkeyPatch):
+@few_and_many("count", 10, 70)
+def test_without_trying_all_choices_most_are_optimal_still(
+    kind, count: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(rounding, "_FEW", 0)
     rng = Random(2)
     problems = kind(rng, 6, 4)
-    tried = [Tried(next(problems)) for _ in range(70)]
+    tried = [Tried(next(problems)) for _ in range(count)]
     check([each.wasted_anywhere(rng) for each in tried], optimal=0.97, most=0.2)
     check([each.wasted_where_one_fits_exactly(rng) for each in tried], optimal=0.94, most=0.6)
     check([each.wasted(each.frontier.max_time_s) for each in tried], optimal=1, most=0)
 
 
 @KINDS
-def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(kind):
+@few_and_many("count", 4, 25)
+def test_plans_of_problems_too_large_to_try_all_choices_are_near_the_best_one(kind, count: int):
     rng = Random(3)
     problems, tried = kind(rng, 9, 8), []
-    while len(tried) < 25:
+    while len(tried) < count:
         problem = next(problems)
         worthwhile = math.prod(len(problem.points[key]) for key in problem.keys)
         measured = math.prod(

@@ -6,12 +6,15 @@ variety."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from random import Random
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner import schedules
@@ -261,6 +264,46 @@ def furnished(seed: int, schedule: Schedule, max_options: int) -> PipelineDag:
 _SEEDS = st.integers(0, 2**32 - 1)
 
 fixed = settings(derandomize=True, deadline=None)  #: the same problems in every run
+
+
+def drawn(
+    few: int,
+    many: int,
+    *strategies: st.SearchStrategy[Any],
+    anew: bool = False,
+    **named: st.SearchStrategy[Any],
+) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a property: `few` examples are tried in every run of the tests, and `many` in a
+    soak of the same property. Other parameters of the property are fixtures. The examples are the
+    same in every run, unless they are drawn `anew`.
+    """
+
+    def decorate(check: Callable[..., None]) -> Any:
+        of_count = {}
+        for count in (few, many):
+            chosen = settings(max_examples=count) if anew else settings(fixed, max_examples=count)
+            of_count[count] = chosen(given(*strategies, **named)(check))
+
+        @wraps(check)
+        def run(examples: int, **fixtures: Any) -> None:
+            of_count[examples](**fixtures)
+
+        own = signature(of_count[few]).parameters.values()
+        added = Parameter("examples", Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = Signature([added, *own])  # type: ignore[attr-defined]
+        return few_and_many("examples", few, many)(run)
+
+    return decorate
+
+
+def few_and_many(name: str, few: Any, many: Any) -> pytest.MarkDecorator:
+    """Give a test a parameter that is `few` in every run of the tests, and `many` in a soak."""
+    return pytest.mark.parametrize(name, [few, *soaks(many)])
+
+
+def soaks(*values: Any) -> list[Any]:
+    """Return values of a test's parameter that are for soaks alone."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 def profiles(max_stages: int = 3, max_options: int = 6) -> st.SearchStrategy[Profile]:

@@ -16,7 +16,7 @@ from commands import done, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import write_run
-from strategies import jobs, profiles, smooth_profile
+from strategies import drawn, jobs, profiles, smooth_profile
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.base.errors import UsageError
@@ -59,8 +59,7 @@ def data_of(text: str) -> dict:
 # ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
-@given(jobs().map(solve_dag), st.floats(0, 1))
+@drawn(2, 12, jobs().map(solve_dag), st.floats(0, 1), anew=True)
 def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, share: float):
     plan = frontier.plan_for(
         frontier.min_time_s + share * (frontier.max_time_s - frontier.min_time_s), on_time=None
@@ -79,8 +78,7 @@ def test_a_timeline_is_the_replay_in_whole_microseconds(frontier: Frontier, shar
         assert clock == plan.clocks.get(name)
 
 
-@settings(max_examples=12)
-@given(jobs().map(solve_dag), st.randoms(use_true_random=False))
+@drawn(2, 12, jobs().map(solve_dag), st.randoms(use_true_random=False), anew=True)
 def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Frontier, rng):
     plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
     iteration, spans = plan.iteration, list(replay(plan).spans.values())
@@ -107,8 +105,7 @@ def test_a_computation_may_end_later_by_its_spare_time_and_no_more(frontier: Fro
     assert end_with(spare[place] + 0.01 * whole_s) == pytest.approx(1.01 * whole_s, rel=1e-9)
 
 
-@settings(max_examples=12)
-@given(jobs().map(solve_dag))
+@drawn(2, 12, jobs().map(solve_dag), anew=True)
 def test_no_point_of_the_frontiers_figure_is_below_the_bound(frontier: Frontier):
     plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
     found = chart_sources(Sources(frontier=frontier, plans={"plan": plan}))

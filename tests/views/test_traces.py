@@ -13,9 +13,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from commands import done, refusal
-from hypothesis import given, settings
 from made_runs import any_plan, attempt_in, write_run
-from strategies import fixed, jobs, smooth_profile
+from strategies import drawn, jobs, smooth_profile
 from trace_rules import ReadTrace, integral
 
 from perseus_planner import Plan, schedules, solve
@@ -67,8 +66,7 @@ def numbered(plan: Plan) -> Plan:
     return replace(replayed(plan), baseline_time_s=1.0, baseline_energy_j=1.0)
 
 
-@given(jobs())
-@settings(fixed, max_examples=40)
+@drawn(4, 40, jobs())
 def test_any_plan_is_a_trace_that_readers_take_and_power_adds_up_to_its_energy(dag: PipelineDag):
     plan = numbered(any_plan(dag, Random(len(dag.computations))))
     plan = numbered(

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from made_runs import write_run
-from strategies import jobs, smooth_profile
+from strategies import drawn, jobs, smooth_profile
 
 from perseus_planner import Frontier, Profile, schedules, solve
 from perseus_planner.plans.replay import replay
@@ -46,8 +45,7 @@ def where(**sources):
     return make_report(Sources(**sources), EnergyRates(), IterationSize()).where
 
 
-@settings(max_examples=15)
-@given(jobs().map(solve_dag))
+@drawn(2, 15, jobs().map(solve_dag), anew=True)
 def test_ranks_and_phases_add_up_to_the_energy_of_the_plan(frontier: Frontier):
     plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
     found = energy_of_plan("plan", plan)

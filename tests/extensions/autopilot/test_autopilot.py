@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from autopilot_world import Physics, World, steady
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import smooth_profile
+from strategies import drawn, smooth_profile, soaks
 from virtual_training import CHANGE, Training, job_of, train
 
 from perseus_planner import Profile, solve
@@ -131,7 +130,7 @@ def test_the_reference_is_what_iterations_would_have_taken_at_full_clocks():
     assert (done.autopilot._learner.times.factor == 1.0).all()  # no GPU became slower
 
 
-@pytest.mark.parametrize("most", [0, 3])
+@pytest.mark.parametrize("most", [3, *soaks(0)])
 def test_no_gpu_changes_its_clock_more_often_than_allowed_trials_and_joins_included(most: int):
     done = train(TRUTH, 8, settings=AutopilotSettings(max_changes=most))
     assert max(ran.changes for ran in done.ran) <= max(
@@ -156,7 +155,7 @@ def test_replicas_share_rows_and_explore_different_ones():
     assert len(set(learning.clocks)) == 4
 
 
-@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("late", [3, *soaks(1)])
 def test_a_stage_that_becomes_slower_is_planned_for_at_once(late: int):
     at, slower = 12, scaled(TRUTH, 1, 1.15)
 
@@ -347,13 +346,15 @@ def test_observations_that_do_not_fit_are_refused():
         autopilot.learned()
 
 
-@settings(max_examples=6, deadline=None)
-@given(
+@drawn(
+    2,
+    6,
     seed=st.integers(0, 2**16),
     over=st.sampled_from([0.0, 0.3, 1.0]),
     worse_from=st.integers(2, 9),
     late=st.integers(1, 3),
     slowdown=st.sampled_from([1.0, 1.05]),
+    anew=True,
 )
 def test_the_guarantee_holds_whatever_clocks_cost(
     seed: int, over: float, worse_from: int, late: int, slowdown: float
@@ -426,7 +427,7 @@ def saved(truth: Profile, ranks: Any, modes: Any = ()) -> float:
     return 100 * (1 - steady(truth, iteration, Physics(), ranks, modes)[1] / full_j)
 
 
-@pytest.mark.parametrize("shared_by", ["computation", "microbatch"])
+@pytest.mark.parametrize("shared_by", ["microbatch", *soaks("computation")])
 def test_a_second_mode_is_learnt_as_clocks_are_and_saves_what_the_best_plan_does(
     shared_by: str, tmp_path: Path
 ):

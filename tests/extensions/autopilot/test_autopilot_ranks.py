@@ -14,6 +14,7 @@ import pytest
 from browsing import IMPACTS, barriers, chromium, opened
 from commands import done, run
 from launching import results_of
+from strategies import soaks
 
 from perseus_planner import Profile, Run
 
@@ -109,7 +110,7 @@ def test_a_report_shows_a_run_without_a_plan_as_it_ran(
     assert len(content["iterations"]) == 1
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", *soaks("dark")])
 def test_the_page_of_a_run_without_a_plan_has_all_figures_and_no_barrier(
     theme: str, trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ):

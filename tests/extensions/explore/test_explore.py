@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from fast_replay import iteration_s
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import drawn, few_and_many, soaks
 
 from perseus_planner.base.errors import ScheduleError, UsageError
 from perseus_planner.extensions.explore.configuration import Configuration, memory
@@ -55,7 +56,7 @@ def eight() -> Exploration:
     return explore(SMALL, A100, EIGHT)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *soaks(1, 2)])
 def test_bounds_are_below_the_exact_curves(seed: int):
     found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100, 10)
     for each in random.Random(seed).sample(found, 8):
@@ -107,6 +108,7 @@ def test_how_nvidia_trains_llama_405b_is_among_the_configurations():
     assert [iteration_s(job, H100) for job in found] == [pytest.approx(38.0, rel=0.02)]
 
 
+@pytest.mark.soak  # of eight GPUs, the number is checked below
 def test_no_exact_curve_is_computed_that_a_bound_excludes():
     model, gpus = PRESETS["gpt3-6.7b"], Choices(16, 96)
     found = explore(model, H100, gpus)
@@ -136,11 +138,10 @@ def test_many_microbatches_follow_from_few():
     assert np.abs(found / true - 1).max() < 1e-3
 
 
-def test_more_gpus_never_make_it_worse(eight: Exploration):
-    explorations = [explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in (6, 7)]
-    explorations += [
-        eight,
-        *(explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in (10, 12, 16)),
+@few_and_many("counts", (7, 8), (6, 7, 8, 10, 12, 16))
+def test_more_gpus_never_make_it_worse(counts: Sequence[int], eight: Exploration):
+    explorations = [
+        eight if gpus == 8 else explore(SMALL, A100, replace(EIGHT, gpus=gpus)) for gpus in counts
     ]
     for fewer, more in pairwise(explorations):
         for row in [
@@ -150,13 +151,15 @@ def test_more_gpus_never_make_it_worse(eight: Exploration):
         assert more.first[0].time_s <= fewer.first[0].time_s * (1 + 1e-9)
 
 
-@given(
+@drawn(
+    2,
+    20,
     gpus=st.integers(1, 1024),
     more=st.integers(1, 1024),
     batch=st.integers(1, 96),
     model=st.sampled_from([SMALL, MIXTURE]),
+    anew=True,
 )
-@settings(max_examples=20, deadline=None)
 def test_what_fits_on_some_gpus_is_a_choice_on_more(
     gpus: int, more: int, batch: int, model: Transformer
 ):

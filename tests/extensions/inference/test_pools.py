@@ -9,9 +9,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_cases import LONG, SHORT, demands, least_energy_j, profiles
+from strategies import drawn
 
 from perseus_planner.base.errors import InfeasibleGpus, UsageError
 from perseus_planner.extensions.inference.plan import (
@@ -42,8 +42,15 @@ def energy_j(profile: InferenceProfile, demand: Demand, gpus: int, **options: ob
         return math.inf
 
 
-@settings(max_examples=8)
-@given(profile=profiles(), demand=demands(), gpus=st.integers(2, 3), changes=st.booleans())
+@drawn(
+    2,
+    8,
+    profile=profiles(),
+    demand=demands(),
+    gpus=st.integers(2, 3),
+    changes=st.booleans(),
+    anew=True,
+)
 def test_no_other_pools_need_less_energy(
     profile: InferenceProfile, demand: Demand, gpus: int, changes: bool
 ):
@@ -56,8 +63,7 @@ def test_no_other_pools_need_less_energy(
     assert energy_j(profile, demand, gpus, before=before) == pytest.approx(least_j, rel=1e-6)
 
 
-@settings(max_examples=8)
-@given(profile=profiles(), demand=demands(), gpus=st.integers(3, 6))
+@drawn(2, 8, profile=profiles(), demand=demands(), gpus=st.integers(3, 6), anew=True)
 def test_a_plan_carries_its_load_on_its_gpus_and_is_not_below_its_bound(
     profile: InferenceProfile, demand: Demand, gpus: int
 ):
@@ -81,8 +87,7 @@ def test_a_plan_carries_its_load_on_its_gpus_and_is_not_below_its_bound(
         assert all(pool.longest.covers(of) and profile.feasible(of, pool.at) for of in pool.serves)
 
 
-@settings(max_examples=8)
-@given(profile=profiles(), demand=demands(), gpus=st.integers(3, 6))
+@drawn(2, 8, profile=profiles(), demand=demands(), gpus=st.integers(3, 6), anew=True)
 def test_more_gpus_and_looser_objectives_never_cost_energy(
     profile: InferenceProfile, demand: Demand, gpus: int
 ):
@@ -92,8 +97,7 @@ def test_more_gpus_and_looser_objectives_never_cost_energy(
     assert energy_j(loose, demand, gpus) <= here_j * (1 + 1e-6)
 
 
-@settings(max_examples=6)
-@given(profile=profiles(), demand=demands(), share=st.floats(0.0, 1.0))
+@drawn(2, 6, profile=profiles(), demand=demands(), share=st.floats(0.0, 1.0), anew=True)
 def test_cheaper_changes_never_cost_energy(profile: InferenceProfile, demand: Demand, share: float):
     before = [Pool(LONG, Configuration(2, 2000), 2)]
     dear, cheap = (ChangeCosts((900.0, 300.0, 0.1), 100.0 * part) for part in (1.0, share))
@@ -101,8 +105,7 @@ def test_cheaper_changes_never_cost_energy(profile: InferenceProfile, demand: De
     assert energy_j(profile, demand, 6, before=before, costs=cheap) <= dear_j * (1 + 1e-6)
 
 
-@settings(max_examples=6)
-@given(profile=profiles(), demand=demands())
+@drawn(2, 6, profile=profiles(), demand=demands(), anew=True)
 def test_no_policy_needs_less_than_the_planner(profile: InferenceProfile, demand: Demand):
     """A policy with a class that it cannot serve is left out; every class has two GPUs at the
     highest clock.

@@ -87,6 +87,11 @@ def accepted(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     return checks
 
 
+def test_two_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
+    accepted(tmp_path, 2)
+
+
+@pytest.mark.soak  # two pipelines, and the time that the steps take
 def test_four_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
     accepted(tmp_path, 4)
     logs = "".join(path.read_text() for path in tmp_path.glob("acceptance/rank-*.log"))

@@ -41,7 +41,7 @@ from services import (
     small_frontier,
     versions_told,
 )
-from strategies import smooth_profile
+from strategies import drawn, smooth_profile
 from waiting import LONG_S
 
 from perseus_planner import Frontier, Plan, schedules, solve
@@ -1040,8 +1040,9 @@ def copied(place: Path, to: Path) -> Path:
     return to
 
 
-@settings(max_examples=40)
-@given(before=st.lists(COMMANDS, max_size=8), after=st.lists(COMMANDS, max_size=4))
+@drawn(
+    5, 40, before=st.lists(COMMANDS, max_size=8), after=st.lists(COMMANDS, max_size=4), anew=True
+)
 def test_a_service_that_was_killed_goes_on_as_one_that_was_not(before: list[Any], after: list[Any]):
     with TemporaryDirectory() as folder, ExitStack() as stack:
         first = stack.enter_context(running(Path(folder) / "first.sqlite"))
@@ -1066,8 +1067,7 @@ def test_a_service_that_was_killed_goes_on_as_one_that_was_not(before: list[Any]
         assert told["gpt"] == list(range(1, len(told["gpt"]) + 1))
 
 
-@settings(max_examples=15)
-@given(before=st.lists(COMMANDS, max_size=8))
+@drawn(2, 15, before=st.lists(COMMANDS, max_size=8), anew=True)
 def test_a_service_that_is_killed_before_it_has_planned_publishes_what_was_promised(
     before: list[Any],
 ):

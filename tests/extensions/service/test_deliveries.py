@@ -11,11 +11,10 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_stand_in import asking
 from services import NOW_S, Clock, at_once, frontier_file, job
-from strategies import fixed
+from strategies import drawn
 
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.store import Storage
@@ -116,8 +115,9 @@ SAID = st.lists(
 ).map(lambda said: sorted(said, key=lambda each: each.at_s))
 
 
-@settings(fixed, max_examples=25)
-@given(
+@drawn(
+    3,
+    25,
     said=SAID,
     behind_h=st.tuples(*[st.sampled_from([0.0, 0.5, 3.0, 30.0])] * 3),
     seed=st.integers(0, 2**32),
@@ -142,8 +142,9 @@ def test_duplicates_delays_and_any_order_come_to_what_the_order_of_observing_com
     )
 
 
-@settings(fixed, max_examples=15)
-@given(
+@drawn(
+    2,
+    15,
     said=SAID,
     ahead_h=st.tuples(*[st.sampled_from([0.0, 0.5, 7.0, 1e5])] * 3),
     right_from=st.integers(0, 8),
