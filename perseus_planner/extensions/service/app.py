@@ -99,6 +99,7 @@ from perseus_planner.extensions.service.models import (
 )
 from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.watch import Watchdog
 from perseus_planner.runs import account
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -129,6 +130,7 @@ class AsyncService:
         self.fenced: Fenced | None = None
         self.on_fenced: Callable[[], None] = lambda: None
         self._problem: str | None = None  # of the last tick
+        self._watchdog = Watchdog()
         self._limits = limits
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
@@ -139,10 +141,10 @@ class AsyncService:
 
     @property
     def problem(self) -> str | None:
-        """Why the last change or tick of the service failed, such as a full disk; None if all is
-        well.
+        """Why the last change or tick of the service failed, such as a full disk, or which of its
+        threads has ended or is stuck; None if all is well.
         """
-        return self.service.problem or self._problem
+        return self.service.problem or self._problem or self._watchdog.problem
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -151,15 +153,18 @@ class AsyncService:
         """
         loop = asyncio.get_running_loop()
         self._ended = False
-        self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
+        self._watchdog = Watchdog()
+        watch = self._watchdog.watch
+        self._pool = ThreadPoolExecutor(_THREADS, "planner-service", watch)
         # of their own, as each thread keeps some of the memory that it had
-        self._parsers = ThreadPoolExecutor(_PARSING, "planner-parsing")
+        self._parsers = ThreadPoolExecutor(_PARSING, "planner-parsing", watch)
 
         def notified(job: str, _: int) -> None:  # on any thread
             loop.call_soon_threadsafe(self.changed, job)
 
         self.service.on_version = notified
         self._clock = Loop(self._tick, "planner-clock").start()
+        watch(self._clock.thread)
         try:
             yield
         finally:
@@ -251,6 +256,10 @@ class AsyncService:
     def _tick(self) -> float:
         """Tick the service, which is due; return in how many seconds it is again."""
         time.sleep(_BETWEEN_TICKS_S)  # one tick for many reports
+        with self._watchdog.working():
+            return self._ticked()
+
+    def _ticked(self) -> float:
         self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
         try:
             self._next_tick_s = self.service.tick()

@@ -43,6 +43,7 @@ from perseus_planner.solver.frontier import Frontier, check_unpacked, solve_dag
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.models import Decision, RegisteredJob
+    from perseus_planner.extensions.service.watch import Watchdog
 
 Result = TypeVar("Result")
 
@@ -421,10 +422,10 @@ class Replanner:
     others take turns with it.
     """
 
-    def __init__(self, prepare: Callable[[str], None], threads: int) -> None:
-        """Call `prepare` with the name of each job."""
+    def __init__(self, prepare: Callable[[str], None], threads: int, watchdog: Watchdog) -> None:
+        """Call `prepare` with the name of each job, on threads that are watched."""
         self._prepare = prepare
-        self._pool = ThreadPoolExecutor(threads, "planner-replanning")
+        self._pool = ThreadPoolExecutor(threads, "planner-replanning", watchdog.watch)
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
 
