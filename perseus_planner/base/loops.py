@@ -146,6 +146,11 @@ class Loop:
         self._waker: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def thread(self) -> threading.Thread:
+        """The thread."""
+        return self._thread
+
     def start(self) -> Loop:
         """Start the thread."""
         self._thread.start()

@@ -198,6 +198,18 @@ class ProcessDescription(Record, frozen=True):
         where = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"process {self.pid}{where} of {self.user} (`{self.command}`)"
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a process of this number on this host is stopped, as by SIGSTOP."""
+        if self.host != _printable(socket.gethostname()):
+            return False
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                # the name, in parentheses, may have any characters
+                return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):
+            return False
+
 
 def this_process() -> ProcessDescription:
     """Return the description of the calling process."""

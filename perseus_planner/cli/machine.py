@@ -388,7 +388,7 @@ def reset(
             f"{'--force' if force else '--power-limit'}: name the GPUs to reset, or give --all"
         )
     from perseus_planner.gpu import all_gpus
-    from perseus_planner.gpu.lease.lease import recover
+    from perseus_planner.gpu.lease.lease import frozen_records, recover
     from perseus_planner.gpu.lease.records import read_records
 
     invalid: list[str] = []
@@ -401,6 +401,14 @@ def reset(
             GpuReset(left.record.gpu, left.record.name, str(left.record.owner), left.problem)
             for left in recover()
         ]
+        for held in frozen_records():
+            number = held.owner.pid
+            problem = (
+                f"GPU {held.gpu} ({held.name}): held by process {number}, stopped; let it go on "
+                f"with `kill -CONT {number}`, or end it with `kill -KILL {number}`, and its "
+                "guardian resets the GPU"
+            )
+            results.append(GpuReset(held.gpu, held.name, None, problem))
         invalid = read_records()[1]
         nothing = "Nothing to reset: no dead process has left a GPU set."
     problems = [result.problem for result in results if result.problem is not None]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -94,6 +95,40 @@ def write_frontier(
         np.savez_compressed(file, **arrays)
 
 
+_LARGEST_BYTES = 4 * 10**8
+_LARGEST_HEADER_BYTES = 4 * 10**7
+"""Of an unpacked frontier that is read, and of its list of computations: ten times what 16 stages
+and 512 microbatches have. A small file may unpack to more than fits in memory."""
+
+
+def check_unpacked(
+    file: IO[bytes],
+    name: str | os.PathLike[str],
+    most_bytes: int = _LARGEST_BYTES,
+    most_header_bytes: int = _LARGEST_HEADER_BYTES,
+) -> None:
+    """Check that what an archive says it unpacks to is no more than this, before any of it is.
+
+    Raises:
+        FrontierError: If it is more.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
+    except zipfile.BadZipFile:
+        return  # reading it says what it is instead
+    header = sizes.get("header.npy", 0)
+    if header > most_header_bytes:
+        raise FrontierError(
+            f"{name}: its list of computations unpacks to {header} bytes, more than "
+            f"{most_header_bytes}; is it a frontier?"
+        )
+    if (size := sum(sizes.values())) > most_bytes:
+        raise FrontierError(
+            f"{name}: unpacks to {size} bytes, more than {most_bytes}; is it a frontier?"
+        )
+
+
 def read_frontier(path: str | os.PathLike[str]) -> Parts:
     """Read a file that `write_frontier` wrote.
 
@@ -103,6 +138,7 @@ def read_frontier(path: str | os.PathLike[str]) -> Parts:
     path = Path(path)
     with reading(path, FrontierError), path.open("rb") as file:
         archived = file.read(2) == b"PK"
+        check_unpacked(file, path)
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) if archived else nullcontext({}) as archive:

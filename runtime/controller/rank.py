@@ -474,7 +474,9 @@ class LeaseGroup:
         if any(gpu.keeps_settings for gpu in to_set):
             recover()
         power_limit = any(rank.attach_request.control == "power-limit" for rank in ranks)
-        self._leases.enter_context(lease_gpus(to_set, power_limit=power_limit))
+        # so that the GPUs of ranks that have ended are reset also if this process is stopped
+        users = [rank.process.pid for rank in ranks]
+        self._leases.enter_context(lease_gpus(to_set, power_limit=power_limit, users=users))
 
     def leave(self, rank: Rank) -> str | None:
         """Reset the GPU of a rank, and end the lease if it is the last; return the problem if

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,35 @@ def test_a_power_budget_that_is_too_low_is_refused_with_one_that_is_not(work: Pa
     )
     assert named is not None
     done(f"{PLAN} --power-budget {named[1]}")
+
+
+def test_a_frontier_that_unpacks_to_more_than_fits_in_memory_is_refused_unread(work: Path):
+    with (
+        zipfile.ZipFile(work / "frontier.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("times.npy", "w", force_zip64=True) as member,
+    ):
+        for _ in range(500):
+            member.write(bytes(10**6))
+    assert (work / "frontier.npz").stat().st_size < 10**6
+    for command in (f"{PLAN} --least-energy", "show frontier.npz"):
+        assert refused(command) == (
+            "frontier.npz: unpacks to 500000000 bytes, more than 400000000; is it a frontier?"
+        )
+
+
+@pytest.mark.needs("lab")
+def test_more_gpus_than_there_are_anywhere_are_refused(work: Path):
+    assert refused("simulate frontier.npz --pipelines 1000000000").startswith(
+        "pipelines: 1,000,000,000 of "
+    )
+
+
+@pytest.mark.needs("explore")
+def test_a_config_that_nests_too_deeply_is_refused(work: Path):
+    (work / "config.json").write_text('{"a":' + "[" * 200_000 + "]" * 200_000 + "}")
+    assert refused("explore config.json --gpus 8") == (
+        "config.json: nests lists or objects too deeply; give the config.json of a model"
+    )
 
 
 def test_a_damaged_frontier_is_refused(work: Path):

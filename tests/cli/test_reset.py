@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import done, loaded, refusal, refused
 from fake_nvml import UUIDS, StandIn
 from gpu_owners import LOCKS_AND_WAITS, files, guardians, kill, owner
 from launching import ended, started
+from waiting import eventually
 
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.records import read_records
@@ -50,6 +52,22 @@ def test_what_a_dead_process_left_is_reset_once(nvml: StandIn, state: Path, dead
     assert [nvml.limit_w(index) for index in range(2)] == [700.0, 700.0]
     assert files(state) == []
     assert done("reset") == "Nothing to reset: no dead process has left a GPU set.\n"
+
+
+def test_who_holds_gpus_and_is_stopped_is_named(nvml: StandIn, state: Path):
+    with owner(LOCKS_AND_WAITS) as process:
+        assert done("reset") == "Nothing to reset: no dead process has left a GPU set.\n"
+        psutil.Process(process.pid).suspend()
+        eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        said = refused("reset")
+        number = process.pid
+        assert said == "; ".join(
+            f"GPU {gpu} ({NAME}): held by process {number}, stopped; let it go on with `kill "
+            f"-CONT {number}`, or end it with `kill -KILL {number}`, and its guardian resets the "
+            "GPU"
+            for gpu in (FIRST, SECOND)
+        )
+        assert nvml.locked_mhz(0) == (1500, 1500)
 
 
 def test_the_next_command_of_any_kind_resets_what_a_dead_process_left(

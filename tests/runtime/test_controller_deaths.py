@@ -75,6 +75,26 @@ def test_a_forked_child_that_has_the_socket_does_not_hide_the_ranks_death(
     eventually(lambda: files(state) == [])
 
 
+def test_a_stopped_controller_whose_ranks_have_all_ended_is_ended_and_all_is_reset(
+    nvml: StandIn, state: Path
+):
+    address = start_controller(2, 100.0, LONG_S)
+    with (
+        owner(RANK_OF_ITS_OWN, [address, "0", "nvml:0", "1200", "0"]) as first,
+        owner(RANK_OF_ITS_OWN, [address, "1", "nvml:1", "900", "0"]) as second,
+    ):
+        for rank in (first, second):
+            rank.stdout.readline()
+        (controller,) = planner_processes(str(state), "perseus_planner.runtime.controller")
+        controller.suspend()
+        kill(first.pid)
+        assert locked(nvml) == [1200, 900]  # one is left, which may wait for the controller
+        kill(second.pid)
+        eventually(lambda: locked(nvml) == [None, None])
+        await_end([controller])
+    eventually(lambda: files(state) == [])
+
+
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_killed_controllers_guardian_resets_all_in_time_or_else_a_rank(
     nvml: StandIn, state: Path, is_guarded: bool

@@ -576,6 +576,10 @@ def read_dimensions(path: Path) -> dict[str, Any]:
     text = read_text(path, UsageError, "a config.json")
     try:
         config = json.loads(text)
+    except RecursionError:
+        raise UsageError(
+            f"{path}: nests lists or objects too deeply; give the config.json of a model"
+        ) from None
     except ValueError as error:
         raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):

@@ -486,7 +486,18 @@ def read_trace(path: Path) -> Trace:
         times_s /= _TIME_UNITS[time]
     elif not any(kinds):
         _check_unit(path, time, times_s)
+    if times_s[-1] > _MOST_S:
+        number = int(np.argmax(np.diff(times_s)))
+        gap_s = float(times_s[number + 1] - times_s[number])
+        raise UsageError(
+            f"{path}: its requests span {si(float(times_s[-1]), 's', 4)}, more than a year; the "
+            f"longest gap, {si(gap_s, 's', 4)}, is before request {number + 2:,}: correct its time"
+        )
     return Trace(times_s, np.array(inputs), np.array(outputs))
+
+
+_MOST_S = 366 * 86400.0
+"""How long a trace may be: it is replayed tick by tick, also where nothing arrives."""
 
 
 def _check_unit(path: Path, column: str, times_s: npt.NDArray[np.float64]) -> None:

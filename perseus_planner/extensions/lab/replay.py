@@ -343,6 +343,10 @@ _RULES: Mapping[str, ClockRule] = {
 Floats = NDArray[np.float64]
 
 
+_MOST_GPUS = 2**24
+"""GPUs of a cluster: more than there are anywhere, and results of 130 MB for each policy."""
+
+
 @dataclass(frozen=True, eq=False)
 class Cluster(Checked):
     """A training job on a cluster, with its stragglers.
@@ -364,6 +368,11 @@ class Cluster(Checked):
             raise UsageError(
                 "modes: a cluster is replayed in one way of running; leave the other modes out of "
                 "the profile"
+            )
+        if self.gpus > _MOST_GPUS:
+            raise UsageError(
+                f"pipelines: {self.pipelines:,} of {self.gpus // self.pipelines} GPUs are more "
+                f"than {_MOST_GPUS:,} GPUs; give fewer, as a result has a row for each"
             )
 
     @cached_property

@@ -116,8 +116,9 @@ class Limits:
     """Limits on requests."""
 
     body_bytes: int = 64 * 2**10  #: The largest body of a request
-    #: The largest body of a registration, which carries a frontier or a profile.
-    registration_bytes: int = 64 * 2**20
+    #: The largest body of a registration, which carries a frontier or a profile, and places: a
+    #: frontier of 16 stages and 512 microbatches, or 131,072 places, fit with room to spare.
+    registration_bytes: int = 24 * 2**20
     alerts_bytes: int = 8 * 2**20  #: The largest group of alerts, which have some 1.5 kB each
     waiting: int = 10_000  #: How many long polls may be open, over all clients
     #: The longest time to solve a profile that a job is registered with, seconds.
@@ -319,6 +320,9 @@ _FAULT = (
 )
 
 
+_SHOWN = 128  #: characters of a field's name, which the client may have chosen
+
+
 def error_answer(error: Exception) -> Response:
     """Return the answer for an error."""
     if isinstance(error, HTTPException):
@@ -353,7 +357,7 @@ def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}; send a JSON object"
-    field = ".".join(map(str, first["loc"]))
+    field = ".".join(str(name)[:_SHOWN] for name in first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
 

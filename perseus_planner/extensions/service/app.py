@@ -90,6 +90,7 @@ from perseus_planner.extensions.service.models import (
     TakenRequest,
     Totals,
     UnknownJob,
+    check_size,
     from_json,
     read_alert,
     read_registration,
@@ -98,6 +99,7 @@ from perseus_planner.extensions.service.models import (
 )
 from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.watch import Watchdog
 from perseus_planner.runs import account
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -107,6 +109,7 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 32  # nearly all of them wait for the disk, together
 _REGISTERING = 4
+_PARSING = 2  # large bodies at once, each of which takes up to 200 MB meanwhile
 _BETWEEN_TICKS_S = 0.01
 _LONGEST_NAP_S = 2.0
 _RETRY_S = 1.0
@@ -127,6 +130,7 @@ class AsyncService:
         self.fenced: Fenced | None = None
         self.on_fenced: Callable[[], None] = lambda: None
         self._problem: str | None = None  # of the last tick
+        self._watchdog = Watchdog()
         self._limits = limits
         self._ended = False
         self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
@@ -137,10 +141,10 @@ class AsyncService:
 
     @property
     def problem(self) -> str | None:
-        """Why the last change or tick of the service failed, such as a full disk; None if all is
-        well.
+        """Why the last change or tick of the service failed, such as a full disk, or which of its
+        threads has ended or is stuck; None if all is well.
         """
-        return self.service.problem or self._problem
+        return self.service.problem or self._problem or self._watchdog.problem
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -149,19 +153,25 @@ class AsyncService:
         """
         loop = asyncio.get_running_loop()
         self._ended = False
-        self._pool = ThreadPoolExecutor(_THREADS, "planner-service")
+        self._watchdog = Watchdog()
+        watch = self._watchdog.watch
+        self._pool = ThreadPoolExecutor(_THREADS, "planner-service", watch)
+        # of their own, as each thread keeps some of the memory that it had
+        self._parsers = ThreadPoolExecutor(_PARSING, "planner-parsing", watch)
 
         def notified(job: str, _: int) -> None:  # on any thread
             loop.call_soon_threadsafe(self.changed, job)
 
         self.service.on_version = notified
         self._clock = Loop(self._tick, "planner-clock").start()
+        watch(self._clock.thread)
         try:
             yield
         finally:
             self.service.on_version = lambda _, __: None
             self.end_waiting()
             self._clock.stop()
+            self._parsers.shutdown(wait=False)
             self._pool.shutdown(
                 wait=False
             )  # a registration that is being planned ends with the service
@@ -169,6 +179,10 @@ class AsyncService:
     async def call(self, function: Callable[[], R]) -> R:
         """Call a function on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    async def parse(self, parse: Callable[[], R]) -> R:
+        """Call a function that reads a large body on a thread, a few at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, parse)
 
     async def done(self, changed: Future[R]) -> R:
         """Return the result of a change, without a thread that waits for the disk; and tick earlier
@@ -242,6 +256,10 @@ class AsyncService:
     def _tick(self) -> float:
         """Tick the service, which is due; return in how many seconds it is again."""
         time.sleep(_BETWEEN_TICKS_S)  # one tick for many reports
+        with self._watchdog.working():
+            return self._ticked()
+
+    def _ticked(self) -> float:
         self._next_tick_s = math.inf  # so that whatever is due earlier than that wakes the clock
         try:
             self._next_tick_s = self.service.tick()
@@ -331,11 +349,7 @@ class CheckedRoute(APIRoute):
                 if headers.get("content-type", "").partition(";")[0] != "application/json":
                     problem = {"type": "json", "loc": ("body",), "msg": "is not sent as JSON"}
                     raise RequestValidationError([problem])
-                body = b"".join([part async for part in request.stream()])
-                parse = partial(_parsed, kind, body)
-                values["sent"] = (
-                    await call.live.call(parse) if len(body) > _SMALL_BYTES else parse()
-                )
+                values["sent"] = await _sent(call, kind)
             if 304 in self.responses:
                 return await call.live.call(
                     lambda: page_response(call, self.endpoint(call, **values))
@@ -354,14 +368,28 @@ class CheckedRoute(APIRoute):
         return checked
 
 
-def _parsed(kind: Any, body: bytes) -> Any:
+async def _sent(call: Call, kind: Any) -> Any:
+    """Read the body of a request as a value of `kind`; a large one on a thread, few at once."""
+    body = bytearray()
+    async for part in call.stream():
+        body += part
+    if len(body) <= _SMALL_BYTES:
+        return _parsed(kind, body)
+    return await call.live.parse(partial(_parsed, kind, body))
+
+
+def _parsed(kind: Any, body: bytearray) -> Any:
     """Return a value of `kind` from a body.
 
     Raises:
         RequestValidationError: If it is not one.
+        UsageError: If it has too many values.
     """
     try:
-        return read_registration(body) if kind is Registration else from_json(kind, body)
+        if kind is Registration:
+            return read_registration(body)
+        check_size(body)
+        return from_json(kind, body)
     except ValidationError as error:
         raise _refused(error, "body") from None
 

@@ -14,10 +14,10 @@ import math
 import re
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -26,6 +26,7 @@ from pydantic import (
     AwareDatetime,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainSerializer,
     Strict,
@@ -35,6 +36,7 @@ from pydantic import (
 )
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError, shown
+from perseus_planner.base.prefixes import counted
 from perseus_planner.base.units import FACTOR, ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
@@ -98,6 +100,8 @@ MOST_SLOWDOWN = 1e6
 EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
 LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
 _MOST_ALERTS = 10_000
+MOST_LABELS = 64
+"""Labels of one alert, and annotations; Prometheus itself warns above 30 labels."""
 MOST_RANKS = 1_024  #: of which each one's waiting is sent
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
@@ -166,7 +170,7 @@ class Place:
     rank: Number  #: Rank in the whole job, from 0.
     pipeline: Number  #: Data-parallel pipeline of the rank, from 0.
     #: Stages of that pipeline on this rank; [] if unknown.
-    stages: Annotated[tuple[Number, ...], Field(max_length=4096)]
+    stages: Annotated[tuple[Number, ...], FailFast(), Field(max_length=4096)]
     node: Line = ""  #: Host name; empty if unknown.
     gpu: Line = ""  #: UUID of the GPU; empty if unknown.
 
@@ -181,9 +185,15 @@ class PowerStep:
     power_w: Watts | None  #: Watts; null for no budget.
 
 
-MOST_PLACES = 2**20
-Places = Annotated[tuple[Place, ...], Field(max_length=MOST_PLACES)]
-Steps = Annotated[tuple[PowerStep, ...], Field(max_length=_MOST_STEPS)]
+MOST_PLACES = 2**17
+"""Ranks of a job whose places are taken; some 400 bytes of memory each. The largest clusters have
+fewer GPUs."""
+MOST_PLACES_OF_A_PIPELINE = 1024
+"""Ranks of one pipeline; the largest models are cut into some 16 stages of 8 to 64 GPUs each."""
+Places = Annotated[tuple[Place, ...], FailFast(), Field(max_length=MOST_PLACES)]
+Steps = Annotated[tuple[PowerStep, ...], FailFast(), Field(max_length=_MOST_STEPS)]
+_MOST_PROFILE = 2**22  #: characters of a profile's rows, or of a schedule: some 70,000 of each
+_MOST_YAML = 2**18  #: characters of a profile.yaml, which has some 2,000
 
 
 def split_at(
@@ -518,9 +528,12 @@ class Registration(_Job):
     frontier: FileBytes | None = field(default=None, repr=False)
     #: Locations of the ranks; needed if reports name ranks, GPUs or nodes.
     places: Places = ()
-    profile_csv: str | None = None  #: Instead of `frontier`: the text of profile.csv.
-    profile_yaml: str | None = None  #: The text of the profile.yaml that names it.
-    schedule: str | None = None  #: The name of a schedule, or a text grid.
+    #: Instead of `frontier`: the text of profile.csv.
+    profile_csv: Annotated[str, Field(max_length=_MOST_PROFILE)] | None = None
+    #: The text of the profile.yaml that names it.
+    profile_yaml: Annotated[str, Field(max_length=_MOST_YAML)] | None = None
+    #: The name of a schedule, or a text grid.
+    schedule: Annotated[str, Field(max_length=_MOST_PROFILE)] | None = None
     #: For a schedule given by its name.
     microbatches: Annotated[int, Strict(), Field(ge=1, le=2**20)] | None = None
     #: Whether a running job of that name goes on with this frontier and these settings. Its reports
@@ -535,6 +548,20 @@ class Registration(_Job):
         if self.frontier is not None and (*profile, self.microbatches) != (None,) * 4:
             raise UsageError(
                 "frontier: leave out profile_csv, profile_yaml, schedule and microbatches beside it"
+            )
+        self.check_places(len(self.places))
+
+    def check_places(self, count: int) -> None:
+        """Check that the job may have so many places.
+
+        Raises:
+            UsageError: If it may not.
+        """
+        most = min(MOST_PLACES_OF_A_PIPELINE * self.pipelines, MOST_PLACES)
+        if count > most:
+            raise UsageError(
+                f"places: more than {most:,} for {counted(self.pipelines, 'pipeline')}; list each "
+                "rank once"
             )
 
     def job(self) -> RegisteredJob:
@@ -664,7 +691,7 @@ class Counters(_Running):
     unlike_plan: Text | None = None
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
     #: is not known, and for more than 1,024 ranks.
-    waiting: Annotated[tuple[_Share, ...], Field(max_length=MOST_RANKS)] = ()
+    waiting: Annotated[tuple[_Share, ...], FailFast(), Field(max_length=MOST_RANKS)] = ()
 
     def __post_init__(self) -> None:
         for name in SUMS:
@@ -716,7 +743,7 @@ def to_json(value: Any, *, without_defaults: bool = False, indent: int | None = 
     return adapter.dump_json(value, by_alias=True, exclude_defaults=without_defaults, indent=indent)
 
 
-def from_json(kind: type[Value], text: str | bytes) -> Value:
+def from_json(kind: type[Value], text: str | bytes | bytearray) -> Value:
     """Read a value that `to_json` wrote.
 
     Raises:
@@ -728,29 +755,120 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
 
 
 SLICE = 1000
-"""How many places are read or written at once: other threads get no turn meanwhile."""
+"""How many places are written at once: other threads get no turn meanwhile."""
+
+_MOST_BRACKETS = 2**16
+_MOST_COMMAS = 2**19
+"""Of what is read at once. A list or an object costs the reader some 300 bytes, whatever is in it,
+and a value 32 bytes to 150 bytes; so one text costs 100 MB at most. Groups of 10,000 alerts have
+30,000 objects, and profiles of 70,000 rows 500,000 commas. Chosen by hand."""
+_MOST_WIDE_BYTES = 8 * 2**20
+_WIDE = re.compile(rb"\\u(?!00)")  # Alertmanager writes < as \u003c
+_SLICE_BYTES = 2**16
+_MOST_SLICE_BYTES = 2**18
+"""How much of the places is read at once, some 500 of them: other threads get no turn meanwhile.
+One place has 50 KB at most."""
+_PLACES = re.compile(rb'"places"\s*:\s*\[\s*(?=\{)')
+_PLACES_END = re.compile(rb"\}\s*\]")
+_BETWEEN_PLACES = re.compile(rb"\}\s*,\s*\{")
+_SENTINEL = Place(2**31 - 1, 0, ())  # stands for the places while the others are read
 
 
-def read_registration(body: bytes) -> Registration:
-    """Read a registration as `from_json` does, with its places in slices if it was written by
-    `to_json`.
+def check_size(text: bytes | bytearray, where: str = "the body") -> None:
+    """Check that a JSON text holds no more values than can be read within 100 MB, before any of it
+    is read.
 
     Raises:
-        ValueError: If it is not one.
+        UsageError: If it may hold more.
     """
-    try:
-        head, _, text = body.decode().partition('"places":[{')
-        inside, _, tail = text.partition("}]")
-        json.loads(head.rstrip(",") + "}")  # they are those of the registration itself
-        texts = inside.split("},{")
-        rest = from_json(Registration, f'{head}"places":[]{tail}')
-        slices = ("},{".join(texts[begin : begin + SLICE]) for begin in range(0, len(texts), SLICE))
-        places = [from_json(tuple[Place, ...], f"[{{{each}}}]") for each in slices]
-    except (ValueError, RecursionError):
-        return from_json(Registration, body)  # as it was written otherwise, or is none
-    if len(texts) > MOST_PLACES or '"places"' in tail:
-        return from_json(Registration, body)
-    return replace(rest, places=tuple(chain.from_iterable(places)))
+    brackets = text.count(b"[") + text.count(b"{")
+    commas = text.count(b",")
+    is_wide = len(text) > _MOST_WIDE_BYTES and not (text.isascii() and _WIDE.search(text) is None)
+    if is_wide:
+        raise UsageError(
+            f"{where}: has more than {_MOST_WIDE_BYTES // 2**20} MiB and letters outside Latin-1, "
+            "which take four times as much; send less at once"
+        )
+    if brackets > _MOST_BRACKETS or commas > _MOST_COMMAS:
+        raise UsageError(
+            f"{where}: has {brackets:,} lists and objects and {commas:,} commas, more than "
+            f"{_MOST_BRACKETS:,} or {_MOST_COMMAS:,}; send less at once"
+        )
+
+
+def read_registration(body: bytes | bytearray) -> Registration:
+    """Read a registration as `from_json` does, with its places in slices.
+
+    Raises:
+        ValueError, UsageError: If it is not one, or has too many values.
+    """
+    begin = _PLACES.search(body)
+    if begin is not None:
+        try:
+            registration = _read_in_slices(body, begin.end())
+        except ValidationError as error:
+            # a name with brackets may be taken for the end of a place or of all of them
+            if error.errors()[0]["type"] != "json_invalid":
+                raise
+        else:
+            if registration is not None:
+                return registration
+    check_size(body)
+    return from_json(Registration, body)
+
+
+def _read_in_slices(body: bytes | bytearray, begin: int) -> Registration | None:
+    """Read a registration with its places from a position on; None if those are not its own."""
+    places: list[Place] = []
+    end = begin
+    for text, text_end in _slices(body, begin):
+        end = text_end
+        if len(text) > _MOST_SLICE_BYTES:
+            raise UsageError(f"places.{len(places)}: is larger than a place can be; send less")
+        try:
+            places += from_json(tuple[Place, ...], b"[%b]" % text)
+        except ValidationError as error:
+            raise _of_a_place(error, len(places)) from None
+        if len(places) > MOST_PLACES:
+            break
+    view = memoryview(body)
+    rest = bytearray(view[:begin])
+    rest += to_json(_SENTINEL)
+    rest += view[end:]
+    check_size(rest)
+    registration = from_json(Registration, rest)
+    del rest
+    registration.check_places(len(places))
+    if registration.places != (_SENTINEL,):
+        return None
+    return replace(registration, places=tuple(places))
+
+
+def _slices(body: bytes | bytearray, begin: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the text of the list that begins at a position, in parts that end between two places,
+    and where each part ends. A part that is larger than it may be is the last.
+    """
+    while True:
+        most = begin + _MOST_SLICE_BYTES + 1
+        cut = _BETWEEN_PLACES.search(body, begin + _SLICE_BYTES, most)
+        last = _PLACES_END.search(body, begin, cut.start() + 1 if cut else most)
+        end = most if cut is None else cut.start() + 1
+        if last is not None:
+            end = last.start() + 1
+        yield bytes(body[begin:end]), end
+        if last is not None or cut is None:
+            return
+        begin = cut.end() - 1
+
+
+def _of_a_place(error: ValidationError, before: int) -> ValidationError | UsageError:
+    """Return what is wrong with a place, by its number among all of them."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return error
+    number, *where = first["loc"]
+    path = ".".join(map(str, ("places", before + int(number), *where)))
+    return UsageError(f"body.{path}: {first['msg']}; /openapi.json describes what is expected")
 
 
 @dataclass(frozen=True)
@@ -769,6 +887,9 @@ class _Alert:
     annotations: dict[str, str]
 
 
+_SHOWN = 128  #: characters of a name that a client chose, where it is told what is wrong with it
+
+
 def read_alert(alert: Any, now_s: float) -> Report | str:
     """Read an alert as Alertmanager's version 4 has it.
 
@@ -776,11 +897,16 @@ def read_alert(alert: Any, now_s: float) -> Report | str:
         The alert as a report, which has expired if the alert is resolved; why there is none and
         what to do, if it is incomplete. One from a clock that is ahead of `now_s` begins now.
     """
+    for name in ("labels", "annotations"):
+        labels = alert.get(name) if isinstance(alert, dict) else None
+        if isinstance(labels, dict) and len(labels) > MOST_LABELS:
+            return f"alert.{name}: more than {MOST_LABELS}; drop some in its rule"
     try:
         return _report(from_json(_Alert, json.dumps(alert)), now_s)
     except ValidationError as error:
         first = error.errors()[0]
-        return f"{'.'.join(('alert', *map(str, first['loc'])))}: {first['msg']}"
+        path = ".".join(("alert", *(str(name)[:_SHOWN] for name in first["loc"])))
+        return f"{path}: {first['msg']}"
     except UsageError as error:
         return str(error)
 
@@ -788,7 +914,7 @@ def read_alert(alert: Any, now_s: float) -> Report | str:
 def rule_of(alert: Any) -> str:
     """Return the name of the rule of an alert, whatever else it has."""
     try:
-        return str(alert["labels"]["alertname"])
+        return str(alert["labels"]["alertname"])[:_SHOWN]
     except (TypeError, LookupError):
         return "unnamed"
 

@@ -15,7 +15,6 @@ import re
 import signal
 import tempfile
 import threading
-import zipfile
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -40,10 +39,11 @@ from perseus_planner.plans.job import Job, Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
 from perseus_planner.schedules import schedule_names
-from perseus_planner.solver.frontier import Frontier, solve_dag
+from perseus_planner.solver.frontier import Frontier, check_unpacked, solve_dag
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.models import Decision, RegisteredJob
+    from perseus_planner.extensions.service.watch import Watchdog
 
 Result = TypeVar("Result")
 
@@ -180,7 +180,7 @@ def _changed(frontier: Frontier, slow: Slow, limit_w: float | None) -> Frontier:
 
 
 def _read(content: bytes) -> Frontier:
-    _check_size(content)
+    check_unpacked(io.BytesIO(content), "frontier.npz", _LARGEST_BYTES, _LARGEST_HEADER_BYTES)
     with tempfile.TemporaryDirectory(prefix="perseus-planner-") as folder:
         path = Path(folder) / "frontier.npz"
         path.write_bytes(content)
@@ -188,26 +188,6 @@ def _read(content: bytes) -> Frontier:
             return Frontier.load(path)
         except FrontierError as error:
             raise FrontierError(str(error).replace(str(path), path.name)) from None
-
-
-def _check_size(content: bytes) -> None:
-    """Refuse a small file that unpacks to more than fits in memory."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            sizes = {member.filename: member.file_size for member in archive.infolist()}
-    except zipfile.BadZipFile:
-        return  # reading it says what it is instead
-    size = sum(sizes.values())
-    computations = sizes.get("header.npy", 0)
-    if computations > _LARGEST_HEADER_BYTES:
-        raise FrontierError(
-            f"frontier.npz: its list of computations unpacks to {computations} bytes, more than "
-            f"{_LARGEST_HEADER_BYTES}; is it a frontier?"
-        )
-    if size > _LARGEST_BYTES:
-        raise FrontierError(
-            f"frontier.npz: unpacks to {size} bytes, more than {_LARGEST_BYTES}; is it a frontier?"
-        )
 
 
 def _written(unsolved: Unsolved, folder: Path) -> Settings:
@@ -442,10 +422,10 @@ class Replanner:
     others take turns with it.
     """
 
-    def __init__(self, prepare: Callable[[str], None], threads: int) -> None:
-        """Call `prepare` with the name of each job."""
+    def __init__(self, prepare: Callable[[str], None], threads: int, watchdog: Watchdog) -> None:
+        """Call `prepare` with the name of each job, on threads that are watched."""
         self._prepare = prepare
-        self._pool = ThreadPoolExecutor(threads, "planner-replanning")
+        self._pool = ThreadPoolExecutor(threads, "planner-replanning", watchdog.watch)
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
 

@@ -77,6 +77,7 @@ from perseus_planner.extensions.service.power import (
     share_power,
 )
 from perseus_planner.extensions.service.store import Draft, Storage, Stored, Writer, unknown_job
+from perseus_planner.extensions.service.watch import Watchdog
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.models import Counters, Curve, JobTotals
@@ -158,7 +159,8 @@ class Service:
         self._processes = Processes(workers)
         self._solver = Processes(1)
         self._planning = Planning(storage.frontier, run or self._processes.run)
-        self._replanner = Replanner(self._replan, workers)
+        self.watchdog = Watchdog()  #: Of its threads
+        self._replanner = Replanner(self._replan, workers, self.watchdog)
         #: (what, job) -> when it is due: to look whether time alone changes the decision of the
         #: job, the end of its lease unless it is silent, to write telemetry.
         self._due_s: dict[tuple[str, str], float] = {}
@@ -168,7 +170,9 @@ class Service:
         #: ended; on a thread of the service, once the change is on disk. It returns at once.
         self.on_version: Callable[[str, int], None] = lambda _, __: None
         self._storage = storage
-        self._writer = Writer(storage, stored, self._reconciled, self._follow_up, self.now_s)
+        self._writer = Writer(
+            storage, stored, self._reconciled, self._follow_up, self.now_s, self.watchdog
+        )
         self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
@@ -254,8 +258,10 @@ class Service:
 
     @property
     def problem(self) -> str | None:
-        """Why the last change could not be written, such as a full disk; None if it was written."""
-        return self._writer.problem
+        """Why nothing can be taken: the last change could not be written, for example as the disk
+        is full, or a thread has ended or is stuck; None if all is well.
+        """
+        return self._writer.problem or self.watchdog.problem
 
     @property
     def power_budget(self) -> PowerBudget:
@@ -504,8 +510,10 @@ class Service:
                 if state.job.power_schedule:
                     self._set_timer(name, state)
         due = [key for key, at_s in list(self._due_s.items()) if at_s <= now_s]
+        # by the same reading of the clocks: of what is due this returns the time that it is given
+        budget_s = self._writer.budget.next_s(now_s, wall_s)
         try:
-            if due or self._budget_s <= now_s:
+            if due or budget_s <= now_s:
                 self._carry_out(due, now_s, wall_s).result()
         except PlannerError:
             for key in due:
@@ -518,14 +526,10 @@ class Service:
         """Return when to call `tick`, taking into account what has changed since it last said
         so.
         """
-        if self.problem:
+        if self._writer.problem:
             return -math.inf
-        return min(*list(self._due_s.values()), self._budget_s, math.inf)
-
-    @property
-    def _budget_s(self) -> float:
-        """When the next scheduled budget of all jobs together begins; infinite if there is none."""
-        return self._writer.budget.next_s(self.now_s(), self._wall_s())
+        budget_s = self._writer.budget.next_s(self.now_s(), self._wall_s())
+        return min(*list(self._due_s.values()), budget_s, math.inf)
 
     @_command
     def _carry_out(

@@ -53,6 +53,7 @@ from perseus_planner.extensions.service.models import (
     shared,
     to_json,
 )
+from perseus_planner.extensions.service.watch import Watchdog
 
 Execute = Callable[..., list[Any]]
 """Runs a statement with a value for each `?`, and returns its rows."""
@@ -806,6 +807,7 @@ _MOST_AT_ONCE = 256  # commands in one transaction
 _log = logging.getLogger(__name__)
 
 
+_ENDED = "the thread that writes has ended, so nothing is taken; start the service again"
 _Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
 
 
@@ -826,10 +828,12 @@ class Writer:
         reconciled: Callable[[JobState], JobState],
         committed: Callable[[Draft], None],
         now_s: Callable[[], float],
+        watchdog: Watchdog,
     ) -> None:
         """Start from what is stored; `reconciled` is that of drafts, and `committed` is called with
-        every change once it is on disk.
+        every change once it is on disk. The thread is watched.
         """
+        self._watchdog = watchdog
         self.jobs: Mapping[str, JobState] = stored.jobs
         self.budget = stored.budget
         self.problem: str | None = None
@@ -843,15 +847,18 @@ class Writer:
         self._thread = threading.Thread(target=self._write, name="planner-writer", daemon=True)
         self._lock = threading.Lock()
         self._open = False
+        self._closed = False
 
     def __enter__(self) -> Writer:
         self._thread.start()
+        self._watchdog.watch(self._thread)
         self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open = False
+            self._closed = True
             self._commands.put(None)
         self._thread.join()
 
@@ -887,19 +894,34 @@ class Writer:
                 self._commands.put((command, future))
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
-                future.set_exception(UsageError(closed))
+                has_died = self._thread.ident is not None and not self._closed
+                future.set_exception(StorageError(_ENDED) if has_died else UsageError(closed))
         return future
 
     def _write(self) -> None:
         """Write the commands that wait, together, until None comes, after which nothing does."""
         batch: list[_Given | None] = []
-        while None not in batch:
-            batch = [self._commands.get()]
-            waiting = min(self._commands.qsize(), _MOST_AT_ONCE - 1)
-            batch += [self._commands.get() for _ in range(waiting)]
-            self._write_batch(
-                [each for each in batch if each and each[1].set_running_or_notify_cancel()]
-            )
+        try:
+            while None not in batch:
+                batch = [self._commands.get()]
+                waiting = min(self._commands.qsize(), _MOST_AT_ONCE - 1)
+                batch += [self._commands.get() for _ in range(waiting)]
+                with self._watchdog.working():
+                    self._write_batch(
+                        [each for each in batch if each and each[1].set_running_or_notify_cancel()]
+                    )
+        finally:
+            self._end(batch)
+
+    def _end(self, batch: list[_Given | None]) -> None:
+        """Take nothing more, and refuse what waits: nobody would ever answer it."""
+        with self._lock:
+            self._open = False
+        while not self._commands.empty():
+            batch.append(self._commands.get())
+        for given in batch:
+            if given is not None and not given[1].done():
+                given[1].set_exception(StorageError(_ENDED))
 
     def _write_batch(self, batch: list[_Given]) -> None:
         answers = list[Callable[[], None]]()

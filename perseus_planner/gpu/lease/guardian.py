@@ -6,6 +6,10 @@ guardian opens the owner's GPUs first, so that nothing has to be loaded later, w
 waits for the lock that the owner keeps on its records. Once the lock is free, the owner has
 reported that all GPUs are reset, or has died. A closed pipe means neither: forked children of the
 owner may keep it open, and the owner may close it.
+
+An owner that is stopped, or hangs, keeps the lock though nobody needs it any more. So the guardian
+also watches the processes that the owner sets the GPUs for, and ends an owner that still has the
+lock `FROZEN_S` after the last of them has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +25,13 @@ from functools import partial
 
 from perseus_planner.base.errors import GpuError, PlannerError
 from perseus_planner.base.loops import in_background
-from perseus_planner.base.processes import end_module, is_readable, report_ready, start_module
+from perseus_planner.base.processes import (
+    WatchedProcess,
+    end_module,
+    is_readable,
+    report_ready,
+    start_module,
+)
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.lease.records import (
     FoundRecord,
@@ -123,20 +133,28 @@ _END_S = 10.0  #: to end after it is dismissed
 _LATE_S = 1.0  #: during which a command or a request of the dead owner may still set a clock
 
 
+FROZEN_S = 5.0
+"""How long an owner may keep a lease after all that it is for have ended: a reset takes
+milliseconds, and one that a driver delays is taken over by the guardian. By hand."""
+_LOOK_S = 1.0  #: between two looks whether a process has ended, where the kernel does not say
+
+
 class Guardian:
     """Starts the guardian of a lease, whose records have been written, and stops it.
 
     Args:
         lease: Identifier of the lease.
+        users: Numbers of the processes that the GPUs are set for; none if they are not known.
 
     Raises:
         GpuError: If the guardian does not become ready; the text says why.
     """
 
-    def __init__(self, lease: str) -> None:
+    def __init__(self, lease: str, users: Sequence[int] = ()) -> None:
         module = "perseus_planner.gpu.lease.guardian"
         who = "the guardian that resets GPUs if this process dies"
-        self._process, _ = start_module(module, lease, who=who, timeout_s=READY_S, has_input=True)
+        given = (lease, *map(str, users))
+        self._process, _ = start_module(module, *given, who=who, timeout_s=READY_S, has_input=True)
 
     def dismiss(self) -> None:
         """Report that all GPUs are reset; the guardian reads this once the records' files are
@@ -153,10 +171,27 @@ class Guardian:
         end_module(self._process)
 
 
-def main(lease: str) -> int:
-    """Guard the GPUs of a lease; return 0 once they are reset, by the guardian or the owner,
-    else 2.
+def end_when_unused(owner: int, users: Sequence[WatchedProcess]) -> None:
+    """Wait until the last of `users` has ended; then end the owner of their lease, this process's
+    parent, unless it ends the lease itself in time.
     """
+    for user in users:
+        while not user.has_ended():
+            if user.descriptor is None:
+                time.sleep(_LOOK_S)
+            else:
+                is_readable(user.descriptor, _LOOK_S)
+    time.sleep(FROZEN_S)
+    if os.getppid() == owner:  # its number is not used again while this is its child
+        os.kill(owner, signal.SIGKILL)
+
+
+def main(lease: str, *numbers: str) -> int:
+    """Guard the GPUs of a lease that is for processes of these numbers; return 0 once they are
+    reset, by the guardian or the owner, else 2.
+    """
+    owner = os.getppid()
+    users = [WatchedProcess(int(number)) for number in numbers]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     records = open_records(lease)
@@ -169,6 +204,8 @@ def main(lease: str) -> int:
             print(error)
             return 2
         report_ready()
+        if users:
+            in_background(partial(end_when_unused, owner, users), "planner watch")
         wait_for_owner(records[0][1])  # the owner's other records are unlocked at the same moment
         if is_readable(0) and os.read(0, 1):  # the owner has reported that all GPUs are reset
             return 0
@@ -177,4 +214,4 @@ def main(lease: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

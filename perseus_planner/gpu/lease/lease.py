@@ -29,6 +29,7 @@ What happens if a process is killed:
     both, at once or in turn    the record stays: `recover` resets the GPU, with which commands and
                                 jobs begin; so does each rank whose clock controller was the owner
     guardian while it resets    the same, because the record is removed last
+    all that the GPUs are for   the guardian ends an owner that is stopped or hangs, and resets
     holder of a lock            the kernel releases the lock
 
 Whether an owner lives is decided by the lock on its records' files alone, which the kernel releases
@@ -84,7 +85,9 @@ _locks: dict[str, list[int]] = {}
 
 
 @contextmanager
-def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[None]:
+def lease_gpus(
+    gpus: Sequence[Gpu], *, power_limit: bool = True, users: Sequence[int] = ()
+) -> Iterator[None]:
     """Lease GPUs for setting inside the block, and restore them afterwards, even if the block
     raises.
 
@@ -94,6 +97,8 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
         gpus: The GPUs. Those that do not keep settings are reset afterwards, without records or a
             guardian.
         power_limit: Whether the power limit may be set; if not, it is left alone.
+        users: Numbers of the other processes that the GPUs are set for. When all of them have
+            ended and this one does not end the block, its guardian ends it.
 
     Raises:
         GpuInUse: If another living process has leased one of the GPUs, or this process already has.
@@ -113,7 +118,7 @@ def lease_gpus(gpus: Sequence[Gpu], *, power_limit: bool = True) -> Iterator[Non
         for gpu in gpus:
             _take(gpu, _new_record(gpu, lease, power_limit=power_limit), leased)
         if any(gpu.keeps_settings for gpu, _ in leased):
-            guardian = Guardian(lease)
+            guardian = Guardian(lease, users)
         yield
     finally:
         if os.getpid() == owner:
@@ -136,6 +141,16 @@ def stale_records() -> tuple[FoundRecord, ...]:
         GpuError: If the state folder cannot be used.
     """
     return tuple(record for record in read_records()[0] if not record.is_living)
+
+
+def frozen_records() -> tuple[FoundRecord, ...]:
+    """Return the records of living processes of this host that are stopped. Changes nothing.
+
+    Raises:
+        GpuError: If the state folder cannot be used.
+    """
+    living = (record for record in read_records()[0] if record.is_living)
+    return tuple(record for record in living if record.owner.is_stopped)
 
 
 def recover(*, is_fresh: bool = False) -> tuple[Recovery, ...]:

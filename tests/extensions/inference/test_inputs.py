@@ -173,6 +173,12 @@ def test_traces_are_read_in_several_forms_of_time(tmp_path: Path, rows: tuple[st
             ", line 2, column 'input_tokens': '-4' is not a number of tokens: write a whole number "
             "of 0 or more",
         ),
+        (
+            "time,input_tokens,output_tokens\n1,1,1\n2,1,1\n1e15,1,1\n",
+            ": its requests span 1000000000000000 s, more than a year; the longest gap, "
+            "1000000000000000 s, is before "
+            "request 3: correct its time",
+        ),
     ],
 )
 def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, expected: str):

@@ -792,6 +792,33 @@ def test_schedules_follow_the_clock_of_the_machine_whenever_it_is_set(tmp_path: 
             uptime.now_s += 30.0
 
 
+class Moving(Clock):
+    """A clock that is a little later each time that somebody looks at it."""
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+def test_a_budget_of_all_jobs_begins_when_it_is_due_while_jobs_are_silent(tmp_path: Path):
+    """The moment was compared with a clock that had been read before it."""
+    clock = Moving()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once, lease_s=math.inf) as service,
+    ):
+        service.register(job(), frontier_file())
+        service.set_power(None, 6e6, (PowerStep(NOW_S + 3600.0, 5e6),)).result()
+        service.tick()
+        clock.now_s = NOW_S + 3599.0
+        assert NOW_S + 3599.9 < service.tick() < NOW_S + 3600.1
+        assert service.power_budget.power_w == 6e6
+        clock.now_s = NOW_S + 3600.0
+        service.tick()
+        assert service.power_budget.power_w == 5e6
+        assert service.tick() == math.inf
+
+
 def test_speeding_up_does_not_wait_for_plans_that_are_being_made(tmp_path: Path):
     slow = Slow()
     with service_at(tmp_path / "service.sqlite", Clock(), run=slow) as service:

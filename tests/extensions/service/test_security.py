@@ -190,7 +190,10 @@ def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_
             answer = sent(**changes)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid")
             assert answer.json()["detail"].startswith(problem)
-        large = {"content": b"[" * 70_000, "headers": {"Content-Type": "application/json"}}
+        large = {
+            "content": b"[" * 65_536 + b" " * 9,
+            "headers": {"Content-Type": "application/json"},
+        }
         assert "the body is not JSON: " in ask("POST", "/v1/jobs", **large).json()["detail"]
         as_form = {"content": b"{" * 70_000, "headers": {"Content-Type": "text/plain"}}
         assert ask("POST", "/v1/jobs", **as_form).status_code == 422
