@@ -20,6 +20,9 @@ pytest.importorskip("torch")
 
 SPLIT = ("interleaved-zb", "zbv", "dualpipe-v")
 """The schedules that split backwards."""
+OFTEN = ["1f1b", "interleaved-1f1b", "dualpipe-v"]
+"""Schedules that are profiled and trained each time: of a stage for each rank, of two, and with
+split backwards; the others are soaks."""
 
 
 def check(results: Results, names: list[str], folder: Path) -> None:
@@ -59,11 +62,16 @@ def test_stages_that_one_simulated_gpu_measured_can_share_a_rank() -> None:
 @pytest.mark.parametrize(
     ("degree", "names"),
     [
-        (1, [*TORCH]),
+        (1, OFTEN),
         (2, ["1f1b+ddp"]),
         pytest.param(
             2,
             ["1f1b+fsdp", "1f1b+fsdp-again", "interleaved-1f1b+fsdp", "dualpipe-v+synced"],
+            marks=[pytest.mark.soak, pytest.mark.newest],
+        ),
+        pytest.param(
+            1,
+            [name for name in TORCH if name not in OFTEN],
             marks=[pytest.mark.soak, pytest.mark.newest],
         ),
     ],

@@ -245,7 +245,9 @@ def test_a_last_row_that_is_cut_is_refused_as_such(folder: Path, left: int):
 # A kind without work.
 
 
-@pytest.mark.parametrize("idle", [[(0, "B")], [(0, "F"), (0, "B")], [(2, "F"), (2, "B")]])
+@pytest.mark.parametrize(
+    "idle", [[(0, "F"), (0, "B")], *soaks([(0, "B")], [(2, "F"), (2, "B")])], ids=str
+)
 def test_a_kind_without_work_is_solved_planned_and_written(folder: Path, idle: list[Key]):
     rows = made_rows() | {key: {1410: (0.0, 0.0)} for key in idle}
     profile = Profile.load(write(rows), WAITING_W)

@@ -1,14 +1,14 @@
 """Draw mutants of the product, each wrong in one token, and count how many the tests kill.
 
-    python tests/support/mutants.py [--count 20] [--seed 1] [--limit 300] [FOLDER ...]
+    python tests/support/mutants.py [--count 20] [--seed 1] [--limit 200] [FOLDER ...]
 
 A mutant has another comparison, arithmetic operator or constant, or a call is dropped that stands
 alone. Files are drawn as often as they have such tokens; FOLDER ones alone, if given. For each
 mutant the test files that can reach it run one after the other, the nearest first: those of its
 room and those over fewest imports. It is killed by the first test that fails with it and passes
-without it; it survives if none does within the limit, seconds. The mutants stand in a copy of the
-checkout, which is removed at the end. Surviving mutants may be equal to the code; a line of each
-says where to look.
+without it; it survives if none does before files have taken the limit, processor seconds, and the
+line of a survivor says how many files ran. A test that hangs is one that fails after the time of
+pyproject.toml. The mutants stand in a copy of the checkout, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import ast
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,43 +201,61 @@ class Checkout:
             shutil.copy2(ROOT / name, folder / name)
         self.failing: set[str] = set()  #: tests that fail without any mutant
 
-    def killer(self, tests: Sequence[str], limit_s: float) -> tuple[str | None, int]:
-        """Return the first test that fails, None if none does in time; and how many files ran."""
-        until = time.monotonic() + limit_s
+    @contextmanager
+    def with_mutant(self, mutant: Mutant) -> Iterator[None]:
+        """Have a mutant inside the block."""
+        path = self.folder / mutant.file
+        content, times = path.read_bytes(), path.stat()
+        path.write_bytes(mutant.of(content))
+        try:
+            yield
+        finally:
+            # with its time, by which Python and Numba know what they have compiled
+            path.write_bytes(content)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def killer(
+        self, mutant: Mutant, tests: Sequence[str], limit_s: float
+    ) -> tuple[str | None, int]:
+        """Return the first test that fails with a mutant and passes without it, None if none does
+        until files have taken the limit, processor seconds; and how many files ran.
+        """
+        begun_s = _children_s()
         for number, file in enumerate(tests):
-            left_s = until - time.monotonic()
-            if left_s <= 0:
+            if _children_s() - begun_s > limit_s:
                 return None, number
-            failed = self._failed(file, left_s)
+            failed = self._killer_of(mutant, file)
             if failed is not None:
                 return failed, number + 1
         return None, len(tests)
 
-    def passes(self, test: str) -> bool:
-        """Return whether a test passes; one that does not counts no more."""
-        failed = self._failed(test, 600)
-        if failed is not None:
-            self.failing.add(test)
-        return failed is None
+    def _killer_of(self, mutant: Mutant, file: str) -> str | None:
+        while True:
+            with self.with_mutant(mutant):
+                failed = self._failed(file)
+            if failed is None:
+                return None
+            without = self._failed(file)
+            if without is None:
+                return failed
+            if without in self.failing:
+                return None  # it cannot be left out, so the file tells nothing
+            self.failing.add(without)
 
-    def _failed(self, test: str, limit_s: float) -> str | None:
+    def _failed(self, test: str) -> str | None:
         deselected = [f"--deselect={each}" for each in self.failing]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         environment |= {"CI": "1"}  # equal examples in every run
         # as for the checkout that this is a copy of
         environment.setdefault("PLANNER_DATA", str(ROOT.parent / "shared" / "data"))
-        try:
-            ran = subprocess.run(
-                [*command, "--tb=no", *deselected, test],
-                cwd=self.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired:
-            return None
+        ran = subprocess.run(
+            [*command, "--tb=no", *deselected, test],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
         if found is not None:
             return found[1]
@@ -244,12 +263,20 @@ class Checkout:
         return None if ran.returncode in (0, 5) else f"{test} ended with {ran.returncode}"
 
 
+def _children_s() -> float:
+    """Return the processor time of the processes that have ended, seconds."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 def main() -> None:
     """Draw mutants, run tests, print what became of each and how many were killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=20, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of tests for each")
+    parser.add_argument(
+        "--limit", type=float, default=200, help="processor seconds of tests for each"
+    )
     parser.add_argument("folders", nargs="*", default=FOLDERS, metavar="FOLDER")
     options = parser.parse_args()
 
@@ -274,7 +301,7 @@ def main() -> None:
             module = _module_of(mutant.file)
             assert module in named, module
             tests = tests_of(graph, module)
-            killer, count = _killer(checkout, mutant, content, tests, options.limit)
+            killer, count = checkout.killer(mutant, tests, options.limit)
             killed += killer is not None
             print(f"{number}. {mutant.shown(content)}", flush=True)
             survives = f"SURVIVES {count} of {len(tests)} files that can reach it"
@@ -286,24 +313,6 @@ def _module_of(file: Path) -> str:
     parts = file.with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] == FOLDERS[0] else (FOLDERS[0], *parts))
-
-
-def _killer(
-    checkout: Checkout, mutant: Mutant, content: bytes, tests: Sequence[str], limit_s: float
-) -> tuple[str | None, int]:
-    """Return the first test that fails with a mutant alone, and how many files ran."""
-    path = checkout.folder / mutant.file
-    times = path.stat()
-    while True:
-        path.write_bytes(mutant.of(content))
-        try:
-            failed, count = checkout.killer(tests, limit_s)
-        finally:
-            # with its time, by which Python and Numba know what they have compiled
-            path.write_bytes(content)
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        if failed is None or checkout.passes(failed.partition(" ended with")[0]):
-            return failed, count
 
 
 if __name__ == "__main__":

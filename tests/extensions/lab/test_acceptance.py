@@ -91,6 +91,7 @@ def test_two_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
     accepted(tmp_path, 2)
 
 
+@pytest.mark.newest
 @pytest.mark.soak  # two pipelines, and the time that the steps take
 def test_four_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
     accepted(tmp_path, 4)
