@@ -53,7 +53,7 @@ class _View(NamedTuple):
     "planner show plan.yaml --plot plan.svg --perfetto plan.json",
     "planner show frontier.npz --beside plan.yaml --plot before-after.pdf --figure timeline",
     "planner show run --plot run.png",
-    "planner show run run-before",
+    "planner show run run-2",
     "planner show run --csv power.csv",
     "planner show profile.yaml --plot curves.png",
 )

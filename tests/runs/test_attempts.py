@@ -93,7 +93,7 @@ def test_what_is_printed_of_all_attempts_is_their_sum(tmp_path: Path):
     begin = lines.index(
         "All attempts, energy simulated, saved against all clocks at maximum in as much time:"
     )
-    heading, older, *others, whole = [line.split() for line in lines[begin + 2 : -3]]
+    heading, older, *others, whole = [line.split() for line in lines[begin + 2 : -4]]
     assert " ".join(heading) == "attempt iterations time s energy kJ saved kJ saved %"
     assert (older[:2], len(others), whole[:2]) == (["older", "5"], 10, ["all", "90"])
     assert others[-1][:2] == [attempt_in(tmp_path).name, "13"]
