@@ -182,6 +182,16 @@ ENDED_SHOWN = 1000
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
+LATE_S = 10.0
+"""A writer of PostgreSQL whose heartbeat is so late loses its lock to one that stands by. It writes
+every 2 s at least, unless it is stopped, as by SIGSTOP or a frozen virtual machine."""
+_BEGINS_S = 60.0  # that a new writer has to read everything, before its first heartbeat is due
+_NOW = "extract(epoch FROM clock_timestamp())"  # by the one clock that all writers share
+_HOLDER = """
+SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
+AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 _STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
 _CHANGING = ("job", "decision", "events", *_STATE)
 _SETTINGS = (
@@ -299,8 +309,9 @@ class Storage:
     """A database of the service. Use it as a context manager, which closes it.
 
     The last process to open an SQLite file is its writer: a service that opened it earlier can no
-    longer write. In PostgreSQL the first one is, as long as its connection lives. So two services
-    never write to one database.
+    longer write. In PostgreSQL the first one is, as long as its connection lives; and as long as
+    its heartbeat is not late: then the next one to open it ends that connection, in which nothing
+    can be written any more. So two services never write to one database.
     """
 
     def __init__(
@@ -419,7 +430,8 @@ class Storage:
         return connection
 
     def _become_writer(self) -> None:
-        if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+        if self.is_shared and not self._has_lock():
+            self._end_late_writer()
             raise StandBy(f"{self.location}: another service has it; this one stands by")
         if not self.is_shared:
             self.execute("PRAGMA journal_mode=WAL")
@@ -429,6 +441,32 @@ class Storage:
             self._set("writer", self._writer)
             if self._get("written_s") is None:
                 self._set("written_s", "0.0")
+            if self.is_shared:
+                due_s = f"SELECT CAST({_NOW} + {_BEGINS_S} AS TEXT)"
+                self._set("heartbeat", self._value(due_s))
+
+    def _has_lock(self) -> bool:
+        return bool(self._value("SELECT pg_try_advisory_lock(?)", _LOCK))
+
+    def _end_late_writer(self) -> None:
+        """End the connection of a writer whose heartbeat is late, so that its lock is free at the
+        next try.
+        """
+        late_s = f"SELECT {_NOW} - CAST(value AS DOUBLE PRECISION) FROM meta WHERE name = ?"
+        try:
+            late = float(self._value(late_s, "heartbeat") or 0.0)
+        except _errors():  # its tables are being made
+            return
+        if late <= LATE_S:
+            return
+        for (number,) in self.execute(_HOLDER, _LOCK >> 32, _LOCK & 0xFFFFFFFF):
+            _log.warning(
+                "The service that has the database has not written for %.0f s; its connection, "
+                "process %d of the server, is ended",
+                late,
+                number,
+            )
+            self.execute("SELECT pg_terminate_backend(?)", number)
 
     def _migrate(self) -> None:
         """Bring the tables to the layout of this version; an SQLite file as it was is kept
@@ -609,13 +647,15 @@ class Storage:
         """Check that this is the writer, by an update, which makes any other one wait for the end
         of this transaction.
         """
+        heartbeat = f"WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT)" if self.is_shared else ""
         self.execute(
-            "UPDATE meta SET value = ? WHERE name = 'written_s' "
+            f"UPDATE meta SET value = CASE name {heartbeat} ELSE ? END "
+            "WHERE name IN ('written_s', 'heartbeat') "
             "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
             repr(self.now_s()),
             self._writer,
         )
-        if self._count != 1:
+        if self._count < 1:
             raise Fenced(
                 f"{self.location}: another service has opened it, so this one writes no more; run "
                 "one of them"
