@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
-from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
 from perseus_planner.extensions.service.models import (
     SLICE,
@@ -330,6 +330,8 @@ class Storage:
         location = os.fspath(location)
         self.location = without_password(location)
         self._path: str | None = None
+        #: Path of each file that is open -> its device and inode
+        self._identities: dict[str, tuple[int, int]] = {}
         self._lock = threading.RLock()
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
         self._writer = uuid4().hex
@@ -426,7 +428,7 @@ class Storage:
         except sqlite3.Error as error:
             raise self._error(error) from error
         with suppress(OSError):
-            self._identity = _identity(path)
+            self._identities[path] = _identity(path)
         return connection
 
     def _become_writer(self) -> None:
@@ -501,20 +503,26 @@ class Storage:
         )
 
     def _check_file(self) -> None:
-        """Check that the file at the path is the one that is open, as only that one is read again.
+        """Check that the files at the paths of the database and of its log are those that are
+        open, as only those are read again: what was written last may be in the log alone.
 
         Raises:
-            Fenced: If it is not.
+            Fenced: If one is not.
         """
         if self._path is None:
             return
-        with suppress(OSError):
-            if _identity(self._path) == self._identity:
-                return
-        raise Fenced(
-            f"{self._path}: was removed or replaced while the service wrote it, so this one writes "
-            "no more; start it again"
-        )
+        log = f"{self._path}-wal"
+        if log not in self._identities:  # it is there once something was written
+            with suppress(OSError):
+                self._identities[log] = _identity(log)
+        for path, identity in self._identities.items():
+            with suppress(OSError):
+                if _identity(path) == identity:
+                    continue
+            raise Fenced(
+                f"{path}: was removed or replaced while the service wrote it, so this one writes "
+                "no more; start it again"
+            )
 
     # What is kept
 
@@ -525,30 +533,44 @@ class Storage:
             StorageError: If the database cannot be read, or holds what the service did not write.
         """
         with self.transaction():
-            try:
-                curves = {
-                    digest: from_json(Curve, curve)
-                    for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
-                }
-                reports = self._reports()
-                tallies = {
-                    name: from_json(Tally, _as_judged(content))
-                    for name, content in self.execute("SELECT job, content FROM totals")
-                }
-                states = {
-                    name: _state_of(
+            curves = {}
+            for digest, text in self.execute("SELECT digest, curve FROM frontiers"):
+                with self._row("frontiers", digest):
+                    curves[digest] = from_json(Curve, text)
+            reports = self._reports()
+            tallies = {}
+            for name, content in self.execute("SELECT job, content FROM totals"):
+                with self._row("totals", name):
+                    tallies[name] = from_json(Tally, _as_judged(content))
+            states = {}
+            rows = self.execute(
+                "SELECT name, frontier, registration, states.content, plans.content "
+                "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
+            )
+            for name, frontier, *texts in rows:
+                with self._row("jobs, states or plans", name):
+                    states[name] = _state_of(
                         texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
                     )
-                    for name, frontier, *texts in self.execute(
-                        "SELECT name, frontier, registration, states.content, plans.content "
-                        "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
-                    )
-                }
-                budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
+            with self._row("meta", "budget"):
+                budget = self._get("budget")
                 kept = PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget)
-                return Stored(states, kept, written_s)
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._unreadable(error) from error
+            with self._row("meta", "written_s"):
+                written_s = float(self._get("written_s") or 0.0)
+            return Stored(states, kept, written_s)
+
+    @contextmanager
+    def _row(self, table: str, key: object) -> Iterator[None]:
+        """Name the row that cannot be read in the block, and quote nothing of it: it may hold what
+        is nobody else's business.
+        """
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"{self.location}: the row {shown(key)} of {table} is not as the service wrote it; "
+                "restore a copy of the database, or start with another one"
+            ) from error
 
     def _unreadable(self, error: Exception) -> StorageError:
         return StorageError(
@@ -563,7 +585,8 @@ class Storage:
         found: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
         rows = self.execute("SELECT job, counts, content, number FROM reports ORDER BY number")
         for job, counts, content, number in rows:
-            report = from_json(Report, content)
+            with self._row("reports", f"{number} of job {job}"):
+                report = from_json(Report, content)
             found.setdefault(job, ({}, {}))[counts][report.key] = report
             self._report_number = number
         return found
@@ -575,8 +598,14 @@ class Storage:
             StorageError: If they cannot be read.
         """
         with self.transaction():
-            rows = self.execute(f"SELECT totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}")
-        return tuple(from_json(JobTotals, _as_judged(text)) for (text,) in rows)
+            rows = self.execute(
+                f"SELECT id, totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}"
+            )
+        totals = []
+        for number, text in rows:
+            with self._row("ended", number):
+                totals.append(from_json(JobTotals, _as_judged(text)))
+        return tuple(totals)
 
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.
@@ -647,10 +676,10 @@ class Storage:
         """Check that this is the writer, by an update, which makes any other one wait for the end
         of this transaction.
         """
-        heartbeat = f"WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT)" if self.is_shared else ""
+        heartbeat = f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END"
         self.execute(
-            f"UPDATE meta SET value = CASE name {heartbeat} ELSE ? END "
-            "WHERE name IN ('written_s', 'heartbeat') "
+            f"UPDATE meta SET value = {heartbeat if self.is_shared else '?'} "
+            f"WHERE name IN ('written_s'{', ' + repr('heartbeat') if self.is_shared else ''}) "
             "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
             repr(self.now_s()),
             self._writer,
