@@ -11,8 +11,10 @@ import logging
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from http import HTTPStatus
@@ -88,12 +90,12 @@ class Token:
     name: str  #: Name of the client
 
 
-@dataclass(frozen=True)
+@dataclass
 class Access:
     """Who may send requests."""
 
-    #: The tokens of all clients. If it is empty, everyone who reaches the service may do
-    #: everything.
+    #: The tokens of all clients, which may be replaced. If it is empty, everyone who reaches the
+    #: service may do everything.
     tokens: tuple[Token, ...] = ()
     #: Refuse requests whose header `Host` does not name this machine. Without tokens, this keeps
     #: out web pages in a browser on this machine whose host name points to 127.0.0.1.
@@ -146,6 +148,11 @@ def read_tokens(
     tokens = _tokens(text, str(path))
     if not tokens:
         raise UsageError(f"{path}: has no token; write lines of token, role and name")
+    with suppress(OSError):
+        if path.stat().st_mode & stat.S_IROTH:
+            _log.warning(
+                "%s: everyone on this machine can read the tokens; run `chmod 600 %s`", path, path
+            )
     return tokens
 
 

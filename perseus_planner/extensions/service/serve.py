@@ -40,6 +40,7 @@ from perseus_planner.extensions.service.access import (
     Limits,
     Token,
     error_answer,
+    read_tokens,
 )
 from perseus_planner.extensions.service.app import AsyncService, create_app
 from perseus_planner.extensions.service.service import Service
@@ -91,12 +92,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Listener:
-    """A bound socket, and the tokens that clients need."""
+    """A bound socket, and who may send requests to it."""
 
     socket: socket.socket  #: The socket
     url: str  #: The address for clients, such as http://127.0.0.1:8400 or unix:/run/planner.sock
     address: Address  #: The address that was requested
-    tokens: tuple[Token, ...]  #: The tokens of all clients; empty if none is needed
+    access: Access  #: The tokens of all clients
 
 
 @contextmanager
@@ -110,13 +111,19 @@ def listening(address: Address, tokens: tuple[Token, ...] = ()) -> Iterator[List
     _check_tls(address)
     if address.unix is not None:
         with _unix_socket(address.unix) as bound:
-            yield Listener(bound, f"unix:{address.unix.absolute()}", address, tokens)
+            yield Listener(bound, f"unix:{address.unix.absolute()}", address, Access(tokens))
         return
     with _tcp_socket(address, only_loopback=not tokens) as bound:
         host, port = bound.getsockname()[:2]
         scheme = "http" if address.certificate is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        yield Listener(bound, url, address, tokens)
+        if tokens and scheme == "http" and not ip_address(host.partition("%")[0]).is_loopback:
+            _log.warning(
+                "Tokens are sent in plain text to %s, and whoever reads the network has them; give "
+                "--tls-cert and --tls-key, or listen on 127.0.0.1 behind a proxy that has TLS",
+                url,
+            )
+        yield Listener(bound, url, address, Access(tokens, loopback_only=not tokens))
 
 
 def serve(
@@ -259,11 +266,32 @@ def server_of(
     service: Service, listener: Listener, ready: Callable[[], None], limits: Limits
 ) -> _Server:
     """Return what serves `service` at `listener` once it runs."""
-    address = listener.address
-    tokens = listener.tokens
-    access = Access(tokens, loopback_only=not tokens and address.unix is None)
-    app = create_app(service, access, limits)
-    return _Server(_config(app, address), ready, app.state.service)
+    app = create_app(service, listener.access, limits)
+    return _Server(_config(app, listener.address), ready, app.state.service)
+
+
+@contextmanager
+def tokens_again(access: Access, path: Path | None) -> Iterator[None]:
+    """Read the tokens from a file again whenever SIGHUP comes in the block, on the main thread; a
+    file that is wrong changes nothing. Without a file, they stay as they are.
+    """
+
+    def read(_: int, __: FrameType | None) -> None:
+        if path is None:
+            _log.warning("There is no file of tokens to read again; give --tokens")
+            return
+        try:
+            access.tokens = read_tokens(path)
+        except UsageError as error:
+            _log.error("The tokens stay as they were: %s", error)
+        else:
+            _log.info("The tokens were read again: %d", len(access.tokens))
+
+    before = signal.signal(signal.SIGHUP, read)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _config(app: Any, address: Address, **more: Any) -> uvicorn.Config:

@@ -66,7 +66,8 @@ def serve(
     tokens: Annotated[
         Path | None,
         "File with a line `token role name` for each client; roles are read, report and operate. "
-        "Without it, the environment variable PLANNER_SERVICE_TOKENS may hold such lines.",
+        "It is read again on SIGHUP. Without it, the environment variable PLANNER_SERVICE_TOKENS "
+        "may hold such lines.",
     ],
     tls_cert: Annotated[Path | None, "Certificate or chain, PEM, to serve HTTPS."],
     tls_key: Annotated[Path | None, "Private key of the certificate, PEM, without a password."],
@@ -86,7 +87,12 @@ def serve(
     try:
         from perseus_planner.extensions.service.access import read_tokens
         from perseus_planner.extensions.service.models import StorageError
-        from perseus_planner.extensions.service.serve import Address, listening, stand_by
+        from perseus_planner.extensions.service.serve import (
+            Address,
+            listening,
+            stand_by,
+            tokens_again,
+        )
         from perseus_planner.extensions.service.serve import serve as serve_at
         from perseus_planner.extensions.service.service import Service
         from perseus_planner.extensions.service.store import StandBy, Storage
@@ -96,7 +102,10 @@ def serve(
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
-    with listening(address, read_tokens(tokens)) as listener:
+    with (
+        listening(address, read_tokens(tokens)) as listener,
+        tokens_again(listener.access, tokens),
+    ):
         opened: list[Storage] = []
 
         def open_database() -> bool:
@@ -116,7 +125,7 @@ def serve(
             if not stand_by(listener, try_again):
                 return
         with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
-            text = _listening(listener.url, len(listener.tokens), storage.location)
+            text = _listening(listener.url, len(listener.access.tokens), storage.location)
 
             def ready() -> None:
                 with suppress(OSError):  # a service does not end for a full disk behind stdout

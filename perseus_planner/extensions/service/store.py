@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
-from perseus_planner.base.errors import UsageError, how_to_install
+from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
 from perseus_planner.extensions.service.models import (
     SLICE,
@@ -182,6 +182,16 @@ ENDED_SHOWN = 1000
 
 _WAIT_S = 10  # for another process that has locked the file
 _LOCK = 0x706C616E6E6572  # of PostgreSQL: names the writer's lock, which its connection holds
+LATE_S = 10.0
+"""A writer of PostgreSQL whose heartbeat is so late loses its lock to one that stands by. It writes
+every 2 s at least, unless it is stopped, as by SIGSTOP or a frozen virtual machine."""
+_BEGINS_S = 60.0  # that a new writer has to read everything, before its first heartbeat is due
+_NOW = "extract(epoch FROM clock_timestamp())"  # by the one clock that all writers share
+_HOLDER = """
+SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
+AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 _STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
 _CHANGING = ("job", "decision", "events", *_STATE)
 _SETTINGS = (
@@ -299,8 +309,9 @@ class Storage:
     """A database of the service. Use it as a context manager, which closes it.
 
     The last process to open an SQLite file is its writer: a service that opened it earlier can no
-    longer write. In PostgreSQL the first one is, as long as its connection lives. So two services
-    never write to one database.
+    longer write. In PostgreSQL the first one is, as long as its connection lives; and as long as
+    its heartbeat is not late: then the next one to open it ends that connection, in which nothing
+    can be written any more. So two services never write to one database.
     """
 
     def __init__(
@@ -319,6 +330,8 @@ class Storage:
         location = os.fspath(location)
         self.location = without_password(location)
         self._path: str | None = None
+        #: Path of each file that is open -> its device and inode
+        self._identities: dict[str, tuple[int, int]] = {}
         self._lock = threading.RLock()
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
         self._writer = uuid4().hex
@@ -415,11 +428,12 @@ class Storage:
         except sqlite3.Error as error:
             raise self._error(error) from error
         with suppress(OSError):
-            self._identity = _identity(path)
+            self._identities[path] = _identity(path)
         return connection
 
     def _become_writer(self) -> None:
-        if self.is_shared and not self._value("SELECT pg_try_advisory_lock(?)", _LOCK):
+        if self.is_shared and not self._has_lock():
+            self._end_late_writer()
             raise StandBy(f"{self.location}: another service has it; this one stands by")
         if not self.is_shared:
             self.execute("PRAGMA journal_mode=WAL")
@@ -429,6 +443,32 @@ class Storage:
             self._set("writer", self._writer)
             if self._get("written_s") is None:
                 self._set("written_s", "0.0")
+            if self.is_shared:
+                due_s = f"SELECT CAST({_NOW} + {_BEGINS_S} AS TEXT)"
+                self._set("heartbeat", self._value(due_s))
+
+    def _has_lock(self) -> bool:
+        return bool(self._value("SELECT pg_try_advisory_lock(?)", _LOCK))
+
+    def _end_late_writer(self) -> None:
+        """End the connection of a writer whose heartbeat is late, so that its lock is free at the
+        next try.
+        """
+        late_s = f"SELECT {_NOW} - CAST(value AS DOUBLE PRECISION) FROM meta WHERE name = ?"
+        try:
+            late = float(self._value(late_s, "heartbeat") or 0.0)
+        except _errors():  # its tables are being made
+            return
+        if late <= LATE_S:
+            return
+        for (number,) in self.execute(_HOLDER, _LOCK >> 32, _LOCK & 0xFFFFFFFF):
+            _log.warning(
+                "The service that has the database has not written for %.0f s; its connection, "
+                "process %d of the server, is ended",
+                late,
+                number,
+            )
+            self.execute("SELECT pg_terminate_backend(?)", number)
 
     def _migrate(self) -> None:
         """Bring the tables to the layout of this version; an SQLite file as it was is kept
@@ -463,20 +503,26 @@ class Storage:
         )
 
     def _check_file(self) -> None:
-        """Check that the file at the path is the one that is open, as only that one is read again.
+        """Check that the files at the paths of the database and of its log are those that are
+        open, as only those are read again: what was written last may be in the log alone.
 
         Raises:
-            Fenced: If it is not.
+            Fenced: If one is not.
         """
         if self._path is None:
             return
-        with suppress(OSError):
-            if _identity(self._path) == self._identity:
-                return
-        raise Fenced(
-            f"{self._path}: was removed or replaced while the service wrote it, so this one writes "
-            "no more; start it again"
-        )
+        log = f"{self._path}-wal"
+        if log not in self._identities:  # it is there once something was written
+            with suppress(OSError):
+                self._identities[log] = _identity(log)
+        for path, identity in self._identities.items():
+            with suppress(OSError):
+                if _identity(path) == identity:
+                    continue
+            raise Fenced(
+                f"{path}: was removed or replaced while the service wrote it, so this one writes "
+                "no more; start it again"
+            )
 
     # What is kept
 
@@ -487,30 +533,44 @@ class Storage:
             StorageError: If the database cannot be read, or holds what the service did not write.
         """
         with self.transaction():
-            try:
-                curves = {
-                    digest: from_json(Curve, curve)
-                    for digest, curve in self.execute("SELECT digest, curve FROM frontiers")
-                }
-                reports = self._reports()
-                tallies = {
-                    name: from_json(Tally, _as_judged(content))
-                    for name, content in self.execute("SELECT job, content FROM totals")
-                }
-                states = {
-                    name: _state_of(
+            curves = {}
+            for digest, text in self.execute("SELECT digest, curve FROM frontiers"):
+                with self._row("frontiers", digest):
+                    curves[digest] = from_json(Curve, text)
+            reports = self._reports()
+            tallies = {}
+            for name, content in self.execute("SELECT job, content FROM totals"):
+                with self._row("totals", name):
+                    tallies[name] = from_json(Tally, _as_judged(content))
+            states = {}
+            rows = self.execute(
+                "SELECT name, frontier, registration, states.content, plans.content "
+                "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
+            )
+            for name, frontier, *texts in rows:
+                with self._row("jobs, states or plans", name):
+                    states[name] = _state_of(
                         texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
                     )
-                    for name, frontier, *texts in self.execute(
-                        "SELECT name, frontier, registration, states.content, plans.content "
-                        "FROM jobs JOIN states ON states.job = name JOIN plans ON plans.job = name"
-                    )
-                }
-                budget, written_s = self._get("budget"), float(self._get("written_s") or 0.0)
+            with self._row("meta", "budget"):
+                budget = self._get("budget")
                 kept = PowerBudget(None, ()) if budget is None else from_json(PowerBudget, budget)
-                return Stored(states, kept, written_s)
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._unreadable(error) from error
+            with self._row("meta", "written_s"):
+                written_s = float(self._get("written_s") or 0.0)
+            return Stored(states, kept, written_s)
+
+    @contextmanager
+    def _row(self, table: str, key: object) -> Iterator[None]:
+        """Name the row that cannot be read in the block, and quote nothing of it: it may hold what
+        is nobody else's business.
+        """
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"{self.location}: the row {shown(key)} of {table} is not as the service wrote it; "
+                "restore a copy of the database, or start with another one"
+            ) from error
 
     def _unreadable(self, error: Exception) -> StorageError:
         return StorageError(
@@ -525,7 +585,8 @@ class Storage:
         found: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
         rows = self.execute("SELECT job, counts, content, number FROM reports ORDER BY number")
         for job, counts, content, number in rows:
-            report = from_json(Report, content)
+            with self._row("reports", f"{number} of job {job}"):
+                report = from_json(Report, content)
             found.setdefault(job, ({}, {}))[counts][report.key] = report
             self._report_number = number
         return found
@@ -537,8 +598,14 @@ class Storage:
             StorageError: If they cannot be read.
         """
         with self.transaction():
-            rows = self.execute(f"SELECT totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}")
-        return tuple(from_json(JobTotals, _as_judged(text)) for (text,) in rows)
+            rows = self.execute(
+                f"SELECT id, totals FROM ended ORDER BY id DESC LIMIT {ENDED_SHOWN}"
+            )
+        totals = []
+        for number, text in rows:
+            with self._row("ended", number):
+                totals.append(from_json(JobTotals, _as_judged(text)))
+        return tuple(totals)
 
     def frontier(self, digest: str) -> bytes:
         """Return the file of a frontier that a job has.
@@ -609,13 +676,15 @@ class Storage:
         """Check that this is the writer, by an update, which makes any other one wait for the end
         of this transaction.
         """
+        heartbeat = f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END"
         self.execute(
-            "UPDATE meta SET value = ? WHERE name = 'written_s' "
+            f"UPDATE meta SET value = {heartbeat if self.is_shared else '?'} "
+            f"WHERE name IN ('written_s'{', ' + repr('heartbeat') if self.is_shared else ''}) "
             "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
             repr(self.now_s()),
             self._writer,
         )
-        if self._count != 1:
+        if self._count < 1:
             raise Fenced(
                 f"{self.location}: another service has opened it, so this one writes no more; run "
                 "one of them"

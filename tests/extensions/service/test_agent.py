@@ -231,9 +231,13 @@ def test_the_job_is_registered_followed_and_ended(
 
 
 def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when_it_is_back(
-    job: TrainingJob, frontier: tuple[Path, Frontier]
+    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
 ):
     """The straggler may have recovered meanwhile, and then the job would be slow for ever."""
+
+    def lapses() -> int:
+        return sum("silent while plans waited" in each.getMessage() for each in caplog.records)
+
     path, found = frontier
     own, slow = found.plan_for(found.baseline_time_s), found.plan_for(found.max_time_s)
     service, training = Service(slow), Training()
@@ -252,6 +256,11 @@ def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when
         service.is_known, service.refuses = True, None
         eventually(lambda: given() == [slow, own, slow])
         assert bodies(http, "POST", "/taken") == []  # that of version 1 is not taken yet
+        assert lapses() == 1
+        training.given[-1][1].settle(Acceptance(10, 50))
+        service.is_known, service.refuses = False, refused(503, "away")
+        eventually(lambda: given()[3:] == [own])
+        eventually(lambda: lapses() == 2)  # once for each lapse
 
 
 def test_without_the_service_plans_for_a_budget_or_a_deadline_stay(

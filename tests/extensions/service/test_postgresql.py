@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +21,7 @@ from waiting import LONG_S, eventually
 
 from perseus_planner.extensions.service.models import Fenced
 from perseus_planner.extensions.service.service import Service
-from perseus_planner.extensions.service.store import StandBy, Storage
+from perseus_planner.extensions.service.store import LATE_S, StandBy, Storage
 
 httpx = pytest.importorskip("httpx")
 
@@ -148,14 +149,29 @@ class Pair:
         begin_s = time.monotonic()
         if how == "kill":
             serving[0].send_signal(signal.SIGKILL)
+        elif how == "stop":
+            serving[0].send_signal(signal.SIGSTOP)
         else:
             terminate(self._url)
         self._running.remove(serving)
         eventually(lambda: 200 in self.ready())
         took_s = time.monotonic() - begin_s
+        if how == "stop":
+            with ThreadPoolExecutor(1) as pool:  # what a stopped one gets it never acknowledges
+                answer = pool.submit(self._report_to, serving[1])
+                serving[0].send_signal(signal.SIGCONT)
+                assert answer.result() not in (200, 202)
         assert _ended(serving[0]) == (-signal.SIGKILL if how == "kill" else 2)
         self.start()
         return took_s
+
+    def _report_to(self, address: str) -> int:
+        body = {"source": "late", "slowdown": 1.1, "scope": {"kind": "pipeline", "value": 1}}
+        try:
+            sent = httpx.post(f"{address}/v1/jobs/gpt/reports", json=body, timeout=LONG_S)
+        except httpx.RequestError:
+            return 0
+        return int(sent.status_code)
 
     def end(self) -> None:
         for process, _ in self._running:
@@ -195,6 +211,37 @@ def survive(url: str, failures: list[str]) -> float:
     return longest_s
 
 
+def test_a_second_service_takes_over_from_one_that_is_stopped(url: str):
+    """Its connection, and with it the lock, lived on."""
+    assert survive(url, ["stop"]) < LATE_S + TAKE_OVER_S
+
+
+def test_a_writer_that_writes_keeps_its_lock_from_one_that_stands_by(url: str):
+    with Storage(url) as storage, Service(storage, now_s=Clock(), run=at_once) as service:
+        service.register(job(), frontier_file())
+        for late_s, is_ended in ((LATE_S - 5.0, False), (LATE_S + 1.0, True)):
+            with storage.transaction():
+                storage.execute(
+                    "UPDATE meta SET value = CAST(extract(epoch FROM clock_timestamp()) - "
+                    "CAST(? AS DOUBLE PRECISION) AS TEXT) WHERE name = 'heartbeat'",
+                    late_s,
+                )
+            with pytest.raises(StandBy):
+                Storage(url)
+            if not is_ended:
+                service.report("gpt", report("b")).result()
+        eventually(lambda: is_free(url))  # its connection ends a moment later
+        with pytest.raises(Fenced):
+            service.report("gpt", report("a")).result()
+
+
+def is_free(url: str) -> bool:
+    """Whether a service can have the database now."""
+    with suppress(StandBy), Storage(url):
+        return True
+    return False
+
+
 def test_a_second_service_takes_over_with_all_that_was_acknowledged(url: str):
     assert survive(url, ["kill", "terminate"]) < TAKE_OVER_S
 
@@ -203,6 +250,6 @@ def test_a_second_service_takes_over_with_all_that_was_acknowledged(url: str):
 @pytest.mark.timeout(3600)
 def test_a_second_service_takes_over_50_times(url: str):
     rng = random.Random(31)
-    longest_s = survive(url, [rng.choice(("kill", "terminate")) for _ in range(50)])
+    longest_s = survive(url, [rng.choice(("kill", "terminate", "stop")) for _ in range(50)])
     print(f"the longest take-over took {longest_s:.1f} s")
-    assert longest_s < TAKE_OVER_S
+    assert longest_s < LATE_S + TAKE_OVER_S

@@ -161,6 +161,38 @@ def test_a_request_whose_planning_processes_are_killed_is_answered_with_503_and_
         assert client.post("/v1/jobs", json=a_job()).status_code == 201
 
 
+def test_tokens_are_read_again_on_sighup_and_warned_of_where_others_have_them(folder: Path):
+    tokens = folder / "tokens.txt"
+    tokens.write_text(f"{TOKEN} operate first\n")
+    tokens.chmod(0o644)
+    options = ("--host", "0.0.0.0", "--port", "0", "--database", "kept.sqlite")
+    with planner_serve(folder, *options, "--tokens", "tokens.txt") as (process, url):
+        url = url.replace("0.0.0.0", "127.0.0.1")
+
+        def name(token: str) -> str | None:
+            headers = {"Authorization": f"Bearer {token}"}
+            found: str | None = httpx.get(f"{url}/v1/me", headers=headers).json()["name"]
+            return found
+
+        assert name(TOKEN) == "first"
+        for text, is_taken in ((f"{'n' * 16} read second\n", True), ("wrong\n", False)):
+            tokens.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            if is_taken:
+                eventually(lambda: name("n" * 16) == "second")
+            assert name(TOKEN) is None
+        code, _, logged = ended(process, signal.SIGTERM)
+        assert code == 0
+        assert name  # the last file was wrong, and those before it stayed
+    lines = [re.search(r'level=(\w+) msg="(.*)"', line).groups() for line in logged.splitlines()]
+    readable = "tokens.txt: everyone on this machine can read the tokens; run `chmod 600 tokens.txt`"
+    assert [level for level, _ in lines] == ["warning", "warning", "warning", "info", "error"]
+    assert lines[0][1] == readable
+    assert lines[1][1].startswith("Tokens are sent in plain text to http://0.0.0.0:")
+    assert lines[3][1] == "The tokens were read again: 1"
+    assert lines[4][1].startswith("The tokens stay as they were: tokens.txt, line 1: is not a")
+
+
 def _dies(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

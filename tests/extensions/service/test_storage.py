@@ -264,13 +264,30 @@ def test_what_is_no_database_is_refused(place: Path):
         Storage(place)
 
 
-def test_a_database_that_was_changed_by_hand_is_refused(storage: Storage, place: Path):
+@pytest.mark.parametrize(
+    ("table", "change", "row"),
+    [
+        ("states", "content = '{\"secret\":1}'", "'gpt' of jobs, states or plans"),
+        ("plans", "content = 'secret'", "'gpt' of jobs, states or plans"),
+        ("reports", "content = '\"secret\"'", "'1 of job gpt' of reports"),
+        ("frontiers", "curve = '[\"secret\"]'", f"'{DIGEST}' of frontiers"),
+        ("jobs", "registration = 'secret'", "'gpt' of jobs, states or plans"),
+        ("meta", "value = 'secret' WHERE name = 'written_s'", "'written_s' of meta"),
+    ],
+)
+def test_a_row_that_was_changed_is_named_and_not_quoted(
+    storage: Storage, place: Path, table: str, change: str, row: str
+):
     storage.commit(added(state()))
     with sqlite3.connect(place) as connection:
-        connection.execute("UPDATE states SET content = '{}'")
+        connection.execute(f"UPDATE {table} SET {change}")
     connection.close()
-    with pytest.raises(StorageError, match="holds what this planner cannot read"):
+    with pytest.raises(StorageError) as refused:
         storage.load()
+    assert str(refused.value) == (
+        f"{place}: the row {row} is not as the service wrote it; restore a copy of the database, "
+        "or start with another one"
+    )
 
 
 @pytest.mark.parametrize(

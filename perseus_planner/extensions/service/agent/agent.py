@@ -216,6 +216,8 @@ class Agent:
                 self._seen = 0
             elif plans is not None:
                 self._seen = plans.version
+                if self._has_lapsed:  # so that the next lapse is said again
+                    self._warnings.forget("service lease")
                 self._has_lapsed = False
                 self._own = None if plans.own is None else Plan.loads(plans.texts[plans.own])
             lease_s = None if self._has_lapsed else service.lease_s
