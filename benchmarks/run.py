@@ -27,6 +27,7 @@ import large_pipeline
 import learning_training
 import learnt_modes
 import lowtime_ratio
+import measured_again
 import measured_runs
 import model_fit
 import modes
@@ -89,6 +90,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     other_gpus.NUMBER: other_gpus.measure,
     traced.NUMBER: traced.measure,
     small_optima.NUMBER: small_optima.measure,
+    measured_again.NUMBER: measured_again.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 
