@@ -28,6 +28,7 @@ import large_pipeline
 import learning_training
 import learnt_modes
 import lowtime_ratio
+import measured_again
 import measured_runs
 import model_fit
 import modes
@@ -91,6 +92,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     traced.NUMBER: traced.measure,
     small_optima.NUMBER: small_optima.measure,
     by_time.NUMBER: by_time.measure,
+    measured_again.NUMBER: measured_again.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

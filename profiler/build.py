@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.again import Again
     from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage
     from perseus_planner.profiles.profiles import Profile
 
@@ -148,6 +149,7 @@ def profile_stages(
     blocking_power_w: float | None = None,
     progress: Progress | None = None,
     modes: str | None = None,
+    again: Again | None = None,
 ) -> Profile | None:
     """Measure all stages of a pipeline: one after the other in one process, or this rank's stage as
     a rank of a job.
@@ -173,6 +175,7 @@ def profile_stages(
         progress: Called with this rank's rows.
         modes: The function, "package.module:function", that returns the modes of a stage, given its
             module, as `planner_runtime` takes them; None for one way of running.
+        again: The plan whose rows alone are measured, and the profile that they are joined to.
 
     Raises:
         UsageError: If `build` or `modes` cannot be used, or the ranks do not fit the pipeline.
@@ -181,7 +184,7 @@ def profile_stages(
     """
     require_torch()
     request = ProfileRequest(
-        gpu, settings or SweepSettings(), output, resume, blocking_power_w, progress
+        gpu, settings or SweepSettings(), output, resume, blocking_power_w, progress, again=again
     )
     with process_group() as rank:
         device = torch_device(gpu)

@@ -25,6 +25,7 @@ from perseus_planner.profiles.sharding import SHARDED
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.again import Again
     from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage
     from perseus_planner.profiles.profiles import Profile
 
@@ -59,6 +60,7 @@ def profile_pipeline(
     blocking_power_w: float | None = None,
     progress: Progress | None = None,
     modes: Mapping[str, Callable[[], None]] | None = None,
+    again: Again | None = None,
 ) -> Iterator[Profiling]:
     """Profile the pipeline that `engine` trains, on all its ranks.
 
@@ -91,6 +93,7 @@ def profile_pipeline(
         blocking_power_w: Power of one waiting GPU, watts, instead of what is measured.
         progress: Called with this rank's rows.
         modes: As `planner_runtime` takes them; each stage is measured in every one.
+        again: The plan whose rows alone are measured, and the profile that they are joined to.
 
     Raises:
         UsageError: If `engine` is of another kind, before the block.
@@ -122,6 +125,7 @@ def profile_pipeline(
                 progress=progress,
                 iteration=adapter.iteration(recorded.forwards),
                 conditions={SHARDED: "by fully_shard"} if sharded_torch(adapter) else {},
+                again=again,
             )
             profiling.profile = measure_with_ranks(
                 group,

@@ -20,6 +20,7 @@ from perseus_planner.profiler.stage import (
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
 
 if TYPE_CHECKING:
+    from perseus_planner.profiler.again import Again
     from perseus_planner.profiles.profiles import Profile
 
 # What the parts of GPT-3 2.7B, its vocabulary padded, take on a microbatch of four sequences of
@@ -46,6 +47,7 @@ def profile_simulated(
     *,
     split_backward: bool = False,
     settings: SweepSettings | None = None,
+    again: Again | None = None,
 ) -> Profile:
     """Profile a small GPT-like pipeline on a simulated GPU.
 
@@ -60,6 +62,8 @@ def profile_simulated(
         split_backward: Whether to measure the gradients of inputs and of weights apart too, for
             zero-bubble schedules.
         settings: How to measure; the defaults if None.
+        again: What to measure again, and join to a profile. Give another seed than before, or the
+            noise is the same.
 
     Raises:
         GpuError: If there is no such simulated GPU.
@@ -77,9 +81,12 @@ def profile_simulated(
             stage = Stage(runs, lambda: None, device.block)
             of_one = (settings or SweepSettings()).for_one_of(stages)
             measured.append(
-                measure_stage(device, stage, number, of_one, progress=progress, stages=stages)
+                measure_stage(
+                    device, stage, number, of_one, progress=progress, stages=stages, again=again
+                )
             )
-    return assemble_profile(with_one_power(measured))
+    profile = assemble_profile(with_one_power(measured))
+    return profile if again is None else again.joined(profile)
 
 
 def _small_gpt(stages: int) -> list[dict[str, OpCost]]:

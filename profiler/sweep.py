@@ -7,6 +7,7 @@ an error that all rows share.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from perseus_planner.base.fields import Checked
 from perseus_planner.base.files import reading, write_file
 from perseus_planner.base.units import Index, Minutes, Seconds, Share, Wait
 from perseus_planner.base.wires import Record, decode, encode
+from perseus_planner.plans.again import VISITS, clocks_in_use
 from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merge, subtract
@@ -29,6 +31,7 @@ from perseus_planner.profiles.plausible import Doubt, find_doubts, row_name
 
 if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
+    from perseus_planner.profiler.again import Again
 
 Visits = dict[str, dict[int, list[Measurement]]]
 """Kind -> setting -> its rows, one for each time that it was measured."""
@@ -185,6 +188,7 @@ def measure_stage(
     resume: bool = False,
     progress: Progress | None = None,
     stages: int = 1,
+    again: Again | None = None,
 ) -> StageRows:
     """Measure `stage` on `gpu`. The GPU's settings are reset on return, also after an exception.
 
@@ -202,6 +206,7 @@ def measure_stage(
         progress: Called after every row.
         stages: The number of stages of the pipeline: the noise of so many averages out, where
             `saving_within` is given.
+        again: The plan whose rows alone are measured; None for all that plans need.
 
     Raises:
         GpuError: If the GPU cannot be read or set, its energy counter does not move, it stays too
@@ -213,9 +218,9 @@ def measure_stage(
     group = group or SingleGpu()
     kept = None
     if rows_file is not None:
-        subject = _subject(gpu, stage, number, settings, group)
+        subject = _subject(gpu, stage, number, settings, group, again)
         kept = RowFile(rows_file, subject, resume=resume)
-    return _Sweep(gpu, stage, number, settings, group, kept, progress, stages).measure()
+    return _Sweep(gpu, stage, number, settings, group, kept, progress, stages, again).measure()
 
 
 @dataclass
@@ -232,6 +237,7 @@ class _Sweep:
     kept: RowFile | None
     progress: Progress | None
     stages: int
+    again: Again | None
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -248,6 +254,8 @@ class _Sweep:
         self._longest_s = 0.0  # of measuring all kinds at a setting
         self._doubt: float | None = None
         self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
+        #: Kind -> the settings that are measured for a plan; None where the sweep chooses.
+        self._only: dict[str, set[int]] | None = None
         for kind, table in self._visits.items():
             for setting in sorted(table, reverse=True):
                 for row in table[setting]:
@@ -263,7 +271,7 @@ class _Sweep:
             for kind, table in self._rows().items()
         }
         # A kind that runs nothing takes nothing, at every clock.
-        settings = [row.clock_mhz for row in next(iter(measurements.values()))]
+        settings = sorted({row.clock_mhz for rows in measurements.values() for row in rows})[::-1]
         for kind in self.stage.without_work:
             measurements[kind] = tuple(Measurement(setting, 0.0, 0.0) for setting in settings)
         return StageRows(
@@ -303,13 +311,16 @@ class _Sweep:
         """
         with opened_control(self.gpu, self.settings.control) as (own, set_to):
             settings = common_settings(self.group.gather(own))
+            expected = len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
+            if self.again is not None:
+                self._only = self._settings_again(settings)
+                expected = len(self._order_again())
             set_to(settings[0])
             # Also when resuming: the missing rows are measured on a GPU as warm as it was for the
             # others.
             self.meter.heat(next(iter(self.stage.runs.values())).run)
             power_w = self.meter.measure_blocking_w(self.stage.block)
             waiting_w = self.meter.measure_rest_w() if power_w is None else power_w
-            expected = len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
             while (setting := self._next_setting(settings, waiting_w)) is not None:
                 self._measure_all(setting, set_to, expected)
             self._measure_hot_again(set_to)
@@ -332,7 +343,7 @@ class _Sweep:
         begin_s = self.gpu.now_s()
         set_to(setting)
         self.meter.cool_down()
-        times = {kind: self._times(kind, setting) for kind in self.stage.runs}
+        times = {kind: self._times(kind, setting) for kind in self._kinds_at(setting)}
         for kind, count in times.items():
             if count == min(times.values()):
                 self._add(kind, setting, self._measure(kind, setting), expected)
@@ -345,8 +356,12 @@ class _Sweep:
             GpuError: If it is too hot again, unless such rows are allowed.
         """
         hot_settings = {
-            setting: [kind for kind in self._visits if _is_hot(merge(self._visits[kind][setting]))]
-            for setting in sorted(next(iter(self._visits.values())), reverse=True)
+            setting: [
+                kind
+                for kind in self._kinds_at(setting)
+                if _is_hot(merge(self._visits[kind][setting]))
+            ]
+            for setting in sorted(set().union(*self._visits.values()), reverse=True)
         }
         for setting, kinds in hot_settings.items():
             if kinds:
@@ -379,7 +394,7 @@ class _Sweep:
             GpuError: If they cannot be true again, or most rows cannot.
         """
         doubts = self._doubts(waiting_w)
-        if 2 * len(doubts) < len(self.stage.runs) * len(next(iter(self._visits.values()))):
+        if 2 * len(doubts) < sum(map(len, self._visits.values())):
             for doubt in doubts:
                 (_, kind), setting = doubt.key, doubt.clock
                 set_to(setting)
@@ -424,8 +439,10 @@ class _Sweep:
         """
         visited = {setting for table in self._visits.values() for setting in table}
         for setting in sorted(visited, reverse=True):
-            if len({self._times(kind, setting) for kind in self.stage.runs}) > 1:
+            if len({self._times(kind, setting) for kind in self._kinds_at(setting)}) > 1:
                 return setting  # an interrupted sweep has not measured all kinds there
+        if self._only is not None:
+            return self._next_again()
         # What was measured first decides, which later rows do not change.
         rows = {
             kind: {setting: rows[0] for setting, rows in table.items()}
@@ -453,6 +470,49 @@ class _Sweep:
         # GPUs that share the stage measure the same setting, whatever their clocks and the rounding
         # say.
         return self.group.gather(chosen)[0]
+
+    def _settings_again(self, settings: Sequence[int]) -> dict[str, set[int]]:
+        """Return kind -> the settings that are measured for a plan, with those of the kinds that
+        are subtracted from others.
+        """
+        assert self.again is not None
+        kinds = list(self.stage.runs)
+        only = {
+            kind: set(clocks)
+            for kind, clocks in self.again.settings_of(self.number, kinds, settings).items()
+        }
+        for kind in reversed(kinds):  # a kind comes after the one that it includes
+            included = self.stage.runs[kind].includes
+            if included is not None:
+                only[included] |= only[kind]
+        return only
+
+    def _order_again(self) -> list[int]:
+        """Return the settings in the order in which they are measured for a plan: some times each,
+        the highest one at the begin, between, and at the end.
+        """
+        assert self._only is not None
+        top, *others = sorted(set().union(*self._only.values()), reverse=True)
+        random = Random(f"{self.settings.seed} {self.number}")
+        order = [top]
+        for _ in range(VISITS):
+            order += [*random.sample(others, len(others)), top]
+        return order
+
+    def _next_again(self) -> int | None:
+        """Return the setting to measure next for a plan."""
+        visits: Counter[int] = Counter()
+        for setting in self._order_again():
+            visits[setting] += 1
+            kinds = self._kinds_at(setting)
+            if any(self._times(kind, setting) < visits[setting] for kind in kinds):
+                return setting
+        return None
+
+    def _kinds_at(self, setting: int) -> list[str]:
+        """Return the kinds that are measured at a setting."""
+        only = self._only
+        return [kind for kind in self.stage.runs if only is None or setting in only[kind]]
 
     def _next_for_goal(
         self,
@@ -598,13 +658,24 @@ def _row_names(rows: Sequence[tuple[str, Measurement]], control: str) -> str:
 
 
 def _subject(
-    gpu: Gpu, stage: Stage, number: int, settings: SweepSettings, group: GpuGroup
+    gpu: Gpu,
+    stage: Stage,
+    number: int,
+    settings: SweepSettings,
+    group: GpuGroup,
+    again: Again | None,
 ) -> dict[str, str]:
     """Return what two sweeps must agree in to share rows."""
     kinds = [
         kind if run.includes is None else f"{kind} less {run.includes}"
         for kind, run in stage.runs.items()
     ]
+    wanted = "as few as a plan needs"
+    if again is not None:
+        used = clocks_in_use(again.plan)
+        wanted = "; ".join(
+            f"{kind} at {', '.join(map(str, used.get((number, kind), ())))}" for kind in stage.runs
+        )
     return {
         "gpu": gpu.uuid,
         "driver": gpu.driver,
@@ -612,7 +683,7 @@ def _subject(
         "kinds": ", ".join(kinds),
         "gpus of the stage": str(group.size * len(group.replicas)),
         "control": settings.control,
-        "settings": "all" if settings.full else "as few as a plan needs",
+        "settings": "all" if settings.full else wanted,
         "window": f"{settings.window_s!r} s",
         "cool-down": f"{settings.cool_down_s!r} s",
         "seed": str(settings.seed),

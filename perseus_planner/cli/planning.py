@@ -315,6 +315,9 @@ def plan(
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
         plans = _make_plans(pipelines, target, limits)
+        again = None
+        if len(plans) == 1:
+            again = pipelines.frontiers[0].measuring_again(plans[0], **limits.arguments())
         if bound:
             pairs = zip(pipelines.frontiers, plans, strict=True)
             plans = tuple(of.with_point_bound(each) for of, each in pairs)
@@ -322,7 +325,7 @@ def plan(
         pipeline_plan.save(file)
     summary: Any
     if len(plans) == 1:
-        summary = summarize_plan(plans[0], target.straggler_time_s)
+        summary = summarize_plan(plans[0], target.straggler_time_s, again)
         text = plan_text(summary)
     else:
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)

@@ -5,7 +5,7 @@ corrects predicted iteration times by measured ones, or measures kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -28,12 +28,14 @@ from perseus_planner.cli.options import (
     command,
     complete,
     gpu_names,
+    option_name,
 )
 
 if TYPE_CHECKING:
     from perseus_planner import Profile
     from perseus_planner.plans.calibration import MeasuredPlan
     from perseus_planner.plans.job import Settings
+    from perseus_planner.profiler.again import Again
     from perseus_planner.profiler.sweep import SweepSettings
 
 
@@ -108,6 +110,12 @@ class RowOptions:
     resume: Annotated[
         bool, "Continue from the rows that an interrupted run has left beside the output."
     ]
+    for_plan: Annotated[
+        Annotated[Path, SourceFile("plan")] | None,
+        "Measure again only the rows that this plan uses most and their neighbours, and join them "
+        "to the profile that it was made from: the output, which must exist.",
+        Option("--for"),
+    ]
 
 
 @command(
@@ -116,6 +124,7 @@ class RowOptions:
     "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml --resume",
     "planner profile --gpu simulated:a40 --stages 4 --minutes 60 --saving-within 0.5% -o "
     "profile.yaml",
+    "torchrun --nproc-per-node 4 -m perseus_planner profile job.yaml --for plan.yaml",
 )
 def profile(
     job: Annotated[Path, SourceFile("job")] | None,
@@ -139,6 +148,10 @@ def profile(
     clocks are always reset, even after Ctrl-C or SIGKILL; use --resume to continue.
 
     Without a stage, a small GPT is measured in virtual time, on a simulated GPU only.
+
+    With --for, a plan's own rows are measured again, which takes a part of the time: solve and plan
+    again from the profile that they are joined to, and less of the saving goes to the margin for
+    noise.
     """
     from perseus_planner.plans.job import read_settings
     from perseus_planner.views.curves import profile_text, summarize_profile
@@ -150,7 +163,11 @@ def profile(
     stages = _stages(wanted, settings)
     with console.progress("Profiling") as progress:
         try:
-            result = _measure(stages, _sweep_settings(sweep), rows, target, folder, progress)
+            again = _again(rows.for_plan, sweep, target)
+            settings_of_sweep = _sweep_settings(sweep)
+            if again is not None:
+                settings_of_sweep = replace(settings_of_sweep, control=again.profile.control)
+            result = _measure(stages, settings_of_sweep, rows, target, folder, progress, again)
         except KeyboardInterrupt:
             if stages.stage is not None:
                 click.echo(
@@ -211,6 +228,24 @@ def _sweep_settings(options: SweepOptions) -> SweepSettings:
     return SweepSettings(**{**settings, "control": control})
 
 
+def _again(plan: Path | None, sweep: SweepOptions, target: Path) -> Again | None:
+    """Return what to measure again for a plan, if one is given; the profile is `target`."""
+    if plan is None:
+        return None
+    from perseus_planner import Plan, Profile
+    from perseus_planner.profiler.again import Again
+
+    names = ("control", "observe", "full", "saving_within", "minutes")
+    if chosen := [option_name(name) for name in names if getattr(sweep, name)]:
+        raise UsageError(f"--for: says what is measured, and how; leave out {chosen[0]}")
+    if not target.exists():
+        raise UsageError(
+            f"--for: joins rows to a profile, and {target} does not exist; name the profile that "
+            "the plan was made from with --output"
+        )
+    return Again(Plan.load(plan), Profile.load(target))
+
+
 def _measure(
     wanted: _Stages,
     settings: SweepSettings,
@@ -218,6 +253,7 @@ def _measure(
     output: Path,
     folder: Path | None,
     progress: Any,
+    again: Again | None,
 ) -> Profile | None:
     """Measure the stages and write the profile, which is returned on rank 0."""
     gpu = wanted.gpu
@@ -234,7 +270,8 @@ def _measure(
             settings=settings,
             output=output,
             progress=progress,
-            **vars(rows),
+            again=again,
+            **{name: value for name, value in vars(rows).items() if name != "for_plan"},
         )
     from perseus_planner.gpu import check_back_end
 
@@ -255,7 +292,7 @@ def _measure(
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     result = profile_simulated(
-        gpu, stages, progress, split_backward=rows.split_backward, settings=settings
+        gpu, stages, progress, split_backward=rows.split_backward, settings=settings, again=again
     )
     result.save(output)
     return result

@@ -52,9 +52,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.again import MeasuringAgain
     from perseus_planner.solver.on_time import OnTimePlanner
     from perseus_planner.solver.planner import Planner
 
+_MOST_AGAIN = 256
+"""Computations of a pipeline for which `Frontier.measuring_again` plans once more, by hand: a plan
+of so many takes a second or two."""
 _FORMAT = "perseus-planner/frontier"
 _VERSION = 2
 _AGAIN = "make it again with `planner solve`"
@@ -533,6 +537,36 @@ class Frontier(TimeEnergyCurve):
         )
         note = f"Saved: against {baseline_name(self.profile)}, {origin_text(self.profile.origin)}."
         return Sheet("", repr(self), columns, [note]).html()
+
+    def measuring_again(self, plan: Plan, **limits: Any) -> MeasuringAgain | None:
+        """Return what a plan of this frontier is expected to gain if its rows are measured again.
+
+        It is found by planning with the doubt that is left then, which takes as long as the plan
+        did. None if that is not told: of a plan that takes rows as measured or is made for a power,
+        of one whose margin costs next to nothing, of rows without standard errors, of modes, and of
+        more than 256 computations.
+
+        Args:
+            plan: the plan.
+            limits: those of `plan_until` with which it was made.
+        """
+        from perseus_planner.solver.again import LEAST_SHARE, MeasuringAgain, measured_again
+
+        sure = plan.on_time
+        estimate = self._on_time_planner.estimate
+        if sure is None or sure.limit_ratio is None or estimate is None or not sure.has_errors:
+            return None
+        if sure.safety_share < LEAST_SHARE:
+            return None
+        if self.dag.has_open_modes or len(self.dag.computations) > _MOST_AGAIN:
+            return None
+        profile, rows = measured_again(self.profile, estimate, plan)
+        after = solve_dag(self.dag.with_profile(profile))
+        ratio = plan.deadline_s / plan.baseline_time_s
+        surer = after.plan_until(min(ratio * after.baseline_time_s, after.max_time_s), **limits)
+        assert surer.on_time is not None
+        more = surer.on_time.saved_share.expected - sure.saved_share.expected
+        return MeasuringAgain(rows, more)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each of `times_s`, fastest first.

@@ -201,7 +201,7 @@ class OnTimePlanner:
         return replace(plan, on_time=replace(certainty, limit_power_w=power_w))
 
     @cached_property
-    def _estimate(self) -> Estimate[Profile] | None:
+    def estimate(self) -> Estimate[Profile] | None:
         """What is known of the rows; None if they are exact."""
         return None if self.curve.profile.is_exact else self.curve.profile.estimated()
 
@@ -211,8 +211,8 @@ class OnTimePlanner:
         iteration = self.curve.dag.iteration
         spread = self.curve.profile.assumed_spread
         rows = exact_draws(self.curve.profile.measurements)
-        if self._estimate is not None:
-            drawn = self._estimate.draws(_DRAWS)
+        if self.estimate is not None:
+            drawn = self.estimate.draws(_DRAWS)
             longer, dearer = self._scales
             rows = Draws(
                 drawn.clocks_mhz,
@@ -273,20 +273,20 @@ class OnTimePlanner:
     @cached_property
     def _mean(self) -> TimeEnergyCurve:
         """The curve of the expected times."""
-        if self._estimate is None:
+        if self.estimate is None:
             return self.curve
-        profile = _scaled(self._estimate.mean, *self._scales)
+        profile = _scaled(self.estimate.mean, *self._scales)
         return TimeEnergyCurve.of(self.curve.dag.with_profile(profile))
 
     @cached_property
     def _scales(self) -> tuple[float, float]:
         """What expected times and energies are multiplied by for the baseline of measured rows."""
-        if self._estimate is None:
+        if self.estimate is None:
             return 1.0, 1.0
         wanted_s = self.curve.baseline_time_s
         wanted_j = self.curve.baseline_energy_j
         overhead_s = self.curve.profile.overhead_s
-        base = baseline(self.curve.dag.with_profile(self._estimate.mean))
+        base = baseline(self.curve.dag.with_profile(self.estimate.mean))
         rows = base.baseline_measurements()
         longer = 1.0
         # Newton's method: transfers and other fixed times do not scale, so once is not enough.
@@ -541,7 +541,7 @@ class OnTimePlanner:
         base = self._baseline
         keys = self.curve.dag.iteration.keys
         in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
-        interpolated = {} if self._estimate is None else self._estimate.interpolated
+        interpolated = {} if self.estimate is None else self.estimate.interpolated
         return OnTime(
             probability=probability,
             limit_ratio=None,
@@ -553,7 +553,7 @@ class OnTimePlanner:
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
             interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
-            has_errors=self._estimate is not None and self._estimate.has_errors,
+            has_errors=self.estimate is not None and self.estimate.has_errors,
             jitter=self.curve.profile.jitter,
             gpu_spread=self.curve.profile.assumed_spread,
             is_spread_assumed=self.curve.profile.gpu_spread is None,

@@ -16,6 +16,7 @@ from perseus_planner.plans.plan import INTERVAL, OnTime
 from perseus_planner.plans.replay import ALL_MAXIMUM, HIGHEST_MEASURED
 from perseus_planner.profiles.csv_file import WORDS, unit_of
 from perseus_planner.schedules import Computation
+from perseus_planner.solver.again import LEAST_SHARE
 from perseus_planner.views.context import (
     Comparison,
     Context,
@@ -30,6 +31,7 @@ from perseus_planner.views.context import (
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.solver.again import MeasuringAgain
     from perseus_planner.solver.replicas import Replicas
 
 _STRIP = 48  #: moments of an iteration in a timeline
@@ -65,6 +67,8 @@ class PlanSummary(Comparison):
     #: the comparison where both wait for the straggler that the plan was made for, or None.
     beside_straggler: Comparison | None
     on_time: OnTime | None  #: how sure the plan is, if it was made for a probability, or None
+    #: what measuring its rows again would bring, if that was found, or None.
+    measuring_again: MeasuringAgain | None
     #: mode -> number of computations that run in it, besides those that run in the training's own
     #: way.
     modes: Mapping[str, int]
@@ -102,9 +106,13 @@ class TimelineSummary(PlanSummary):
     computations: tuple[ComputationSummary, ...]
 
 
-def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSummary:
+def summarize_plan(
+    plan: Plan,
+    straggler_time_s: float | None = None,
+    measuring_again: MeasuringAgain | None = None,
+) -> PlanSummary:
     """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was
-    made for, if any.
+    made for, if any, and `measuring_again` what is known of a second sweep.
     """
     return PlanSummary(
         **vars(
@@ -131,6 +139,7 @@ def summarize_plan(plan: Plan, straggler_time_s: float | None = None) -> PlanSum
         if straggler_time_s is None
         else _beside_straggler(plan, straggler_time_s),
         on_time=plan.on_time,
+        measuring_again=measuring_again,
         modes=Counter(plan.modes.values()),
         remarks=plan.remarks,
     )
@@ -226,6 +235,8 @@ def plan_text(summary: PlanSummary) -> str:
     ]
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
+    if summary.measuring_again is not None:
+        notes.append(_again_note(summary.measuring_again))
     notes += schedule_remarks(summary.context)
     notes += summary.remarks
     return Sheet(
@@ -306,6 +317,18 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."
         )
     return notes
+
+
+def _again_note(again: MeasuringAgain) -> str:
+    would = (
+        f"would save about {100 * again.more_share:.2f} points more by smaller margins"
+        if again.more_share >= LEAST_SHARE
+        else "would save next to nothing more by smaller margins"
+    )
+    return (
+        f"Measuring {again.rows} rows again, its own and their neighbours (`planner profile "
+        f"--for`), {would}."
+    )
 
 
 def plans_text(summary: PlansSummary) -> str:

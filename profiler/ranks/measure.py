@@ -29,6 +29,7 @@ from perseus_planner.profiles.sharding import TORCH
 if TYPE_CHECKING:
     import torch
 
+    from perseus_planner.profiler.again import Again
     from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage, StageRows
     from perseus_planner.profiles.profiles import Profile
 
@@ -112,6 +113,8 @@ class ProfileRequest:
     iteration: Mapping[str, str | int] = field(default_factory=dict)  #: As in `Profile.iteration`
     #: Further conditions of the measurement, as in `Profile.conditions`.
     conditions: Mapping[str, str] = field(default_factory=dict)
+    #: What alone to measure, and to join to a profile; None for a new profile.
+    again: Again | None = None
 
 
 def measure_alone(
@@ -270,6 +273,7 @@ def _measure(
                 resume=request.resume,
                 progress=request.progress,
                 stages=total,
+                again=request.again,
             )
         if difference:
             measured = replace(
@@ -293,6 +297,8 @@ def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profil
         iteration=request.iteration,
         conditions=conditions,
     )
+    if request.again is not None:
+        profile = request.again.joined(profile)
     if request.output is not None:
         profile.save(request.output)
         delete_rows(request.output, profile.stages)

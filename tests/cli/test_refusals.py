@@ -52,6 +52,13 @@ REFUSED = {
     "MODULE:FUNCTION",
     f"{PROFILE} --blocking-power 85": "--blocking-power needs a stage that can run; add --stage "
     "MODULE:FUNCTION",
+    f"{PROFILE} --for plan.yaml": (
+        "--for: joins rows to a profile, and new.yaml does not exist; name the profile that the "
+        "plan was made from with --output"
+    ),
+    f"{PROFILE} --for plan.yaml --full": (
+        "--for: says what is measured, and how; leave out --full"
+    ),
     f"{PROFILE} --observe --control clock": "--observe does not set anything; leave out --control",
     f"{PROFILE} --full --minutes 5": (
         "minutes and saving_within choose what is measured; leave out --full and --observe (in "
