@@ -676,9 +676,9 @@ def refusals() -> None:
     """
     graph = (
         "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which "
-        "does not show its "
+        "does not show its computations; follow a plan with at most 4 clock changes by time "
+        "(`planner plan --max-changes 4`, and leave out follow=), or train with graphs of layers"
     )
-    graph += "computations; train with graphs of layers, or without a plan"
     overlap = (
         "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward "
         "as one, in which no "
