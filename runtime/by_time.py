@@ -179,7 +179,7 @@ class EdgeTimes:
 
     def __init__(self) -> None:
         self.timing = Timing()
-        self._ratios: deque[float] = deque(maxlen=_KEPT)
+        self._misses: deque[float] = deque(maxlen=_KEPT)
         self._pauses_s: deque[float] = deque(maxlen=_KEPT)
         self._settings_s: deque[float] = deque(maxlen=_KEPT)
         self._begins_s: deque[float] = deque(maxlen=_KEPT)
@@ -199,12 +199,13 @@ class EdgeTimes:
             most = _MISSES * max(timing.deviation_s, _LEAST_SHARE * timing.iteration_s)
             most /= expected_s
             miss = min(max(miss, -most), most)
-        self._ratios.append(ratio)
+        if timing.measured:  # beside what was expected, so that slow drifts widen no guard
+            self._misses.append(ratio - timing.scale)
         measured = timing.measured + 1
         # A mean of all first ones, then a running one
         weight = max(_WEIGHT, 1.0 / measured)
         scale = timing.scale + weight * miss
-        deviation = _deviation(self._ratios, _KNOWN) or 0.0
+        deviation = _deviation(self._misses, _KNOWN - 1) or 0.0
         self.timing = replace(
             timing,
             measured=measured,

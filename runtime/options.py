@@ -51,8 +51,11 @@ class AutopilotSettings(Checked):
 
 HOOKS = "hooks"
 TIME = "time"
-FOLLOW = (HOOKS, TIME)
-"""How a plan may be followed: at each computation that the engine shows, or by time."""
+GRAPH = "graph"
+FOLLOW = (HOOKS, TIME, GRAPH)
+"""How a plan may be followed: at each computation that the engine shows, by time, or at marks that
+are captured in a CUDA graph.
+"""
 
 
 @dataclass(frozen=True)

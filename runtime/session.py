@@ -91,7 +91,7 @@ def planner_runtime(
     strict: bool = True,
     trust_traced: bool = False,
     decider: Decider | str | None = None,
-    follow: Literal["hooks", "time"] | None = None,
+    follow: Literal["hooks", "time", "graph"] | None = None,
     peers: Sequence[int] | None = None,
 ) -> Iterator[Runtime]:
     """Train `engine` with each computation at its clock inside the block; reset the clocks on
@@ -179,7 +179,9 @@ def planner_runtime(
             comes to it. "time" needs no more than the begin and the end of an iteration: it changes
             clocks at offsets from the begin, at most 4 times, and runs each rank at one clock where
             iterations are too short for that. None for "hooks", unless the engine shows only whole
-            iterations, as Megatron-core's graphs of them do, or there is none.
+            iterations, as Megatron-core's graphs of them do, or there is none. "graph" captures
+            marks in these graphs, so that each computation has its clock again; it has not been
+            tried on a GPU yet.
         peers: Without an engine: the ranks of this rank's pipeline in the whole job, first stage to
             last, such as `torch.distributed.get_process_group_ranks` returns. None if the stages of
             a pipeline are as far apart as can be: with a plan of 4 ranks and a job of 8, ranks 0,

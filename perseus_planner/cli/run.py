@@ -74,7 +74,7 @@ class RuntimeOptions:
         bool, "Apply a --plan of a traced profile, which is estimated at all clocks but one."
     ]
     follow: Annotated[
-        Literal["hooks", "time"] | None,
+        Literal["hooks", "time", "graph"] | None,
         "With a --plan: set each computation's clock as it comes, or all of an iteration by time.  "
         "[default: hooks, and time where only whole iterations show]",
     ]

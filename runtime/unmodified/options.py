@@ -36,7 +36,7 @@ def _read_text(text: str, _: str) -> str:
 
 def _read_follow(text: str, name: str) -> str:
     if text not in FOLLOW:
-        raise UsageError(f"{name}: {text!r} is no way to follow a plan; give hooks or time")
+        raise UsageError(f"{name}: {text!r} is no way to follow a plan; give {', '.join(FOLLOW)}")
     return text
 
 
