@@ -156,9 +156,9 @@ class Reader:
             else:
                 self._run(statement.body if test else statement.orelse)
 
-    def _doubt(self, statement: ast.stmt) -> None:
+    def _doubt(self, statement: ast.If) -> None:
         """Note that a branch that is not taken may set something that matters."""
-        text = ast.dump(statement)
+        text = "".join(ast.dump(each) for each in (*statement.body, *statement.orelse))
         if any(name in text for name in _READ):
             for value in self._locals.values():
                 if isinstance(value, Config):
@@ -200,9 +200,13 @@ class Reader:
             return UNKNOWN if isinstance(value, (Unknown, Config)) else not value
         if isinstance(node, ast.BoolOp):
             values = [self._value(each) for each in node.values]
-            if any(isinstance(each, (Unknown, Config)) for each in values):
-                return UNKNOWN
-            return all(values) if isinstance(node.op, ast.And) else any(values)
+            known = [each for each in values if not isinstance(each, (Unknown, Config))]
+            is_and = isinstance(node.op, ast.And)
+            if is_and and not all(known):
+                return False
+            if not is_and and any(known):
+                return True
+            return is_and if len(known) == len(values) else UNKNOWN
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left = self._value(node.left)
             right = self._value(node.comparators[0])

@@ -242,6 +242,15 @@ class MegatronModel:
             UsageError: If a hook is attached already, or Megatron runs computations that its timers
                 do not show.
         """
+        for config in self._configs:
+            _check_visible(config, self.pipeline_rank.ranks)
+        with self._attached_to_timers(hook, _TimerEvents):
+            yield
+
+    @contextmanager
+    def _attached_to_timers(
+        self, hook: IterationHook, make_events: type[_TimerEvents]
+    ) -> Iterator[None]:
         owners = [(config, "timers") for config in self._configs]
         # Megatron-LM copies its timers from here, at the start of training and after every
         # evaluation.
@@ -249,13 +258,11 @@ class MegatronModel:
         if getattr(module, "_GLOBAL_TIMERS", None) is not None:
             owners.append((module, "_GLOBAL_TIMERS"))
         rank = self.pipeline_rank
-        for config in self._configs:
-            _check_visible(config, rank.ranks)
         if any(isinstance(getattr(*owner), _Timers) for owner in owners):
             raise UsageError(
                 "a runtime is attached to this Megatron-core model already; leave its block first"
             )
-        events = _TimerEvents(HookGuard(hook), rank, len(self._chunks), self._group or rank.ranks)
+        events = make_events(HookGuard(hook), rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
             packing = sys.modules.get("megatron.core.datasets.data_schedule")
             create = getattr(packing, "create_data_iterator", None)
@@ -273,10 +280,10 @@ class MegatronModel:
 
         Where iterations are one graph, these are its replays: the first iterations, and the one in
         which the graph is captured, run otherwise and are not shown. Else they are those of the
-        schedule, as in `attached`.
+        schedule, whatever computations it runs.
         """
         if not self.shows_edges_only:
-            with self.attached(hook):
+            with self._attached_to_timers(hook, _EdgeEvents):
                 yield
             return
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -537,6 +544,19 @@ class _TimerEvents:
                 for microbatch in range(begin, end):
                     yield Computation(chunk * self._rank.ranks + self._rank.rank, kind, microbatch)
             begin = end
+
+
+class _EdgeEvents(_TimerEvents):
+    """Shows iterations alone, in which timers need not show all that runs."""
+
+    def around(self, name: str, timer: Any) -> _Timer:
+        """See `_TimerEvents.around`."""
+        if _SHOWN[name] is not None:
+            return _Timer(timer, timer.start, timer.stop)
+        return super().around(name, timer)
+
+    def _unseen(self) -> str | None:
+        return None
 
 
 class _CaptureEvents(_TimerEvents):
