@@ -41,6 +41,8 @@ _KNOWN = 8  #: iterations that make a standard deviation, by hand
 _LEFT_OUT = 16  #: one of so many values, the farthest, is left out of a standard deviation
 _MISSES = 3.0  #: standard deviations by which one iteration moves the mean at most, by hand
 _GAPS = 2.5  #: standard deviations from the usual pause that are still usual, by number 46
+_MOST_GAPS = 4.0  #: the same as long as they are so small a share of the iteration, by number 46
+_MOST_SHARE = 0.05
 # What is assumed before enough are measured: seconds to set a clock and for its begin to be seen
 _SETTING_S = 0.005
 _SETTING_DEVIATION_S = 0.002
@@ -157,7 +159,8 @@ class Timing:
         lead_s = self.setting_s + self.begin_s
         pause_s = (self.pause_s or 0.0) + self.begin_s
         seen_s = math.hypot(self.pause_deviation_s, self.begin_deviation_s)
-        tolerance_s = max(guard_s, _GAPS * seen_s)
+        usual_s = min(_MOST_GAPS * seen_s, _MOST_SHARE * self.iteration_s)
+        tolerance_s = max(guard_s, _GAPS * seen_s, usual_s)
         row = [(_ns(max(0.0, pause_s - tolerance_s)), _ns(pause_s + tolerance_s))]
         for clock, until_s in guarded(self.scaled(segments), guard_s):
             due_ns = _FOREVER_NS if math.isinf(until_s) else _ns(until_s - lead_s)
@@ -179,7 +182,7 @@ class EdgeTimes:
 
     def __init__(self) -> None:
         self.timing = Timing()
-        self._ratios: deque[float] = deque(maxlen=_KEPT)
+        self._misses: deque[float] = deque(maxlen=_KEPT)
         self._pauses_s: deque[float] = deque(maxlen=_KEPT)
         self._settings_s: deque[float] = deque(maxlen=_KEPT)
         self._begins_s: deque[float] = deque(maxlen=_KEPT)
@@ -199,12 +202,13 @@ class EdgeTimes:
             most = _MISSES * max(timing.deviation_s, _LEAST_SHARE * timing.iteration_s)
             most /= expected_s
             miss = min(max(miss, -most), most)
-        self._ratios.append(ratio)
+        if timing.measured:  # beside what was expected, so that slow drifts widen no guard
+            self._misses.append(ratio - timing.scale)
         measured = timing.measured + 1
         # A mean of all first ones, then a running one
         weight = max(_WEIGHT, 1.0 / measured)
         scale = timing.scale + weight * miss
-        deviation = _deviation(self._ratios, _KNOWN) or 0.0
+        deviation = _deviation(self._misses, _KNOWN - 1) or 0.0
         self.timing = replace(
             timing,
             measured=measured,

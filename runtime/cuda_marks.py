@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import GpuError
 from perseus_planner.base.loops import in_background
 from perseus_planner.gpu.cuda_driver import CudaDriver
-from perseus_planner.runtime.marks import KEPT, NO_REQUEST, IterationTimes, Marks
+from perseus_planner.runtime.marks import (
+    KEPT,
+    NO_REQUEST,
+    IterationTimes,
+    Marks,
+    captured_request,
+)
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -90,6 +96,11 @@ class DeviceWord:
         except GpuError:
             self.unregister()
             raise
+
+    @property
+    def pointer(self) -> int:
+        """Where the device has the word."""
+        return int(self._pointer.value)
 
     def write(self, stream: int, value: int) -> None:
         """Write `value` when `stream` reaches this point.
@@ -214,10 +225,10 @@ class CudaMarks(Marks):
 
     But for `renew`, nothing here waits for the device, not even `finished`. The training thread
     only enqueues events and writes of one number (`DeviceWord.write`). While a CUDA graph is
-    captured nothing is enqueued, because it would become a part of the graph: the request is
-    written after the capture, and the iteration has no times. A replay of a graph is marked like
-    any other work. If the device refuses a call, also when the marks are made, nothing is marked,
-    `finished` raises the reason, and training goes on.
+    captured nothing is enqueued but by `capture`, because it would become a part of the graph: the
+    request is written after the capture, and the iteration has no times. A replay of a graph is
+    marked like any other work. If the device refuses a call, also when the marks are made, nothing
+    is marked, `finished` raises the reason, and training goes on.
 
     Args:
         memory: Memory shared with the controller; the clock request is its first 64 bits.
@@ -301,6 +312,17 @@ class CudaMarks(Marks):
         self._owed = request
         try:
             self._enqueue_owed()
+        except (GpuError, RuntimeError) as error:
+            self._fail(error)
+
+    def capture(self, position: int) -> None:
+        """See `Marks.capture`."""
+        if self._problem is not None or self._word is None:
+            return
+        try:
+            stream = self._cuda.current_stream(self._device)
+            with self._cuda.device(self._device):
+                self._word.write(stream.cuda_stream, captured_request(position))
         except (GpuError, RuntimeError) as error:
             self._fail(error)
 

@@ -79,6 +79,8 @@ class Program:
     table: int = 0
     #: Whether that table has clocks by time, for an iteration of which only begin and end are seen.
     by_time: bool = False
+    #: What the captured graph of an iteration runs that is shown as one computation.
+    captured: tuple[Computation, ...] = field(default=(), repr=False)
     #: Microbatches of an iteration that is shown as one computation; 0 if `computations` say it.
     shown_microbatches: int = 0
     #: The mode of each computation; empty if all run in the training's own way.
@@ -390,6 +392,36 @@ class Hook:
         self._reset()
         self._marks.end_iteration()
         self._source.on_end(self._iteration, None, RAISED, None)
+
+    def capture(self, position: int) -> None:
+        """Mark, in the CUDA graph that is captured now, that the computation at a position is
+        next.
+        """
+        self._marks.capture(position)
+
+    def end_capture(self, order: Order) -> None:
+        """Compare what the captured graph runs with the program; follow nothing more if it differs.
+
+        Args:
+            order: What it runs.
+        """
+        program = self._program
+        planned = () if program is None else program.captured
+        if planned and tuple(planned) != tuple(order):
+            place = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(order, planned, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                min(len(order), len(planned)),
+            )
+            found = Computation(*order[place]) if place < len(order) else "nothing more"
+            wanted = planned[place] if place < len(planned) else "nothing more"
+            self.stop_following(
+                f"the captured graph runs {found} where the plan has {wanted}; solve for the "
+                "schedule and the number of microbatches that you train with"
+            )
 
     def stop_following(self, problem: str) -> None:
         """See `IterationHook.stop_following`; no clock is requested any more."""

@@ -60,6 +60,18 @@ def parse_clock_request(request: int) -> tuple[int | None, int]:
     return place - 1 if place else None, request & 0xFFFF
 
 
+def captured_request(position: int) -> int:
+    """Pack a request that is captured in a CUDA graph: each replay writes it again, whatever the
+    plan is then. So it says the position alone; the value is in the table that was named last.
+    """
+    return clock_request(position, 0)
+
+
+def is_captured(request: int) -> bool:
+    """Whether a request leaves the value to the table that was named last."""
+    return not request & 0xFFFFFFFF
+
+
 def table_of(request: int) -> int:
     """Return the number of the table that a request names; 0 for none."""
     return request >> 16 & 0xFFFF
@@ -131,6 +143,12 @@ class Marks:
                 computation begins; else 0.
         """
         self.write(0, self._requests[index] | part)
+
+    def capture(self, position: int) -> None:
+        """Write the position of the computation that is next when the device comes to this point,
+        again in each replay of the CUDA graph that is captured now.
+        """
+        self.write(0, captured_request(position))
 
     def begin_iteration(self, number: int, *, follows_evaluation: bool = False) -> list[Span]:
         """Mark the begin of an iteration; return the list to which its computations are added."""

@@ -71,8 +71,11 @@ class AutopilotSettings(Checked):
 
 HOOKS: Literal["hooks"] = "hooks"
 TIME: Literal["time"] = "time"
-FOLLOW = (HOOKS, TIME)
-"""How a plan may be followed: at each computation that the engine shows, or by time."""
+GRAPH: Literal["graph"] = "graph"
+FOLLOW = (HOOKS, TIME, GRAPH)
+"""How a plan may be followed: at each computation that the engine shows, by time, or at marks that
+are captured in a CUDA graph.
+"""
 
 
 class Said(NamedTuple):
@@ -162,7 +165,9 @@ class Options:
             comes to it. "time" needs no more than the begin and the end of an iteration: it changes
             clocks at offsets from the begin, at most 4 times, and runs each rank at one clock where
             iterations are too short for that. None for "hooks", unless the engine shows only whole
-            iterations, as Megatron-core's graphs of them do, or there is none.
+            iterations, as Megatron-core's graphs of them do, or there is none. "graph" captures
+            marks in these graphs, so that each computation has its clock again; it has not been
+            tried on a GPU yet.
         peers: Without an engine: the ranks of this rank's pipeline in the whole job, first stage to
             last, such as `torch.distributed.get_process_group_ranks` returns. None if the stages of
             a pipeline are as far apart as can be: with a plan of 4 ranks and a job of 8, ranks 0,
@@ -240,7 +245,7 @@ class Options:
             "Apply a --plan of a traced profile, which is estimated at all clocks but one.",
         ),
     )
-    follow: Literal["hooks", "time"] | None = field(
+    follow: Literal["hooks", "time", "graph"] | None = field(
         default=None,
         metadata=said(
             "With a --plan: set each computation's clock as it comes, or all of an iteration by "
@@ -333,7 +338,7 @@ class OptionKeywords(TypedDict, total=False):
     log: Any
     strict: bool
     trust_traced: bool
-    follow: Literal["hooks", "time"] | None
+    follow: Literal["hooks", "time", "graph"] | None
     peers: Sequence[int] | None
 
 

@@ -33,6 +33,7 @@ from perseus_planner.engines.releases import name_untested
 from perseus_planner.gpu import check_gpu_text
 from perseus_planner.runs.recording import Attempt
 from perseus_planner.runtime import attachment
+from perseus_planner.runtime.captured_plan import CapturedPlan
 from perseus_planner.runtime.context import RankContext
 from perseus_planner.runtime.decider import Decider, Seat
 from perseus_planner.runtime.fixed_plan import FixedPlan, check_gpu, program_of
@@ -46,7 +47,7 @@ from perseus_planner.runtime.job import (
     node_name,
     wait_for_others,
 )
-from perseus_planner.runtime.options import TIME
+from perseus_planner.runtime.options import GRAPH, HOOKS, TIME
 from perseus_planner.runtime.switching import (
     AgreedState,
     NodeShare,
@@ -73,6 +74,9 @@ REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
 COLLECT_S = 60.0
 """How long rank 0 may take to tell each node its part."""
+
+_PLANS = {HOOKS: FixedPlan, TIME: TimedPlan, GRAPH: CapturedPlan}
+"""What follows a plan, by how it is to be followed."""
 
 _PAUSE_S = 0.05  #: between two looks at the store, at most, in jobs with few ranks
 _LOCAL_PAUSE_S = 0.05  #: the same at memory
@@ -532,7 +536,12 @@ def adapter_of(engine: Any, options: Options) -> Engine:
     if engine is None:
         return WholeTraining(options.peers)
     adapter = engine_of(engine)
-    return EdgesOnly(adapter) if options.follow == TIME else adapter
+    if options.follow == GRAPH and not getattr(adapter, "shows_edges_only", False):
+        raise UsageError(
+            "follow='graph' is for Megatron-core with cuda_graph_impl='full_iteration', in whose "
+            "graph marks can be captured; leave out follow="
+        )
+    return adapter if options.follow == HOOKS else EdgesOnly(adapter)
 
 
 def decider_of(options: Options, *, has_plan: bool) -> Decider:
@@ -552,7 +561,7 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     elif options.work is not None:
         name = "batches"
     elif has_plan:
-        return TimedPlan() if options.follow == TIME else FixedPlan()
+        return _PLANS[options.follow]()
     else:
         name = "autopilot"
     place = extensions.places("deciders").get(name)

@@ -71,7 +71,7 @@ class _Ways:
         if self.timed is None:
             return None
         clocks = _clocks_by_time(self.planned, self.rank, guard_s)
-        return replace(self.timed, costs=_costs(self.planned, self.rank, clocks))
+        return replace(self.timed, costs=whole_costs(self.planned, self.rank, clocks))
 
 
 class TimedPlan(FixedPlan):
@@ -129,7 +129,7 @@ class TimedPlan(FixedPlan):
             )
         rank = plan.schedule.ranks.index(program.computations)
         segments = segments_of(plan, rank)
-        top = _top_clock(plan, program)
+        top = top_clock(plan, program)
         highest = max(program.clocks)
         whole = replace(
             program,
@@ -138,8 +138,10 @@ class TimedPlan(FixedPlan):
             top=top,
         )
         count = len(program.clocks)
-        full = replace(whole, clocks=(top,), costs=_costs(program, rank, (top,) * count))
-        single = replace(whole, clocks=(highest,), costs=_costs(program, rank, (highest,) * count))
+        full = replace(whole, clocks=(top,), costs=whole_costs(program, rank, (top,) * count))
+        single = replace(
+            whole, clocks=(highest,), costs=whole_costs(program, rank, (highest,) * count)
+        )
         timed = None
         if len(segments) > 1:
             # Each version has its own table, as the device may still run iterations of the last.
@@ -301,7 +303,7 @@ class TimedPlan(FixedPlan):
             self._warnings.warn(key, text)
 
 
-def _top_clock(plan: Plan, program: Program) -> int:
+def top_clock(plan: Plan, program: Program) -> int:
     """Return the highest clock of a rank's rows."""
     keys = {plan.key(computation) for computation in program.computations}
     clocks = [clock for key in keys for clock in plan.measurements[key]]
@@ -329,7 +331,7 @@ def _clocks_by_time(program: Program, rank: int, guard_s: float) -> tuple[int, .
     return tuple(highest)
 
 
-def _costs(program: Program, rank: int, clocks: Sequence[int]) -> RankCosts:
+def whole_costs(program: Program, rank: int, clocks: Sequence[int]) -> RankCosts:
     """Return what the rows say of an iteration of a rank at some clocks, as one computation."""
     plan = program.plan
     assert plan is not None

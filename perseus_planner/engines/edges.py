@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.engines.guard import IterationHook, Microbatches
+
+
+@runtime_checkable
+class Capturing(Protocol):
+    """What marks computations in a CUDA graph of a whole iteration, while it is captured."""
+
+    def capture(self, position: int) -> None:
+        """Mark that the computation at a position is next."""
+
+    def end_capture(self, order: Sequence[tuple[int, str, int]]) -> None:
+        """Take what the graph runs: stage, kind and microbatch of each computation."""
 
 
 class EdgesOnly:
@@ -109,6 +120,11 @@ class EdgeHook:
     def end_fault(self) -> None:
         """See `IterationHook.end_fault`."""
         self._hook.end_fault()
+
+    @property
+    def capturing(self) -> Capturing | None:
+        """What marks computations in a graph that is captured; None if nothing does."""
+        return self._hook if isinstance(self._hook, Capturing) else None
 
     def _end(self) -> None:
         if self._is_inside:

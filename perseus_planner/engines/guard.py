@@ -164,6 +164,13 @@ class Guard:
             self.fault(error)
             return None
 
+    def attempt(self, action: Callable[..., object], *args: Any) -> None:
+        """Call a function of ours also while the guard is off, as between iterations."""
+        try:
+            action(*args)
+        except Exception as error:
+            self.fault(error)
+
     def guarded(self, action: Callable[..., T]) -> Callable[..., T | None]:
         """Return a function of ours as the training may call it."""
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted
+from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.engine import (
     EngineStage,
     PipelineRank,
@@ -43,6 +44,7 @@ from perseus_planner.engines.torch_state import preserve_attributes
 if TYPE_CHECKING:
     import torch
 
+    from perseus_planner.engines.edges import Capturing
     from perseus_planner.engines.guard import IterationHook
     from perseus_planner.schedules import Computation
 
@@ -240,6 +242,15 @@ class MegatronModel:
             UsageError: If a hook is attached already, or Megatron runs computations that its timers
                 do not show.
         """
+        for config in self._configs:
+            _check_visible(config, self.pipeline_rank.ranks)
+        with self._attached_to_timers(hook, _TimerEvents):
+            yield
+
+    @contextmanager
+    def _attached_to_timers(
+        self, hook: IterationHook, make_events: type[_TimerEvents]
+    ) -> Iterator[None]:
         owners = [(config, "timers") for config in self._configs]
         # Megatron-LM copies its timers from here, at the start of training and after every
         # evaluation.
@@ -247,13 +258,11 @@ class MegatronModel:
         if getattr(module, "_GLOBAL_TIMERS", None) is not None:
             owners.append((module, "_GLOBAL_TIMERS"))
         rank = self.pipeline_rank
-        for config in self._configs:
-            _check_visible(config, rank.ranks)
         if any(isinstance(getattr(*owner), _Timers) for owner in owners):
             raise UsageError(
                 "a runtime is attached to this Megatron-core model already; leave its block first"
             )
-        events = _TimerEvents(HookGuard(hook), rank, len(self._chunks), self._group or rank.ranks)
+        events = make_events(HookGuard(hook), rank, len(self._chunks), self._group or rank.ranks)
         with ExitStack() as stack:
             packing = sys.modules.get("megatron.core.datasets.data_schedule")
             create = getattr(packing, "create_data_iterator", None)
@@ -271,16 +280,24 @@ class MegatronModel:
 
         Where iterations are one graph, these are its replays: the first iterations, and the one in
         which the graph is captured, run otherwise and are not shown. Else they are those of the
-        schedule, as in `attached`.
+        schedule, whatever computations it runs.
         """
         if not self.shows_edges_only:
-            with self.attached(hook):
+            with self._attached_to_timers(hook, _EdgeEvents):
                 yield
             return
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         guard = HookGuard(hook)
-        attached = attached_once(FullCudaGraphWrapper, __call__=_showing_replays(guard))
+        capture = None
+        if isinstance(hook, EdgeHook) and hook.capturing is not None:
+            rank = self.pipeline_rank
+            group = self._group or rank.ranks
+            capture = partial(
+                _captured, guard, hook.capturing, self._configs, rank, len(self._chunks), group
+            )
+        shown = _showing_replays(guard, capture)
+        attached = attached_once(FullCudaGraphWrapper, __call__=shown)
         with attached, ExitStack() as stack:
             stack.callback(guard.close)
             yield
@@ -529,6 +546,56 @@ class _TimerEvents:
             begin = end
 
 
+class _EdgeEvents(_TimerEvents):
+    """Shows iterations alone, in which timers need not show all that runs."""
+
+    def around(self, name: str, timer: Any) -> _Timer:
+        """See `_TimerEvents.around`."""
+        if _SHOWN[name] is not None:
+            return _Timer(timer, timer.start, timer.stop)
+        return super().around(name, timer)
+
+    def _unseen(self) -> str | None:
+        return None
+
+
+class _CaptureEvents(_TimerEvents):
+    """Marks the computations of an iteration that is captured."""
+
+    def __init__(
+        self,
+        guard: HookGuard,
+        capturing: Capturing,
+        rank: PipelineRank,
+        chunks: int,
+        group: int,
+        microbatches: int,
+    ) -> None:
+        super().__init__(guard, rank, chunks, group)
+        self._capturing = capturing
+        self._in_turn = {
+            "F": self._in_order("F", range(chunks), microbatches),
+            "B": self._in_order("B", range(chunks)[::-1], microbatches),
+        }
+        self.order: list[Computation] = []  #: What was captured
+
+    def around(self, name: str, timer: Any) -> _Timer:
+        """See `_TimerEvents.around`."""
+        kind = _SHOWN[name]
+        if kind is None:
+            return _Timer(timer, timer.start, timer.stop)
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            self.guard.attempt(self._mark, kind)
+            return timer.stop(*args, **kwargs)
+
+        return _Timer(timer, timer.start, stop)
+
+    def _mark(self, kind: str) -> None:
+        self.order.append(next(self._in_turn[kind]))
+        self._capturing.capture(len(self.order))
+
+
 def _noting_packed(
     create: Callable[..., Any], events: _TimerEvents, *args: Any, **kwargs: Any
 ) -> Any:
@@ -714,8 +781,17 @@ def _is_one_graph(config: Any) -> bool:
     return "full_iteration" in (getattr(config, "cuda_graph_impl", None), *scopes)
 
 
-def _showing_replays(guard: HookGuard) -> Callable[..., Any]:
-    """Return a `FullCudaGraphWrapper.__call__` that shows the replays of the training's graph."""
+Capture = Callable[[Callable[[], Any], "int | None"], Any]
+"""Runs an iteration, with so many microbatches, in which a graph is captured; marks it."""
+
+
+def _showing_replays(guard: HookGuard, capture: Capture | None = None) -> Callable[..., Any]:
+    """Return a `FullCudaGraphWrapper.__call__` that shows the replays of the training's graph.
+
+    Args:
+        guard: The guard of the hook.
+        capture: Marks what is captured; None to mark nothing.
+    """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     original = original_of(FullCudaGraphWrapper.__call__)
@@ -726,8 +802,12 @@ def _showing_replays(guard: HookGuard) -> Callable[..., Any]:
         if kwargs.get("forward_only"):
             guard.note_evaluation()
             return step()
-        if guard.is_closed or not guard.ask(_replays, self):
+        if guard.is_closed:
             return step()
+        if not guard.ask(_replays, self):
+            microbatches = kwargs.get("num_microbatches")
+            is_next = guard.ask(_is_captured_next, self)
+            return capture(step, microbatches) if capture and is_next else step()
         return guard.run(step, _begin_replay, guard, kwargs.get("num_microbatches"))
 
     return marked(call, original)
@@ -736,6 +816,37 @@ def _showing_replays(guard: HookGuard) -> Callable[..., Any]:
 def _replays(wrapper: Any) -> bool:
     """Whether the training's graph is captured, so that the next iteration is its replay."""
     return wrapper.cuda_graph["training"] is not None
+
+
+def _is_captured_next(wrapper: Any) -> bool:
+    """Whether the next iteration of the training is the one in which its graph is captured."""
+    return bool(wrapper.curr_iteration["training"] == wrapper.cuda_graph_warmup_steps)
+
+
+def _captured(
+    guard: HookGuard,
+    capturing: Capturing,
+    configs: Sequence[Any],
+    rank: PipelineRank,
+    chunks: int,
+    group: int,
+    step: Callable[[], Any],
+    microbatches: int | None,
+) -> Any:
+    """Run an iteration in which a graph is captured: its timers start and stop once more, and each
+    one that stops leaves a mark in the graph. What it returns or raises is not touched.
+    """
+    marks = _CaptureEvents(guard, capturing, rank, chunks, group, microbatches or 0)
+    before = [config.timers for config in configs]
+    for config, timers in zip(configs, before, strict=True):
+        config.timers = _Timers(timers, marks)
+    try:
+        result = step()
+    finally:
+        for config, timers in zip(configs, before, strict=True):
+            config.timers = timers
+    guard.attempt(capturing.end_capture, marks.order)
+    return result
 
 
 def _begin_replay(_: ExitStack, guard: HookGuard, microbatches: int | None) -> None:

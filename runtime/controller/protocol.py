@@ -197,6 +197,9 @@ class LatestStarts:
         memory: `LATEST_BYTES` that rank and controller share.
     """
 
+    MOST_ROWS = (_WORDS - _HEADER) // 2
+    """Most rows of a table, of one clock each."""
+
     def __init__(self, memory: memoryview) -> None:
         self._words = memory.cast("q")
 

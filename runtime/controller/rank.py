@@ -36,6 +36,7 @@ from perseus_planner.runtime.marks import (
     BY_TIME,
     NO_REQUEST,
     OUTSIDE,
+    is_captured,
     is_turned,
     parse_clock_request,
     table_of,
@@ -124,6 +125,7 @@ class Rank:
         self._values: dict[int, int] = {}  #: position -> what was requested there last
         self._armed = ArmedClocks()
         self._looked_ns = 0  #: at the request, before
+        self._table = 0  #: that was named last, for captured requests
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
         self._overridden = 0  #: how often in a row the GPU then ran faster
         self._has_told_memory = False  #: that somebody has locked the memory clock
@@ -199,6 +201,10 @@ class Rank:
             return self._poll_by_time(request, now_ns, looked_ns)
         self._armed.cancel()
         position, value = parse_clock_request(request)
+        if position is not None and is_captured(request):
+            value = self.shared.latest.clock(self._table, position, 0) or RESET
+        else:
+            self._table = table_of(request)
         limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
         is_outside = self._outside_ns is not None and (
             self._is_reset or now_ns - self._outside_ns >= limit_ns
@@ -210,7 +216,7 @@ class Rank:
             return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
         if request == self._request and not self._is_reset:
             return None
-        is_again = is_turned(request, self._request)
+        is_again = not is_captured(request) and is_turned(request, self._request)
         self._request = request
         self._is_reset = False
         before = self._position

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.runtime.controller.protocol import AttachRequest
+from perseus_planner.runtime.controller.protocol import LATEST_BYTES, AttachRequest, LatestStarts
 from perseus_planner.runtime.controller.rank import MAX_SKIPPED, ClockRequest, Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler
 from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, clock_request
@@ -238,7 +238,8 @@ def requests_seen(*written: float) -> list[ClockRequest | None]:
     """Return what `poll_request` returns for each value written, or after so many seconds (if it
     is a float).
     """
-    shared = SimpleNamespace(request=[NO_REQUEST])
+    latest = LatestStarts(memoryview(bytearray(LATEST_BYTES)))
+    shared = SimpleNamespace(request=[NO_REQUEST], latest=latest)
     rank = Rank(Mock(), AttachRequest(0, "nvml:0", "clock", None), shared, os.getpid())
     seen, now_ns = [], 1
     for each in written:

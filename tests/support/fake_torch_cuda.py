@@ -90,6 +90,7 @@ class FakeCuda:
         self.is_capturing = (
             False  #: by the training thread, in the default mode: the whole process is watched
         )
+        self.graph: list[Callable[[], None]] | None = None  #: what is captured now on purpose
         self.broken_by: list[str] = []
         self.registered: set[int] = set()
         self.capture_mode = 0
@@ -142,6 +143,9 @@ class FakeCuda:
 
         def enqueue() -> None:
             into = self._streams[stream.value or 0]
+            if self.graph is not None and into is self.current:
+                self.graph.append(write)
+                return
             self.enqueues(into)
             into.queue.append(write)
 
@@ -164,10 +168,26 @@ class FakeCuda:
             work()
         return self.refuses.get(function, 0)
 
+    @contextmanager
+    def captures(self) -> Iterator[list[Callable[[], None]]]:
+        """Capture what is enqueued in the block; yield the graph, which is what `replay` takes."""
+        self.is_capturing = True
+        self.graph = graph = []
+        try:
+            yield graph
+        finally:
+            self.is_capturing = False
+            self.graph = None
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
+        """Enqueue a graph."""
+        self._streams[0].queue.extend(graph)
+
     # the device and its time
     def work(self, duration_ns: int) -> None:
         """Enqueue work of this duration, as training does."""
-        self._streams[0].queue.append(lambda: self.passes(duration_ns))
+        into = self._streams[0].queue if self.graph is None else self.graph
+        into.append(lambda: self.passes(duration_ns))
 
     def run(self, count: int | None = None) -> None:
         """Run some of the enqueued work; None for all."""

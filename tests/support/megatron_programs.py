@@ -43,6 +43,7 @@ from tiny_gpt import Training, grid_of, gridded, groups_of, on_cpu, parallel
 from torch import nn
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
@@ -676,9 +677,9 @@ def refusals() -> None:
     """
     graph = (
         "Megatron-core is to replay whole iterations as one CUDA graph (full_iteration), which "
-        "does not show its "
+        "does not show its computations; follow a plan with at most 4 clock changes by time "
+        "(`planner plan --max-changes 4`, and leave out follow=), or train with graphs of layers"
     )
-    graph += "computations; train with graphs of layers, or without a plan"
     overlap = (
         "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward "
         "as one, in which no "
@@ -712,6 +713,18 @@ def refusals() -> None:
         ):
             _attach(MegatronModel([nn.Linear(2, 2)]))
         assert MegatronModel([nn.Identity()]).device.type == "cpu"  # an empty stage
+        # By its iterations alone it is followed, whatever they run.
+        training = Training()
+        recorded = Recorder()
+        with training.engine.attached_to_edges(EdgeHook(recorded)):
+            training.step(2)
+            training.step(2)
+        assert recorded.iterations == [{"microbatches": 2, "computations": ["0F0"]}] * 2
+        assert not recorded.problems
+        training.config.overlap_moe_expert_parallel_comm = True
+        with training.engine.attached_to_edges(EdgeHook(Recorder())):
+            pass
+        assert training.config.timers is None
 
 
 def _attach(engine: MegatronModel) -> None:
