@@ -56,9 +56,11 @@ class PipelineDag:
                     if "." in key[1]
                     else f"use a schedule without {key[1]}"
                 )
+                if computation in self.schedule.forward_of:
+                    other = "write the two in cells of their own if they run one after the other"
                 raise ProfileError(
-                    f"the profile has no {key[1]} of stage {key[0]}, which {computation} needs; "
-                    f"measure it, or {other}"
+                    f"the profile has no {key[1]} of stage {key[0]}, which "
+                    f"{self.schedule.text_of(computation)} needs; measure it, or {other}"
                 )
         for rank, program in enumerate(self.schedule.ranks):
             if len({self.profile.blocking_w(c.stage) for c in program}) > 1:

@@ -13,7 +13,13 @@ from perseus_planner.base import extensions
 from perseus_planner.base.errors import ScheduleError, did_you_mean, shown
 from perseus_planner.base.prefixes import counted
 from perseus_planner.base.units import COUNT
-from perseus_planner.schedules.schedule import WHOLE, Computation, Schedule
+from perseus_planner.schedules.schedule import (
+    WHOLE,
+    Cell,
+    Computation,
+    Schedule,
+    schedule_of_cells,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -209,6 +215,44 @@ def interleaved_1f1b(
         warmup = hop * (ranks - 1 - rank) + (virtual_stages - 1) * group
         orders.append(alternating_order(forwards, backwards, warmup))
     return Schedule("interleaved-1f1b", tuple(orders))
+
+
+def combined_1f1b(
+    ranks: int, virtual_stages: int, microbatches: int, group: int | None = None
+) -> Schedule:
+    """Interleaved 1F1B in which the forward and the backward of each turn overlap, as Megatron-core
+    runs it with `overlap_moe_expert_parallel_comm`.
+
+    Each rank warms up with one forward more than by `interleaved_1f1b`, so that the two of a pair
+    do not depend on each other. One rank with one stage is Megatron's schedule without a pipeline;
+    Megatron has no other with one virtual stage.
+
+    Args:
+        ranks: as for `interleaved_1f1b`, and so are the others.
+        virtual_stages: number of stages of each rank.
+        microbatches: number of microbatches of one iteration.
+        group: Megatron's `microbatch_group_size_per_vp_stage`.
+
+    Raises:
+        ScheduleError: As by `interleaved_1f1b`.
+    """
+    plain = interleaved_1f1b(ranks, virtual_stages, microbatches, group)
+    return schedule_of_cells("combined-1f1b", [_combined(order) for order in plain.ranks])
+
+
+def _combined(order: Sequence[Computation]) -> list[Cell]:
+    forwards = [each for each in order if each.kind == "F"]
+    backwards = [each for each in order if each.kind == "B"]
+    first = next(place for place, each in enumerate(order) if each.kind == "B")
+    # The plain warm-up, the forward of its first turn, and one more that makes up for the overlap:
+    # that of the first turn comes alone, and the next one is the first to overlap.
+    warmup = min(first, len(forwards))
+    overlapping = forwards[warmup:]
+    return [
+        *((each,) for each in forwards[:warmup]),
+        *zip(overlapping, backwards, strict=False),
+        *((each,) for each in backwards[len(overlapping) :]),
+    ]
 
 
 def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
@@ -411,6 +455,36 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     )
 
 
+def overlapped_dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV with the forwards and backwards of its middle as overlapped pairs, as torch's
+    ScheduleDualPipeV runs them where a function is registered for OVERLAP_F_B.
+
+    Raises:
+        ScheduleError: As by `dualpipe_v`.
+    """
+    plain = dualpipe_v(ranks, microbatches)
+    cells = list[list[Cell]]()
+    for rank, order in enumerate(plain.ranks):
+        behind = ranks - 1 - rank
+        # After the forwards of the start, and I, W and F of its second step
+        start = 2 * behind + 2 * (rank + 1) + 3 * behind
+        turns = microbatches - ranks - behind
+        own: list[Cell] = [(each,) for each in order[:start]]
+        place = start
+        for turn in range(turns):
+            parts = order[place : place + 4]
+            place += 4
+            # On the last rank torch runs the first two one after the other.
+            alone = turn == 0 and rank == ranks - 1
+            own += [(each,) for each in parts[:2]] if alone else [(parts[0], parts[1])]
+            own.append((parts[2], parts[3]))
+        for _ in range(behind):
+            own += [(order[place],), (order[place + 1], order[place + 2])]
+            place += 3
+        cells.append([*own, *((each,) for each in order[place:])])
+    return schedule_of_cells("dualpipe-v-overlapped", cells)
+
+
 def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
     here = _Rank(rank, ranks)
     down = here.down
@@ -460,10 +534,12 @@ NAMES: Mapping[str, Generator] = MappingProxyType(
         "1f1b": Generator(one_f_one_b, 1),
         "looped-bfs": Generator(looped_bfs, None),
         "interleaved-1f1b": Generator(interleaved_1f1b, None),
+        "combined-1f1b": Generator(combined_1f1b, None),
         "zb-h1": Generator(zb_h1, 1),
         "interleaved-zb": Generator(interleaved_zero_bubble, None),
         "zbv": Generator(zbv, 2),
         "dualpipe-v": Generator(dualpipe_v, 2),
+        "dualpipe-v-overlapped": Generator(overlapped_dualpipe_v, 2),
     }
 )
 
@@ -491,14 +567,15 @@ def generate(
         virtual_stages: stages per rank. Required for looped-bfs and the interleaved schedules; the
             others have a fixed number.
         group: number of microbatches that go through a stage before the rank's next stage gets its
-            turn, Megatron's `microbatch_group_size_per_vp_stage`; for interleaved-1f1b only.
+            turn, Megatron's `microbatch_group_size_per_vp_stage`; for interleaved-1f1b and
+            combined-1f1b only.
 
     Raises:
         ScheduleError: If the name is unknown, `virtual_stages` is missing or differs from the
             schedule's number, the schedule has no groups, or the generator refuses the sizes.
     """
     make, fixed = _generator(name)
-    if group is not None and make is not interleaved_1f1b:
+    if group is not None and make not in (interleaved_1f1b, combined_1f1b):
         raise ScheduleError(f"schedule {name}: has no groups of microbatches; leave the group out")
     if fixed is None:
         if virtual_stages is None:

@@ -5,7 +5,8 @@ operations and variants; and the parts of an iteration that files hold beside it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from perseus_planner.base.errors import PlannerError, ScheduleError, shown
@@ -209,20 +210,32 @@ def pipeline_iteration(
                 "correct when or "
                 "where, or remove it"
             )
-    present = set(computations)
-    for computation in computations:
-        needed = dependency_of(computation, present, schedule.stages - 1)
-        if needed is not None:
-            _add(
-                waits[place[computation]],
-                place[needed],
-                transfer.lag_s(schedule, needed, computation),
-            )
-    predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(place)))
-    lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(place)))
+    # A pair stands at its backward's place, and waits for what both of its computations need.
+    for forward, backward in schedule.pairs:
+        place[forward] = place[backward]
+    present = {*computations, *schedule.forward_of.values()}
+    for cell in chain.from_iterable(schedule.cells):
+        for computation in cell:
+            needed = dependency_of(computation, present, schedule.stages - 1)
+            if needed is not None:
+                _add(
+                    waits[place[cell[-1]]],
+                    place[needed],
+                    transfer.lag_s(schedule, needed, computation),
+                )
+    predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(waits)))
+    lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(waits)))
     lagging = any(lag_s for node_lags_s in lags_s for lag_s in node_lags_s)
     kinds = _kinds(schedule, variants)
     return Iteration(schedule, predecessors, lags_s if lagging else (), tuple(added), kinds)
+
+
+def pair_kind(forward: Computation, backward: Computation) -> str:
+    """Return the kind in the profile of an overlapped pair: that of its backward with the suffix
+    ".pair", and with the forward's stage if that is another one, such as "B.pair-3".
+    """
+    stage = "" if forward.stage == backward.stage else f"-{forward.stage}"
+    return f"{backward.kind}.pair{stage}"
 
 
 def _add(waits: list[tuple[int, float]], other: int, lag_s: float) -> None:
@@ -261,7 +274,7 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
     """Return the kind of every computation with the suffix of its variant; empty if there are no
     variants.
     """
-    renamed: dict[Computation, str] = {}
+    renamed = {backward: pair_kind(forward, backward) for forward, backward in schedule.pairs}
     for variant in variants:
         chosen = [c for program in schedule.ranks for c in variant.chosen(program)]
         if not chosen:
@@ -282,6 +295,7 @@ _STAGE_KIND = re.compile(rf"(\d+)({KIND_IN_MODE.pattern})")
 ITERATION_KEYS = (
     "kinds",
     "operations",
+    "pairs",
     "waits",
 )  #: of `iteration_to_dict`; each only if it is not the default
 
@@ -290,10 +304,15 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     """Return plain values from which `iteration_from_dict` makes `iteration` again.
 
     kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds,
-    joules or null]. waits: node -> predecessor -> lag in seconds; left out if they are those of a
+    joules or null]. pairs: backward -> the forward that overlaps it.
+    waits: node -> predecessor -> lag in seconds; left out if they are those of a
     pipeline without lags.
     """
     content: dict[str, Any] = {}
+    if iteration.schedule.pairs:
+        content["pairs"] = {
+            str(backward): str(forward) for forward, backward in iteration.schedule.pairs
+        }
     kinds = {
         str(computation): kind
         for computation, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
@@ -321,6 +340,10 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     Raises:
         ScheduleError: If `content` does not describe an iteration of `schedule`.
     """
+    pairs = content.get("pairs", {})
+    if pairs:
+        parsed = tuple((Computation.parse(pairs[each]), Computation.parse(each)) for each in pairs)
+        schedule = replace(schedule, pairs=parsed)
     kinds = content.get("kinds", {})
     operations = tuple(
         parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items()

@@ -11,8 +11,9 @@ As text, a schedule is a grid: a line per rank, a cell per computation, as torch
 
 A blank cell means that the rank waits; it does not tell when, so it is skipped. The
 `_dump_csv(file, format="compute_only")` of torch.distributed.pipelining writes such files, and its
-`_load_csv(file, format="compute_only")` reads them. Its overlapped pairs, `(3F9;4B2)OVERLAP_F_B`,
-are read as their parts, one after the other.
+`_load_csv(file, format="compute_only")` reads them. An overlapped pair, `(3F9;4B2)OVERLAP_F_B`, is
+one computation: it runs under one clock, waits for what both need, and has a row of its own in the
+profile. It stands in the ranks as its backward, and `Schedule.pairs` has its forward.
 """
 
 from __future__ import annotations
@@ -89,13 +90,50 @@ class Schedule:
     #: once. A rank may hold several stages, a stage is on one rank, and stages are numbered from 0
     #: without a hole.
     ranks: tuple[tuple[Computation, ...], ...]
+    #: the forward and the backward, B or I, of each overlapped pair, in the order of the ranks.
+    #: `ranks` has the backward only, where the pair runs.
+    pairs: tuple[tuple[Computation, Computation], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ScheduleError(f"schedule {self.name}: has no ranks; give at least one")
-        flaw = find_layout_flaw(self.ranks)
+        place = {computation: i for i, computation in enumerate(self.computations())}
+        for forward, backward in self.pairs:
+            if forward.kind != "F" or backward.kind not in "BI" or backward not in place:
+                raise ScheduleError(
+                    f"schedule {self.name}: {_pair_text(forward, backward)} is not a pair of a "
+                    "forward and a backward that its ranks have; correct it"
+                )
+        # Equal schedules have equal pairs
+        in_order = tuple(sorted(self.pairs, key=lambda pair: place[pair[1]]))
+        object.__setattr__(self, "pairs", in_order)
+        flaw = find_layout_flaw(self.cells)
         if flaw is not None:
             raise ScheduleError(f"schedule {self.name}, {flaw.where}: {flaw.text}")
+
+    @cached_property
+    def forward_of(self) -> Mapping[Computation, Computation]:
+        """The forward that overlaps each backward that is one of a pair."""
+        return {backward: forward for forward, backward in self.pairs}
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """The ranks with both computations of each pair, its forward first."""
+        return tuple(tuple(map(self._cell, order)) for order in self.ranks)
+
+    @property
+    def one_by_one(self) -> Schedule:
+        """The same schedule with the two of each pair one after the other, the forward first."""
+        ranks = tuple(tuple(each for cell in order for each in cell) for order in self.cells)
+        return Schedule(self.name, ranks)
+
+    def _cell(self, computation: Computation) -> Cell:
+        forward = self.forward_of.get(computation)
+        return (computation,) if forward is None else (forward, computation)
+
+    def text_of(self, computation: Computation) -> str:
+        """Return a computation as a grid writes it: a pair with both names."""
+        return _cell_text(self._cell(computation))
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -126,10 +164,10 @@ class Schedule:
     @cached_property
     def _pipeline_flaw(self) -> Flaw | None:
         """The flaw that `check_pipeline` reports; kept, as a schedule is checked often."""
-        return find_pipeline_flaw(self.ranks)
+        return find_pipeline_flaw(self.cells)
 
     def computations(self) -> Iterator[Computation]:
-        """Yield all computations, rank by rank in program order."""
+        """Yield all computations, rank by rank in program order; a pair as its backward."""
         for rank in self.ranks:
             yield from rank
 
@@ -155,7 +193,18 @@ def check_pipeline(schedule: Schedule) -> None:
         raise ScheduleError(f"schedule {schedule.name}, {flaw.where}: {flaw.text}")
 
 
-Ranks: TypeAlias = Sequence[Sequence[Computation]]
+Cell: TypeAlias = tuple[Computation, ...]
+"""What a rank runs at once: a computation, or the forward and the backward of an overlapped pair.
+"""
+Ranks: TypeAlias = Sequence[Sequence[Cell]]
+
+
+def _pair_text(forward: Computation, backward: Computation) -> str:
+    return f"({forward};{backward})OVERLAP_F_B"
+
+
+def _cell_text(cell: Cell) -> str:
+    return str(cell[0]) if len(cell) == 1 else _pair_text(*cell)
 
 
 class Flaw(NamedTuple):
@@ -183,12 +232,13 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
     for rank, order in enumerate(ranks):
         if not order:
             return Flaw(rank, None, "runs nothing; give each rank at least one computation")
-        for position, computation in enumerate(order):
-            first = holder.setdefault(computation.stage, (rank, position))
-            text = _wrong(computation, rank, first[0], computation in seen)
-            if text:
-                return Flaw(rank, position, text)
-            seen.add(computation)
+        for position, cell in enumerate(order):
+            for computation in cell:
+                first = holder.setdefault(computation.stage, (rank, position))
+                text = _wrong(computation, rank, first[0], computation in seen)
+                if text:
+                    return Flaw(rank, position, text)
+                seen.add(computation)
     text = _hole("stage", holder)
     return Flaw(*holder[max(holder)], text) if text else None
 
@@ -257,7 +307,8 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
     place = {
         computation: (rank, position)
         for rank, order in enumerate(ranks)
-        for position, computation in enumerate(order)
+        for position, cell in enumerate(order)
+        for computation in cell
     }
     holder = {computation.microbatch: place[computation] for computation in reversed(place)}
     text = _hole("microbatch", holder)
@@ -286,46 +337,70 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
     if rank is None:
         return None
-    chain: dict[int, Computation] = {}  # rank -> the computation that its next one waits for
+    chain: dict[int, tuple[Computation, Computation]] = {}  # rank -> what waits, and for what
     while rank not in chain:
-        head = ranks[rank][reached[rank]]
-        other = dependency_of(head, place, last_stage)
-        assert other is not None  # else it would have run
+        head, other = _unmet(ranks, reached, rank, place, last_stage)
         if other not in place:
             return Flaw(
                 rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}"
             )
-        chain[rank] = other
+        if place[other] == (rank, reached[rank]):
+            return Flaw(
+                rank,
+                reached[rank],
+                f"{head} can never run: it waits for {other}, with which it is to overlap; put "
+                "them in cells of their own",
+            )
+        chain[rank] = head, other
         rank = place[other][0]
     ring = list(chain)[list(chain).index(rank) :]
     return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
 
 
+def _unmet(
+    ranks: Ranks,
+    reached: Sequence[int],
+    rank: int,
+    place: Mapping[Computation, tuple[int, int]],
+    last_stage: int,
+) -> tuple[Computation, Computation]:
+    """Return the computation at which a rank stops, and what it waits for."""
+    for head in ranks[rank][reached[rank]]:
+        other = dependency_of(head, place, last_stage)
+        if other is None:
+            continue
+        behind, position = place.get(other, (rank, len(ranks[rank])))
+        if position >= reached[behind]:
+            return head, other
+    raise AssertionError("it would have run")
+
+
 def _closed(
     ranks: Ranks,
     reached: Sequence[int],
-    ring: Mapping[int, Computation],
+    ring: Mapping[int, tuple[Computation, Computation]],
     place: Mapping[Computation, tuple[int, int]],
 ) -> Flaw:
     """Return the first computation of a ring of ranks, each of which waits for one that the next
     never reaches.
     """
     rank = min(ring)
-    head = ranks[rank][reached[rank]]
-    other = ring[rank]
+    head, other = ring[rank]
     behind = place[other][0]
     blocking = ranks[behind][reached[behind]]
-    if blocking == head:
+    if behind == rank:
         rest = f"which comes after it on the same rank; move {other} before it"
-    elif blocking == other:
+    elif other in blocking:
         rest = "which in the end waits for it; reorder them"
     else:
-        rest = f"which comes after {blocking}, which in the end waits for it; reorder them"
+        rest = (
+            f"which comes after {_cell_text(blocking)}, which in the end waits for it; reorder them"
+        )
     return Flaw(rank, reached[rank], f"{head} can never run: it waits for {other}, {rest}")
 
 
 def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
-    """Return how many computations each rank completes if all run as far as they can."""
+    """Return how many cells each rank completes if all run as far as they can."""
     reached = [0] * len(ranks)
     done: set[Computation | None] = {None}
     waiting: dict[Computation | None, list[int]] = defaultdict(list)
@@ -333,14 +408,16 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
     while able:
         rank = able.pop()
         while reached[rank] < len(ranks[rank]):
-            computation = ranks[rank][reached[rank]]
-            other = dependency_of(computation, present, last_stage)
-            if other not in done:
-                waiting[other].append(rank)
+            cell = ranks[rank][reached[rank]]
+            others = [dependency_of(each, present, last_stage) for each in cell]
+            unmet = next((other for other in others if other not in done), None)
+            if unmet is not None:
+                waiting[unmet].append(rank)
                 break
-            done.add(computation)
+            done.update(cell)
             reached[rank] += 1
-            able += waiting.pop(computation, ())
+            for computation in cell:
+                able += waiting.pop(computation, ())
     return reached
 
 
@@ -379,8 +456,8 @@ class _Line(NamedTuple):
     """One line of a grid."""
 
     number: int  #: its number, from 1
-    order: tuple[Computation, ...]  #: the computations of the rank
-    cells: tuple[int, ...]  #: the number of each computation's cell, from 1, blank ones included
+    order: tuple[Cell, ...]  #: what the rank runs
+    cells: tuple[int, ...]  #: the number of each in the line, from 1, blank ones included
 
 
 def load_grid(path: str | os.PathLike[str]) -> Schedule:
@@ -419,12 +496,25 @@ def parse_grid(text: str, name: str, source: str) -> Schedule:
     flaw = find_layout_flaw(ranks) or find_pipeline_flaw(ranks)
     if flaw is not None:
         raise ScheduleError(f"{source}, {_place(lines[flaw.rank], flaw)}: {flaw.text}")
-    return Schedule(name, ranks)
+    return schedule_of_cells(name, ranks)
+
+
+def schedule_of_cells(name: str, cells: Ranks) -> Schedule:
+    """Return the schedule whose ranks run these cells.
+
+    Raises:
+        ScheduleError: If it is malformed.
+    """
+    return Schedule(
+        name,
+        tuple(tuple(cell[-1] for cell in order) for order in cells),
+        tuple((cell[0], cell[1]) for order in cells for cell in order if len(cell) == 2),
+    )
 
 
 def grid_text(schedule: Schedule) -> str:
     """Return `schedule` as text, a line per rank; `parse_grid` and torch read it back."""
-    return "".join(",".join(map(str, rank)) + "\n" for rank in schedule.ranks)
+    return "".join(",".join(map(schedule.text_of, rank)) + "\n" for rank in schedule.ranks)
 
 
 def save_grid(schedule: Schedule, path: str | os.PathLike[str]) -> None:
@@ -445,31 +535,37 @@ def _content(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _line(where: str, number: int, text: str) -> _Line:
-    pairs = [
-        (computation, cell)
-        for cell, content in enumerate(text.split(",") if "," in text else text.split(), 1)
+    filled = [
+        (_cell(f"{where}, cell {number}", stripped), number)
+        for number, content in enumerate(text.split(",") if "," in text else text.split(), 1)
         if (stripped := content.strip())
-        for computation in _cell(f"{where}, cell {cell}", stripped)
     ]
-    return _Line(
-        number, tuple(computation for computation, _ in pairs), tuple(cell for _, cell in pairs)
-    )
+    return _Line(number, tuple(cell for cell, _ in filled), tuple(place for _, place in filled))
 
 
-def _cell(where: str, text: str) -> Iterator[Computation]:
-    """Yield the computation of a cell, or the two of an overlapped pair."""
+def _cell(where: str, text: str) -> Cell:
+    """Return the computation of a cell, or the two of an overlapped pair."""
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
-    for part in parts:
-        if _COMMUNICATION.fullmatch(part):
-            raise ScheduleError(
-                f"{where}: {shown(part)} is communication, not a computation; "
-                'dump the schedule with format="compute_only"'
-            )
-        try:
-            yield Computation.parse(part)
-        except ScheduleError as error:
-            raise ScheduleError(f"{where}: {error}") from error
+    cell = tuple(_computation(where, part) for part in parts)
+    if overlapped and [each.kind.replace("I", "B") for each in cell] != ["F", "B"]:
+        raise ScheduleError(
+            f"{where}: {shown(text)} is not a forward and a backward; write a pair as "
+            "(3F9;4B2)OVERLAP_F_B"
+        )
+    return cell
+
+
+def _computation(where: str, text: str) -> Computation:
+    if _COMMUNICATION.fullmatch(text):
+        raise ScheduleError(
+            f"{where}: {shown(text)} is communication, not a computation; "
+            'dump the schedule with format="compute_only"'
+        )
+    try:
+        return Computation.parse(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from error
 
 
 def _place(line: _Line, flaw: Flaw) -> str:

@@ -184,6 +184,11 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         },
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
+        **(
+            {"pairs": [f"{forward} {backward}" for forward, backward in dag.schedule.pairs]}
+            if dag.schedule.pairs
+            else {}
+        ),
         "kinds": dag.iteration.kinds,
         "operations": [
             (str(operation), operation.rank, operation.time_s, operation.energy_j)
@@ -244,6 +249,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     }
     profile = restore(Profile, header["profile"], measurements=measurements)
     ranks = tuple(tuple(map(Computation.parse, rank.split())) for rank in header["ranks"])
+    pairs = [tuple(map(Computation.parse, text.split())) for text in header.get("pairs", ())]
     operations = tuple(parse_operation(*fields) for fields in header["operations"])
     waits = arrays["waits"].tolist()
     lags = arrays["lags_s"].tolist()
@@ -255,7 +261,9 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         before[place].append(other)
         lags_s[place].append(lag_s)
     iteration = Iteration(
-        Schedule(header["schedule"], ranks),
+        Schedule(
+            header["schedule"], ranks, tuple((forward, backward) for forward, backward in pairs)
+        ),
         tuple(map(tuple, before)),
         tuple(map(tuple, lags_s)) if lags else (),
         operations,

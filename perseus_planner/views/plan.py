@@ -89,7 +89,7 @@ class PlansSummary(Comparison):
 class ComputationSummary:
     """A computation, or a fixed operation, in the timeline of an iteration."""
 
-    computation: str  #: its name, such as "3F17"
+    computation: str  #: its name, such as "3F17", or the names of a pair, as grids have them
     rank: int  #: number of the rank that runs it
     clock_mhz: int | None  #: its clock, or None for a fixed operation
     start_s: float  #: when it starts, seconds after the start of the iteration
@@ -165,9 +165,15 @@ def summarize_plans(
 
 def summarize_timeline(plan: Plan) -> TimelineSummary:
     """Summarize a plan with the timeline of its iteration."""
+    pairs = {str(each): plan.schedule.text_of(each) for each in plan.schedule.forward_of}
     computations = tuple(
         ComputationSummary(
-            name, rank, plan.clocks.get(name), span.start_s, span.end_s, span.power_w
+            pairs.get(name, name),
+            rank,
+            plan.clocks.get(name),
+            span.start_s,
+            span.end_s,
+            span.power_w,
         )
         for rank, (name, span) in zip(
             plan.iteration.rank_of, plan.timeline.spans.items(), strict=True
@@ -400,11 +406,17 @@ def _strips(summary: TimelineSummary) -> list[str]:
 def _legend(summary: TimelineSummary) -> Iterable[str]:
     words = {
         **{kind: word.replace("-", " ") for kind, word in WORDS.items()},
+        _PAIR: "forward and backward overlapped",
         "o": "fixed operation",
     }
     used = set(map(_letter, summary.computations))
     return (f"{letter} {word}" for letter, word in words.items() if letter in used)
 
 
+_PAIR = "P"
+
+
 def _letter(each: ComputationSummary) -> str:
+    if each.computation.startswith("("):
+        return _PAIR
     return "o" if each.clock_mhz is None else Computation.parse(each.computation).kind

@@ -65,24 +65,22 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(folder: Path):
 
 
 def test_blank_cells_comments_and_overlapped_pairs_are_read():
-    text = (
-        "# DualPipeV\n0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,,0B0,\n\n  # of one rank\n,, 1B1 "
-        ",(0B1)OVERLAP_F_B\n"
-    )
+    text = "# DualPipeV\n0F0,0F1,1F0,(1F1;1B0)OVERLAP_F_B,,0B0,\n\n  # of one rank\n,, 1B1 ,0B1\n"
     # Both lines hold stages 0 and 1, so they are no two ranks.
     assert flaw_of(text).startswith("grid.csv, line 5, cell 3: stage 1 is on rank 0 too")
     joined = text.replace("\n\n  # of one rank\n", "")
-    ranks = parse_grid(joined, "v", "grid.csv").ranks
-    assert [str(each) for each in ranks[0]] == [
+    schedule = parse_grid(joined, "v", "grid.csv")
+    assert list(map(schedule.text_of, schedule.ranks[0])) == [
         "0F0",
         "0F1",
         "1F0",
-        "1F1",
-        "1B0",
+        "(1F1;1B0)OVERLAP_F_B",
         "0B0",
         "1B1",
         "0B1",
     ]
+    assert [str(each) for each in schedule.one_by_one.ranks[0]][3:5] == ["1F1", "1B0"]
+    assert parse_grid(grid_text(schedule), "v", "grid.csv") == schedule
 
 
 def test_a_byte_order_mark_is_read_over(folder: Path):
@@ -153,12 +151,12 @@ def test_a_malformed_grid_is_refused_with_its_line_and_cell(text: str, message: 
 
 
 def test_the_parts_of_an_overlapped_pair_are_in_one_cell():
-    assert flaw_of("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B1,(0B1;0B0)OVERLAP_F_B") == (
-        "grid.csv, line 1, cell 7: 0B1 is there twice; keep one"
+    assert flaw_of("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B1,(0F1;0B0)OVERLAP_F_B") == (
+        "grid.csv, line 1, cell 7: 0F1 is there twice; keep one"
     )
-    assert flaw_of("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,(0B1;1B1)OVERLAP_F_B,0B0") == (
-        "grid.csv, line 1, cell 5: 0B1 can never run: it waits for 1B1, which comes after it on "
-        "the same rank; move 1B1 before it"
+    assert flaw_of("0F0,1F0,1F1,(0F1;1B0)OVERLAP_F_B,1B1,0B0,0B1") == (
+        "grid.csv, line 1, cell 3: 1F1 can never run: it waits for 0F1, which comes after it on "
+        "the same rank; move 0F1 before it"
     )
 
 

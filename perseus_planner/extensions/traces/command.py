@@ -61,7 +61,8 @@ class _Job:
         """Return the schedule that is given."""
         from perseus_planner.schedules.schedule import load_grid
 
-        return None if self.schedule is None else load_grid(self.schedule)
+        # Traces show the two of an overlapped pair apart.
+        return None if self.schedule is None else load_grid(self.schedule).one_by_one
 
     def read(self, files: tuple[Path, ...]) -> TracedJob:
         """Read files of one clock."""

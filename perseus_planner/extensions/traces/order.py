@@ -87,7 +87,8 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
         )
         for place in first_ranks
     )
-    flaw = find_layout_flaw(rows) or find_pipeline_flaw(rows)
+    cells = [[(each,) for each in row] for row in rows]
+    flaw = find_layout_flaw(cells) or find_pipeline_flaw(cells)
     if flaw is not None:
         raise UsageError(
             f"{ranks[first_ranks[flaw.rank]].name}: {flaw.text.split(';')[0]}, so its trace is "
