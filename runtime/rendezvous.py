@@ -561,7 +561,7 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     elif options.work is not None:
         name = "batches"
     elif has_plan:
-        return _PLANS[options.follow]()
+        return _PLANS[options.follow or HOOKS]()
     else:
         name = "autopilot"
     place = extensions.places("deciders").get(name)
