@@ -305,7 +305,7 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
                     f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
                     "it, or ask for plans that take rows as measured"
                 )
-    # Over the logarithm of the clock, time is nearly a line.
+    # Over the logarithm of the clock, the logarithm of time is nearly a line.
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}
     places = [np.array([index[row.clock_mhz] for row in key_rows]) for key_rows in rows]
