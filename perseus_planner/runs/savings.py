@@ -152,8 +152,8 @@ def profile_costs(
 
 
 def _rows(plan: Plan, computation: Computation, clock: int) -> Cost:
-    # The plan's own clock, or the next measured one below a higher one.
     """Return the rows of a computation at a clock, and at full clocks where the plan has them."""
+    # The plan's own clock, or the next lower one that has a row.
     key = plan.key(computation)
     points = dict(plan.measurements[key])
     # Full clocks are in the training's own way, whatever mode the plan has chosen.
