@@ -89,6 +89,7 @@ def command(
         settings["epilog"] = examples(*lines)
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        # The first paragraph is the summary, whole, as lists cut what is longer.
         summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
@@ -96,6 +97,7 @@ def command(
         if has_json:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
+        # Fields of a group are options of their own, and become one value again here.
         def call(**values: Any) -> None:
             values.pop("as_json", None)
             for key, group in groups.items():
@@ -122,6 +124,7 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
         hint = hints[name]
         if parameter.kind is parameter.VAR_KEYWORD:
             continue  # `others` of the command
+        # A dataclass brings its fields as options, in its order.
         if is_dataclass(hint):
             # With the signature of its `__init__`.
             yield from _parameters(hint, get_type_hints(hint, include_extras=True))  # type: ignore[arg-type]
@@ -129,12 +132,15 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
         settings = _settings(hint)
         if parameter.default is not parameter.empty:
             settings["default"] = parameter.default
+        # What has no default must be given, unless the type says otherwise.
         settings.setdefault("required", "default" not in settings)
+        # Before the star are arguments, and after it options.
         if parameter.kind is not parameter.KEYWORD_ONLY and not is_dataclass(function):
             if settings.pop("multiple", False):
                 settings["nargs"] = -1
             yield click.Argument([name], **settings)
             continue
+        # A default of nothing is said in words by the help itself.
         settings["show_default"] = settings.get("default") not in (None, ()) and not settings.get(
             "is_flag"
         )
@@ -144,6 +150,7 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
 def _settings(hint: Any) -> dict[str, Any]:
     """Return what the type of a parameter says of it, as arguments of `click.Option`."""
     origin, (first, *others) = get_origin(hint), get_args(hint) or (hint,)
+    # What stands beside a type adds to what the type says.
     if origin is Annotated:
         settings = _settings(first)
         for said in others:
@@ -154,6 +161,7 @@ def _settings(hint: Any) -> dict[str, Any]:
             else:
                 settings["help"] = said
         return settings
+    # `None` as a default means that the option was not given.
     if origin in (Union, UnionType):  # it or None
         return {**_settings(first), "required": False}
     if origin is tuple:
@@ -255,9 +263,11 @@ class SourceFile(Text):
             from perseus_planner.base.documents import kind_of
 
             path = Path(text)
+            # A path that does not exist is refused by whoever reads it, with the reason.
             kind = kind_of(path) if path.exists() else None
             taken = kinds or {*extensions.places("shown"), *wanted}
             if kind in _KINDS and kind not in taken:
+                # The error names what is wanted, in the words of the help.
                 names = ", ".join(_KINDS[each] for each in wanted[:-1])
                 names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")

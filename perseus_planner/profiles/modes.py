@@ -120,6 +120,7 @@ class Mode(Checked, error=ProfileError):
 
 
 def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[str, Mode]:
+    # A profile's modes come from YAML, so all that can be malformed is refused here.
     if not isinstance(value, Mapping) or not value:
         raise error(f"{where}: {shown(value)} is not a mapping of modes: write `recompute: {{}}`")
     ways = {}
@@ -141,6 +142,7 @@ def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[
             ways[name] = restore(Mode, mode)
         except PlannerError as problem:
             raise error(f"{where}, {name}, {problem}") from None
+    # The own way comes first, also where it is not written.
     return MappingProxyType({OWN: ways.pop(OWN, Mode()), **ways})
 
 

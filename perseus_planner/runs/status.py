@@ -46,10 +46,12 @@ def upgraded(value: Any) -> Any:
     """Return a status that is to be read, in today's form if 0.3 wrote it: without a text, and with
     its columns beside the phase.
     """
+    # Files of today have a text, and are left as they are.
     if not isinstance(value, dict) or "phase" not in value or "text" in value:
         return value
     own = {name: value[name] for name in _OWN_FIELDS if name in value}
     others = {name: each for name, each in value.items() if name not in own}
+    # Batches were nested in 0.3, and columns are flat.
     batches = others.pop("batches", None)
     if isinstance(batches, dict):
         others |= {f"batches.{name}": each for name, each in batches.items()}

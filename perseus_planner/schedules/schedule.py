@@ -227,6 +227,7 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
     """Return the first malformed, repeated or misplaced computation, empty rank or missing
     stage.
     """
+    # A stage belongs to the rank that runs it first, and to no other.
     seen: set[Computation] = set()
     holder: dict[int, tuple[int, int]] = {}
     for rank, order in enumerate(ranks):
@@ -239,6 +240,7 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
                 if text:
                     return Flaw(rank, position, text)
                 seen.add(computation)
+    # A stage that is missing shows only when all ranks were read.
     text = _hole("stage", holder)
     return Flaw(*holder[max(holder)], text) if text else None
 
@@ -310,10 +312,12 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
         for position, cell in enumerate(order)
         for computation in cell
     }
+    # The place of a microbatch is that of its first computation.
     holder = {computation.microbatch: place[computation] for computation in reversed(place)}
     text = _hole("microbatch", holder)
     if text:
         return Flaw(*holder[max(holder)], text)
+    # A backward is whole or in two parts, and both would run it twice.
     for computation in place:
         whole = Computation(computation.stage, "B", computation.microbatch)
         if computation.kind in ("I", "W") and whole in place:
@@ -321,6 +325,7 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
                 *place[computation],
                 f"{computation} is a part of {whole}, which is present too; keep one of them",
             )
+    # What can run is run first, as an incomplete schedule may also be stuck.
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
@@ -332,11 +337,13 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     """Return the computation at which the ranks stop: its input is missing, or it is the first
     of a ring.
     """
+    # All ranks run as far as they can, and what none of them can run is the flaw.
     last_stage = max(computation.stage for computation in place)
     reached = _reached(ranks, place, last_stage)
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
     if rank is None:
         return None
+    # From a rank that is stuck to the one that it waits for, until a rank comes again.
     chain: dict[int, tuple[Computation, Computation]] = {}  # rank -> what waits, and for what
     while rank not in chain:
         head, other = _unmet(ranks, reached, rank, place, last_stage)
@@ -353,6 +360,7 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
             )
         chain[rank] = head, other
         rank = place[other][0]
+    # The walk may have begun outside the ring.
     ring = list(chain)[list(chain).index(rank) :]
     return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
 
@@ -384,6 +392,7 @@ def _closed(
     """Return the first computation of a ring of ranks, each of which waits for one that the next
     never reaches.
     """
+    # The same flaw for the same ranks, wherever the walk began.
     rank = min(ring)
     head, other = ring[rank]
     behind = place[other][0]
@@ -401,6 +410,7 @@ def _closed(
 
 def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
     """Return how many cells each rank completes if all run as far as they can."""
+    # Ranks are woken by what they wait for, so each computation is looked at a few times only.
     reached = [0] * len(ranks)
     done: set[Computation | None] = {None}
     waiting: dict[Computation | None, list[int]] = defaultdict(list)
@@ -416,6 +426,7 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
                 break
             done.update(cell)
             reached[rank] += 1
+            # Whoever waited for this one may go on.
             for computation in cell:
                 able += waiting.pop(computation, ())
     return reached

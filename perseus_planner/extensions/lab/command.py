@@ -156,6 +156,7 @@ def summarize_lengths(
     """
     frontier = job.frontier
     baseline = outcomes[0]
+    # How much shorter iterations were in the best order, at full clocks.
     as_is_s, reordered_s = job.reordered_s()
     return {
         "context": context_of_profile(frontier.profile, frontier.dag.iteration),
@@ -254,6 +255,7 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
 
     lengths = read_lengths(path)
     summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}
+    # Plans of the batch take time, so fewer iterations of larger jobs are replayed.
     replayed = lengths.first(max(1, _MOST_PLANS // lengths.work.shape[1]))
     summary["replayed_iterations"] = len(replayed.work)
     summary["pipelines"] = rows = []
@@ -381,6 +383,7 @@ def simulate(
     a proportional time for others. The policies are then max, planner-fixed, on-time, own-time,
     one-clock and batch.
     """
+    # Lengths bring their own pipelines, and the options of stragglers have no meaning there.
     if lengths is not None:
         given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}
         for name, value in given.items():
@@ -407,10 +410,12 @@ def simulate(
     cluster = Cluster(solved, pipelines, iterations, events, reaction_delay_s)
     outcomes = list[Outcome]()
     left_out = list[str]()
+    # The baseline first, as savings of the others are counted from it.
     for name in console.each("Simulating", dict.fromkeys((_BASELINE, *(policies or _DEFAULT)))):
         try:
             outcomes.append(replay(cluster, name, slowdown))
         except UsageError as error:  # a policy that does not apply
+            # A policy that was asked for must not be left out silently.
             if policies:
                 raise
             left_out.append(f"{name}: {error}")
@@ -433,6 +438,7 @@ def _simulate_lengths(
     from perseus_planner.extensions.lab.command import lengths_text, summarize_lengths
     from perseus_planner.extensions.lab.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
 
+    # Fewer iterations than the file has are its first ones.
     lengths = read_lengths(path)
     if iterations is not None:
         lengths = lengths.first(COUNT.check(iterations, "iterations"))
