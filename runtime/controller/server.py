@@ -98,6 +98,7 @@ class Controller:
         self._pause_s = _LONGEST_PAUSE_S
         self._poller: select.epoll | None = None  #: of all descriptors; None if there are others
         self._changed_ns = 0  #: when a rank wanted something else last
+        self._reset_ns = 0  #: when a rank wanted a reset last
         self._begun_ns = time.monotonic_ns()
         self._polled_ns = self._begun_ns
         self._looked_ns = self._begun_ns  #: at descriptors
@@ -148,9 +149,11 @@ class Controller:
         """
         timeout_s = 0.0
         pause_s = self._pause_s
-        # Until the rate allows another change, what is seen earlier is not set earlier.
-        until_allowed_s = (self._scheduler.allowed_ns - time.monotonic_ns()) / 1e9
-        if until_allowed_s > pause_s:
+        # Until the rate allows another change, what is seen earlier is not set earlier. What ranks
+        # pass meanwhile is known, unless they want resets, which no program has.
+        now_ns = time.monotonic_ns()
+        until_allowed_s = (self._scheduler.allowed_ns - now_ns) / 1e9
+        if until_allowed_s > pause_s and now_ns - self._reset_ns > _IDLE_NS:
             pause_s = min(until_allowed_s, _IDLE_PAUSE_S)
         if not self._attached:
             timeout_s = _UNATTACHED_S
@@ -281,6 +284,8 @@ class Controller:
                 has_changed = True
             if request.is_new_iteration:
                 self._due_ns[rank] = now_ns
+            elif request.position is None:
+                self._reset_ns = now_ns
             if not rank.is_set:
                 continue
             if request.is_new_program:
@@ -298,12 +303,10 @@ class Controller:
         """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has
         one clock only.
         """
-        if not is_new_iteration:  # then the changes of the one before are known
-            return
         changes = rank.changes_per_iteration
         if changes == 0:
             self._fail(rank, _overload_text(rank.attach_request.gpu))
-        else:
+        elif is_new_iteration:  # so those of the one before are known
             rank.send(Overload(int(self._scheduler.made_share(rank) * changes)))
             self._scheduler.judge_anew(rank)
 
