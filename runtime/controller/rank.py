@@ -126,6 +126,7 @@ class Rank:
         self._armed = ArmedClocks()
         self._looked_ns = 0  #: at the request, before
         self._table = 0  #: that was named last, for captured requests
+        self._changes: int | None = None  #: how often these change; None if that is to be counted
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
         self._overridden = 0  #: how often in a row the GPU then ran faster
         self._has_told_memory = False  #: that somebody has locked the memory clock
@@ -146,10 +147,13 @@ class Rank:
         """How often its value changes in an iteration as seen so far, with the change back for
         the next one.
         """
-        values = [value for _, value in sorted(self._values.items())]
-        return sum(
-            before != value for before, value in zip([*values[-1:], *values], values, strict=False)
-        )
+        if self._changes is None:
+            values = [value for _, value in sorted(self._values.items())]
+            self._changes = sum(
+                before != value
+                for before, value in zip([*values[-1:], *values], values, strict=False)
+            )
+        return self._changes
 
     @property
     def gpu_to_set(self) -> Gpu | None:
@@ -238,13 +242,15 @@ class Rank:
             if len(passed) <= MAX_SKIPPED
             else ()
         )
-        is_new_program = self._values.get(position, value) != value
+        known = self._values.get(position)
+        is_new_program = known is not None and known != value
         is_change = value != self._wanted
         self._wanted = value
         if is_new_program:
             self._values.clear()
-        if position < _MAX_POSITIONS:
+        if known != value and position < _MAX_POSITIONS:
             self._values[position] = value
+            self._changes = None
         table = table_of(request)
         if table and self._first_ns is not None:
             value = self.shared.latest.clock(table, position, now_ns - self._first_ns) or value
@@ -296,6 +302,7 @@ class Rank:
         if place == 0:
             self._values.clear()
         self._values[place] = value
+        self._changes = None
 
     @property
     def due_ns(self) -> int | None:

@@ -99,6 +99,7 @@ class Controller:
         self._poller: select.epoll | None = None  #: of all descriptors; None if there are others
         self._changed_ns = 0  #: when a rank wanted something else last
         self._clock_due_ns: int | None = None  #: when the next clock by time is due
+        self._reset_ns = 0  #: when a rank wanted a reset last
         self._begun_ns = time.monotonic_ns()
         self._polled_ns = self._begun_ns
         self._looked_ns = self._begun_ns  #: at descriptors
@@ -149,12 +150,14 @@ class Controller:
         """
         timeout_s = 0.0
         pause_s = self._pause_s
-        # Until the rate allows another change, what is seen earlier is not set earlier.
-        until_allowed_s = (self._scheduler.allowed_ns - time.monotonic_ns()) / 1e9
-        if until_allowed_s > pause_s:
+        # Until the rate allows another change, what is seen earlier is not set earlier. What ranks
+        # pass meanwhile is known, unless they want resets, which no program has.
+        now_ns = time.monotonic_ns()
+        until_allowed_s = (self._scheduler.allowed_ns - now_ns) / 1e9
+        if until_allowed_s > pause_s and now_ns - self._reset_ns > _IDLE_NS:
             pause_s = min(until_allowed_s, _IDLE_PAUSE_S)
         if self._clock_due_ns is not None:
-            left_s = (self._clock_due_ns - time.monotonic_ns()) / 1e9
+            left_s = (self._clock_due_ns - now_ns) / 1e9
             pause_s = min(pause_s, max(left_s, _LEAST_PAUSE_S))
         if not self._attached:
             timeout_s = _UNATTACHED_S
@@ -285,6 +288,8 @@ class Controller:
                 has_changed = True
             if request.is_new_iteration:
                 self._due_ns[rank] = now_ns
+            elif request.position is None:
+                self._reset_ns = now_ns
             if not rank.is_set:
                 continue
             if request.is_new_program:
@@ -305,12 +310,10 @@ class Controller:
         """Have a rank whose changes cannot keep up go on with fewer, or reset its GPU if it has
         one clock only.
         """
-        if not is_new_iteration:  # then the changes of the one before are known
-            return
         changes = rank.changes_per_iteration
         if changes == 0:
             self._fail(rank, _overload_text(rank.attach_request.gpu))
-        else:
+        elif is_new_iteration:  # so those of the one before are known
             rank.send(Overload(int(self._scheduler.made_share(rank) * changes)))
             self._scheduler.judge_anew(rank)
 
