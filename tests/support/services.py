@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from strategies import smooth_profile
+from waiting import LONG_S
 
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.extensions.service.access import Limits, Token
@@ -102,7 +103,7 @@ def service_at(
         yield service
 
 
-def planned(service: Service, timeout_s: float = 30.0) -> None:
+def planned(service: Service, timeout_s: float = LONG_S) -> None:
     """Wait until every version that was promised is there."""
     told = threading.Event()
     with heard(service, lambda job, version: told.set()):

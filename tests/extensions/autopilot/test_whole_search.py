@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from strategies import soaks
+from strategies import drawn, soaks
 from whole_world import CLOCKS, TOP_MHZ, World, noise, pilot_of, trained
 
 from perseus_planner import Profile, solve
@@ -58,7 +57,7 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-@given(worlds(), st.sampled_from([1.0, 1.05]))
+@drawn(10, 100, worlds(), st.sampled_from([1.0, 1.05]), anew=True)
 def test_whatever_the_physics_a_rank_owes_no_more_than_the_burst_and_one_iteration(
     world: World, slowdown: float
 ):
@@ -66,7 +65,7 @@ def test_whatever_the_physics_a_rank_owes_no_more_than_the_burst_and_one_iterati
     assert found.owed_s <= found.burst_s + found.excess_s
 
 
-@given(worlds(), st.sampled_from([1.0, 1.05, 1.2]))
+@drawn(10, 100, worlds(), st.sampled_from([1.0, 1.05, 1.2]), anew=True)
 def test_with_the_right_reference_training_is_as_fast_as_agreed(world: World, slowdown: float):
     world.jitter, physics = 0.0, world.factor
     world.factor = lambda _, clock: physics(0, clock)
