@@ -69,7 +69,8 @@ REFUSED = {
         "Python full and control='observed')"
     ),
     f"{PROFILE} --saving-within 0": (
-        "--saving-within: '0' is not a share: write a percentage above 0%, such as 0.3%"
+        "--saving-within: '0' is not a share: write a percentage above 0% and up to 100%, such as "
+        "0.3%"
     ),
     f"{PROFILE} --minutes 0": (
         "--minutes: '0' is not a time limit: write minutes above 0, or a number with s, m, h or d, "

@@ -20,9 +20,6 @@ from perseus_planner.cli import main
 
 NOBODY = "--service http://127.0.0.1:9"  #: where nothing listens
 WRONG = {
-    "doctor nvml:x": (
-        "NVML: cannot start: libnvidia-ml.so.1: cannot open shared object file: No such file"
-    ),
     "doctor simulated:a100-smx": (
         "GPU 'simulated:a100-smx': there is no simulated GPU 'a100-smx'; did you mean"
     ),
