@@ -433,7 +433,7 @@ class Metrics:
         """
         of_jobs = CollectorRegistry()
         heard_of = [each for each in jobs if each.silent_since_s is None]
-        of_jobs.register(_Jobs(heard_of, self._since_s))
+        of_jobs.register(_Jobs(heard_of, self._since_s, len(jobs) - len(heard_of)))
         return generate_latest(self._registry) + generate_latest(of_jobs)
 
     def count_alerts(self, received: int, ignored: int) -> None:
@@ -461,12 +461,15 @@ class _Jobs(Collector):
     falls as restarted.
     """
 
-    def __init__(self, jobs: Sequence[JobStatus], since_s: float) -> None:
+    def __init__(self, jobs: Sequence[JobStatus], since_s: float, silent: int) -> None:
         self._jobs = jobs
         self._since_s = since_s
+        self._silent = silent
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("planner_jobs", "Jobs that are registered.", len(self._jobs))
+        yield GaugeMetricFamily("planner_jobs", "Jobs that are heard of.", len(self._jobs))
+        text = "Jobs that are registered and not heard of; they have no other metrics."
+        yield GaugeMetricFamily("planner_silent_jobs", text, self._silent)
         told = [(each, each.telemetry) for each in self._jobs if each.telemetry]
         counted = [pair for pair in told if pair[1].observed_s >= self._since_s]
         metered = [pair for pair in counted if pair[1].energy_is is not None]

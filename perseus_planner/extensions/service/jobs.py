@@ -805,12 +805,16 @@ def _time(time_s: float | None) -> str:
 _KEPT = 1024
 
 
+_KEPT_EVENTS = 20  #: of a job that has ended; all of those that are listed have 2 MB then
+
+
 def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
     """Return the totals of a job; `ended_s` is None if it runs."""
     job = state.job
     tally = state.tally
     plans = () if tally is None else tally.plans
-    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans)
+    events = () if ended_s is None else state.events[-_KEPT_EVENTS:]
+    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans, events)
 
 
 def status_of(state: JobState, now_s: float) -> JobStatus:

@@ -997,6 +997,19 @@ class JobTelemetry(_Running):
 
 
 @dataclass(frozen=True)
+class Event:
+    """Something that happened to a job."""
+
+    at_s: float  #: Seconds since the epoch.
+    text: str  #: What happened, in words.
+
+    @cached_property
+    def as_json(self) -> str:
+        """The event as JSON, which is written with each change of its job."""
+        return to_json(self).decode()
+
+
+@dataclass(frozen=True)
 class JobTotals:
     """What a job ran, used and saved since it was registered. It is kept after the job has
     ended.
@@ -1008,6 +1021,8 @@ class JobTotals:
     ended_s: float | None  #: When it ended; null if it runs.
     telemetry: JobTelemetry | None  #: null if the job has sent none.
     plans: tuple[Entry, ...]  #: The account by version, for the newest ones; attempts are 0.
+    #: What has happened last to a job that has ended, oldest first; [] if it runs.
+    events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -1159,19 +1174,6 @@ class AlertAnswers:
 
     answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name.
     ignored: tuple[IgnoredAlert, ...]
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to a job."""
-
-    at_s: float  #: Seconds since the epoch.
-    text: str  #: What happened, in words.
-
-    @cached_property
-    def as_json(self) -> str:
-        """The event as JSON, which is written with each change of its job."""
-        return to_json(self).decode()
 
 
 @dataclass(frozen=True)

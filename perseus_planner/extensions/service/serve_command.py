@@ -63,6 +63,11 @@ def serve(
         "A job that is silent for this long has no share of the power budget of all jobs and "
         "no metrics, until it is heard of again.",
     ] = 180.0,
+    forget: Annotated[
+        Time,
+        "A job that is silent for this long is ended; its totals and its last events stay.  "
+        "[default: 7d]",
+    ] = 604800.0,
     tokens: Annotated[
         Path | None,
         "File with a line `token role name` for each client; roles are read, report and operate. "
@@ -124,7 +129,10 @@ def serve(
             click.echo(f"Stand-by at {listener.url}, as another service has the database")
             if not stand_by(listener, try_again):
                 return
-        with opened[0] as storage, Service(storage, workers=workers, lease_s=lease) as service:
+        with (
+            opened[0] as storage,
+            Service(storage, workers=workers, lease_s=lease, forget_s=forget) as service,
+        ):
             text = _listening(listener.url, len(listener.access.tokens), storage.location)
 
             def ready() -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import wraps
 from itertools import takewhile
@@ -60,6 +60,7 @@ from perseus_planner.extensions.service.models import (
     RegisteredJob,
     Report,
     Taken,
+    UnknownJob,
     UnknownReport,
 )
 from perseus_planner.extensions.service.planning import (
@@ -88,6 +89,8 @@ R = TypeVar("R")
 
 JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
+FORGET_S = 7 * 86400.0
+"""After a job was not heard of for so long, it is ended."""
 _WRITING = ("telemetry", "")  # of all jobs, is due at once
 _WRITTEN_AT_ONCE = 64  # jobs whose telemetry is written together, for which reports wait
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
@@ -133,6 +136,7 @@ class Service:
         workers: int = 1,
         run: Callable[..., Any] | None = None,
         lease_s: float = JOB_LEASE_S,
+        forget_s: float = FORGET_S,
     ) -> None:
         """Recover everything that `storage` holds.
 
@@ -146,6 +150,7 @@ class Service:
             run: Calls a function with arguments, in place of those processes.
             lease_s: After a job was not heard of for so long, it has no share of the power budget
                 of all jobs.
+            forget_s: After a job was not heard of for so long, it is ended.
 
         Raises:
             StorageError: If the storage cannot be read.
@@ -162,10 +167,12 @@ class Service:
         self.watchdog = Watchdog()  #: Of its threads
         self._replanner = Replanner(self._replan, workers, self.watchdog)
         #: (what, job) -> when it is due: to look whether time alone changes the decision of the
-        #: job, the end of its lease unless it is silent, to write telemetry.
+        #: job, the end of its lease unless it is silent, to end it if it still is, to write
+        #: telemetry.
         self._due_s: dict[tuple[str, str], float] = {}
         self._epoch = uuid4().hex
         self._lease_s = lease_s
+        self._forget_s = forget_s
         #: Called with a job and its newest version whenever there is a new one, or the job has
         #: ended; on a thread of the service, once the change is on disk. It returns at once.
         self.on_version: Callable[[str, int], None] = lambda _, __: None
@@ -177,6 +184,9 @@ class Service:
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
             self._due_s["lease", name] = self.now_s() + lease_s
+            if state.silent_since_s is not None:  # it may live, and be heard of again by then
+                ends_s = max(state.silent_since_s + forget_s, self.now_s() + lease_s)
+                self._due_s["forget", name] = ends_s
             self._set_timer(name, state)
 
     def __enter__(self) -> Service:
@@ -301,6 +311,10 @@ class Service:
                 budget of all jobs.
         """
         job = replace(job, frontier=sha256(frontier), since_s=self.now_s(), ranks=len(job.places))
+        state = self._writer.jobs.get(job.name)
+        if state is not None and not take_over and _has_left(state, job):
+            with suppress(UnknownJob):
+                self.end(job.name).result()
         self._hear_of(job.name)
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
@@ -325,7 +339,10 @@ class Service:
 
     @_command
     def end(self, draft: Draft, job: str) -> None:
-        """Forget a job that has ended, but for its totals."""
+        """Forget a job that has ended, but for its totals and its last events."""
+        self._end(draft, job)
+
+    def _end(self, draft: Draft, job: str) -> None:
         draft.ended.append(totals_of(draft.state(job), self.now_s()))
         draft.changed[job] = None
         if draft.budget.power_w is not None:
@@ -546,6 +563,10 @@ class Service:
             if what == "lease" and state is not None and state.silent_since_s is None:
                 draft.put(replace(state, silent_since_s=now_s))
                 share_power(draft, name)
+                self._due_s["forget", name] = now_s + self._forget_s
+            elif what == "forget" and state is not None and state.silent_since_s is not None:
+                _log.info("it was not heard of for so long that it is ended", extra={"job": name})
+                self._end(draft, name)
         looks = [name for what, name in due if what == "look"]
         begin_budgets(draft, looks, wall_s)
         for state in map(draft.find, looks):
@@ -564,6 +585,7 @@ class Service:
         if state is None:
             return
         self._due_s["lease", name] = self.now_s() + self._lease_s
+        self._due_s.pop(("forget", name), None)
         if state.silent_since_s is not None:
             self._note_heard(name)
 
@@ -631,7 +653,7 @@ class Service:
             if before is None:
                 self._due_s["lease", name] = self.now_s() + self._lease_s
             if after is None:
-                for what in ("look", "lease"):
+                for what in ("look", "lease", "forget"):
                     self._due_s.pop((what, name), None)
                 self._unwritten.pop(name, None)
             else:
@@ -652,6 +674,11 @@ class Service:
                 self._carry_out([_WRITING], self.now_s(), self._wall_s()).result()
         except PlannerError as error:
             _log.warning("The telemetry of the last seconds could not be written: %s", error)
+
+
+def _has_left(state: JobState, job: RegisteredJob) -> bool:
+    """Whether the job in `state` is not heard of, so that its name is free for another `job`."""
+    return state.silent_since_s is not None and not is_same(state, job)
 
 
 def _by_clock(storage: Storage, stored: Stored, now_s: float) -> Stored:

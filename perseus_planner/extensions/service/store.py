@@ -676,10 +676,13 @@ class Storage:
         """Check that this is the writer, by an update, which makes any other one wait for the end
         of this transaction.
         """
-        heartbeat = f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END"
+        value = "?"
+        names = "('written_s')"
+        if self.is_shared:
+            value = f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END"
+            names = "('written_s', 'heartbeat')"
         self.execute(
-            f"UPDATE meta SET value = {heartbeat if self.is_shared else '?'} "
-            f"WHERE name IN ('written_s'{', ' + repr('heartbeat') if self.is_shared else ''}) "
+            f"UPDATE meta SET value = {value} WHERE name IN {names} "
             "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)",
             repr(self.now_s()),
             self._writer,

@@ -59,7 +59,12 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column("saving W", "expected_saving_w", ".4g"),
         Column("", lambda each: _alarm(each) + _doing(each), "<"),
     )
-    return table(lay_out(jobs, *columns))
+    silent = [job for job in jobs if job.silent_since_s is not None]
+    heard_of = [job for job in jobs if job.silent_since_s is None]
+    parts = [table(lay_out(heard_of, *columns))] if heard_of else []
+    if silent:
+        parts.append(f"Not heard of:\n{table(lay_out(silent, *columns))}")
+    return "\n\n".join(parts)
 
 
 def totals_text(jobs: Sequence[JobTotals]) -> str:

@@ -11,10 +11,12 @@ from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, plann
 from services import small_frontier as frontier
 
 from perseus_planner import Plan
+from perseus_planner.extensions.service.access import Metrics
 from perseus_planner.extensions.service.jobs import LEASE_S
-from perseus_planner.extensions.service.models import Counters
+from perseus_planner.extensions.service.models import Conflict, Counters
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.store import Storage
+from perseus_planner.extensions.service.text import jobs_text
 
 JOB_LEASE_S = 180.0
 
@@ -143,3 +145,59 @@ def test_a_job_that_draws_more_than_its_budget_for_a_minute_is_said_to(
     texts = [each.text for each in service.history("gpt").events]
     assert any(each.startswith("over its power budget of") for each in texts)
     assert texts[-1] == "within its power budget again"
+
+
+def test_a_job_that_is_silent_for_long_is_ended_and_its_totals_and_events_stay(tmp_path: Path):
+    clock = Clock()
+
+    def run(forget_s: float) -> Service:
+        given = {"lease_s": JOB_LEASE_S, "forget_s": forget_s}
+        return Service(storage, now_s=clock, run=at_once, **given)
+
+    with Storage(tmp_path / "service.sqlite") as storage, run(1000.0) as service:
+        service.register(job("dead"), frontier_file())
+        service.register(job("heard"), frontier_file())
+        for _ in range(11):
+            clock.now_s += 100.0
+            service.plans("heard", 0)
+            service.tick()
+        assert [status.job.name for status in service.jobs()] == ["dead", "heard"]
+    clock.now_s += 1000.0  # the service was away, and so could hear of nobody
+    with Storage(tmp_path / "service.sqlite") as storage, run(1000.0) as service:
+        service.tick()
+        assert len(service.jobs()) == 2
+        text = jobs_text(service.jobs())  # apart from those that are heard of
+        assert text.index("heard ") < text.index("\n\nNot heard of:\n") < text.index("dead ")
+        metrics = Metrics(lambda: 0, clock()).text(service.jobs()).decode()
+        assert "\nplanner_jobs 1.0\n" in metrics
+        assert "\nplanner_silent_jobs 1.0\n" in metrics
+        service.plans("heard", 0)
+        clock.now_s += JOB_LEASE_S
+        service.plans("heard", 0)
+        service.tick()
+        assert [status.job.name for status in service.jobs()] == ["heard"]
+        (ended,) = [totals for totals in service.totals() if totals.ended_s is not None]
+        assert ended.name == "dead"
+        assert ended.events[-1].text.startswith("not heard of for its lease")
+
+
+def test_a_job_that_is_silent_loses_its_name_to_another_one(tmp_path: Path):
+    clock = Clock()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once, lease_s=JOB_LEASE_S) as service,
+    ):
+        service.register(job(), frontier_file())
+        service.report("gpt", report("a")).result()
+        with pytest.raises(Conflict):
+            service.register(job(), frontier_file(180))
+        clock.now_s += JOB_LEASE_S
+        service.tick()
+        assert service.status("gpt").silent_since_s is not None
+        assert not service.register(job(), frontier_file()).is_new  # it is the same one
+        assert len(service.reports("gpt")) == 1
+        clock.now_s += JOB_LEASE_S
+        service.tick()
+        assert service.register(job(), frontier_file(180)).is_new
+        assert service.reports("gpt") == ()
+        assert [totals.name for totals in service.totals() if totals.ended_s] == ["gpt"]
