@@ -141,9 +141,8 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
             yield click.Argument([name], **settings)
             continue
         # A default of nothing is said in words by the help itself.
-        settings["show_default"] = settings.get("default") not in (None, ()) and not settings.get(
-            "is_flag"
-        )
+        has_value = settings.get("default") not in (None, ())
+        settings.setdefault("show_default", has_value and not settings.get("is_flag"))
         yield click.Option([*settings.pop("names", (option_name(name),)), name], **settings)
 
 

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 _MOST = 2
 """Clocks of a computation that are measured again, besides its highest one and their neighbours.
-With 3, a third more rows kept no more of the saving (`python benchmarks/run.py --only 47`)."""
+With 4, two thirds more rows kept no more of the saving (by hand, on two data sets of Bloom of
+`python benchmarks/run.py --only 47`)."""
 
 VISITS = 1
-"""How often each of them is measured. Twice took twice as long, and kept as much."""
+"""How often each of them is measured. Three times took nearly three times as long, and kept as much
+(by hand, on the same data sets)."""
 
 
 def clocks_in_use(plan: Plan) -> dict[tuple[int, str], tuple[int, ...]]:

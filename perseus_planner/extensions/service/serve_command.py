@@ -65,8 +65,8 @@ def serve(
     ] = 180.0,
     forget: Annotated[
         Time,
-        "A job that is silent for this long is ended; its totals and its last events stay.  "
-        "[default: 7d]",
+        "A job that is silent for this long is ended; its totals and its last events stay.",
+        Option(show_default="7d"),
     ] = 604800.0,
     tokens: Annotated[
         Path | None,
