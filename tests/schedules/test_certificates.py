@@ -66,8 +66,12 @@ class Sizes(NamedTuple):
         return [min(bounds[name](rank), all_of_them) for rank in range(ranks)]
 
 
+# Those with overlapped pairs are in test_pairs.py: one by one, they are these.
+ONE_BY_ONE = tuple(name for name in NAMES if name not in ("combined-1f1b", "dualpipe-v-overlapped"))
+
+
 @st.composite
-def sizes(draw: st.DrawFn, names: tuple[str, ...] = tuple(NAMES), max_ranks: int = 6) -> Sizes:
+def sizes(draw: st.DrawFn, names: tuple[str, ...] = ONE_BY_ONE, max_ranks: int = 6) -> Sizes:
     """Sizes that the generator takes."""
     name, ranks = draw(st.sampled_from(names)), draw(st.integers(1, max_ranks))
     drawn = Sizes(
@@ -97,7 +101,7 @@ def test_every_schedule_is_whole_runs_and_keeps_no_more_than_published(drawn: Si
     assert all(peak <= bound for peak, bound in zip(done.peaks, drawn.kept(), strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_the_published_bounds_are_reached(name: str):
     drawn = Sizes(name, 4, NAMES[name].virtual_stages or 3, 24)
     assert list(run(drawn.schedule()).peaks) == drawn.kept()

@@ -5,6 +5,7 @@ golden file everywhere.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def as_torch(name: str, ranks: int, virtual_stages: int, microbatches: int) -> S
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.path.stem)
 def test_the_golden_files_are_our_schedules(golden: Golden):
-    found = load_grid(golden.path)
+    found = load_grid(golden.path).one_by_one  # torch's DualPipeV has pairs
     if golden.group:
         assert (
             found.ranks
@@ -244,7 +245,8 @@ def test_the_file_that_torch_dumps_is_read_and_torch_reads_ours(
     theirs, ours = tmp_path / "theirs.csv", tmp_path / "ours.csv"
     theirs.write_bytes(torch_dump(TORCH[name], ranks, microbatches, 2, tmp_path / "part").encode())
     schedule = load_grid(theirs)
-    assert rows(schedule) == torch_rows(TORCH[name], ranks, microbatches, 2)
     save_grid(schedule, ours)
-    assert load_grid(ours).ranks == schedule.ranks
-    assert read_by_torch(ours, ranks, 2, microbatches) == rows(schedule)
+    assert load_grid(ours) == replace(schedule, name="ours")
+    assert rows(schedule.one_by_one) == torch_rows(TORCH[name], ranks, microbatches, 2)
+    cells = [[schedule.text_of(each) for each in rank] for rank in schedule.ranks]
+    assert read_by_torch(ours, ranks, 2, microbatches) == cells

@@ -195,10 +195,12 @@ def test_the_names_are_those_of_the_command_line():
         "1f1b",
         "looped-bfs",
         "interleaved-1f1b",
+        "combined-1f1b",
         "zb-h1",
         "interleaved-zb",
         "zbv",
         "dualpipe-v",
+        "dualpipe-v-overlapped",
     ]
 
 
@@ -223,7 +225,7 @@ def test_a_name_gives_its_schedule(name: str):
         (
             {"name": "best"},
             "there is no schedule 'best'; give one of gpipe, 1f1b, looped-bfs, interleaved-1f1b, "
-            "zb-h1, interleaved-zb, zbv, dualpipe-v",
+            "combined-1f1b, zb-h1, interleaved-zb, zbv, dualpipe-v, dualpipe-v-overlapped",
         ),
         (
             {"name": "interleaved-1f1b"},

@@ -32,7 +32,7 @@ from perseus_planner.extensions.explore.configuration import (
 from perseus_planner.extensions.explore.curves import Curve, CurveMaker
 from perseus_planner.extensions.explore.operations import LayerTimes, kernel_key, layer_times
 from perseus_planner.extensions.explore.transformer import Transformer, shared_by, split_layers
-from perseus_planner.schedules.layouts import Layout, read_layout
+from perseus_planner.schedules.layouts import Layout, balance, read_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,18 +157,35 @@ def split_choices(
     by_stage = [] if given else [_balanced(job.shape.layers, len(job.split), *parts_s)]
     found = [*even, *(replace(job, split=split) for split in by_stage)]
     # Ranks with several stages are balanced by their sums, without regard to memory first.
-    by_rank = balanced(job, system, times, within_memory=False)
-    if by_rank is None:
-        return list(dict.fromkeys(found))
-    # Of equally fast slowest ranks, stages that are alike come first.
-    least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
-    if slowest_rank_s(by_rank, system, times) < least_s:
-        found.append(by_rank)
+    if job.predictions:
+        by_rank = balanced(job, system, times, within_memory=False)
+        split = None if by_rank is None else by_rank.split
+    else:
+        split = _balanced_ranks(job.shape.layers, job.stage_ranks, *parts_s)
+    if split is not None:
+        # Of equally fast slowest ranks, stages that are alike come first.
+        by_rank = replace(job, split=split)
+        least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
+        if slowest_rank_s(by_rank, system, times) < least_s:
+            found.append(by_rank)
     # A rank with more layers may not fit, so the best split that does is tried as well.
     if not memory(found[-1], system).fits:
         fitting = balanced(job, system, times)
         found += [] if fitting is None else [fitting]
     return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=4096)
+def _balanced_ranks(
+    layers: int, stage_ranks: tuple[int, ...], layer_s: float, first_s: float, last_s: float
+) -> tuple[int, ...] | None:
+    """Return the split whose slowest rank is fastest, with so many seconds of a layer and beside
+    the layers.
+    """
+    beside_s = [0.0] * len(stage_ranks)
+    beside_s[0] += first_s
+    beside_s[-1] += last_s
+    return balance(layers, stage_ranks, layer_s, beside_s)
 
 
 @lru_cache(maxsize=4096)
