@@ -125,6 +125,7 @@ class Autopilot:
         self._observed = -1
         #: whether a profile is given, so that nothing has to be measured before a plan
         self._is_given = self._learner.is_ready
+        # A prior tells full clocks too, so the first decision may be a plan, and needs a reference.
         if self._is_given:
             self._guarantee.begin(
                 max(
@@ -179,18 +180,22 @@ class Autopilot:
         """
         if not self._learner.is_ready:
             return ()
+        # The factor of each GPU is taken out, so that a GPU that became slower differs from what is
+        # told.
         problem = self._search.problem
         ranks = self.job.ranks
         factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
         full = self._search.full()
         gpus = self.job.gpus_per_stage
         found = []
+        # The same rows at the decided clocks and at full ones, so that both carry the same errors.
         for program, costs, rank_factors in zip(
             self._last, self._learner.costs(), factors, strict=True
         ):
             columns = []
             for clocks in (program, full):
                 time_s = costs.time_s[problem.member, clocks]
+                # Rows are of all GPUs of a stage, and what is returned is of one of them.
                 energy_j = time_s * costs.power_w[problem.member, clocks]
                 columns.append(np.bincount(problem.rank, time_s, ranks) / rank_factors)
                 columns.append(np.bincount(problem.rank, energy_j, ranks) / rank_factors / gpus)
@@ -209,18 +214,24 @@ class Autopilot:
         less, by that.
         """
         iteration = observations[0].iteration
+        # All ranks wait for the slowest, so the longest time is that of the iteration.
         time_s = max(seen.time_s for seen in observations)
         ran = self._ahead.pop(iteration, None)
+        # Iterations that were never observed would keep an old slowdown in force.
         for earlier in [number for number in self._ahead if number < iteration]:
             del self._ahead[earlier]
         full = all(seen.version == 0 for seen in observations)
         agreed = self.settings.slowdown if ran is None else ran.slowdown
         judged = self._judged(observations, time_s) if self._learner.is_ready else None
         if judged is not None:
+            # The replayed time is that of the newest rows, so it is renewed before anything is
+            # charged by it.
             self._replayed_s = self._at_full_clocks_s()
             margin = self._guarantee.margin
+            # A plan may be full clocks, and then what ran late was not due to clocks.
             if ran is not None and ran.is_planned and ran.version == 0:
                 margin.keep_from_ending()
+            # A mode that runs for the first time is late by design, and was allowed for.
             elif not full and iteration != self._costly:
                 late = judged.ran_s / judged.full_s - agreed
                 margin.add(late, is_owed=self._guarantee.is_owed)
@@ -249,12 +260,15 @@ class Autopilot:
         starts = self._search.problem.rank_start
         times_s: dict[int, Floats] = {}
         for seen in observations:
+            # NaN at first, so that a rank that was not seen is told from one that was.
             ranks_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
             found = self._learner.as_at_full_clocks(seen)
             if found is not None:
                 ranks_s[:, starts[seen.rank] : starts[seen.rank + 1]] = found
         if len(times_s) < self.job.pipelines or any(np.isnan(s).any() for s in times_s.values()):
             return None
+        # The slowest pipeline decides how long the iteration is, at the clocks that ran and at full
+        # ones.
         ran_s, full_s = (
             max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
         )
@@ -265,10 +279,12 @@ class Autopilot:
         """Return what all ranks run in `iteration`, which is still ahead."""
         full = (self._search.full(),) * self.job.pipelines
         guarantee = self._guarantee
+        # The first iterations measure the reference, unless a profile was given that tells it.
         is_begun = iteration >= guarantee.tuning.references and self._observed >= 0
         is_known = self._learner.is_ready and guarantee.ledger is not None
         if not is_known or not (is_begun or self._is_given):
             return self._decision(iteration, "reference", full)
+        # A debt is paid before anything is learnt, so no audit or plan comes before it.
         if guarantee.is_overdrawn:
             return self._decision(iteration, "paying", full)
         if guarantee.is_audit():
@@ -278,20 +294,29 @@ class Autopilot:
     def _planned(self, iteration: int) -> Decision:
         settings = self.settings
         search = self._search
+        # While few rows are known, the doubt of a row's power counts in its favour, so that it is
+        # tried.
         rows = float(self._learner.times.known.sum())
         is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
         optimism = 1.0 if is_early else 0.3
+        # Times spread, and the plan must hold in spite of it, so lower clocks are planned longer.
         margin = self._guarantee.margin.start(self._learner.times.spread)
         mean = self._learner.costs()
         plan = self._learner.costs("plan", optimism, margin)
+        # The agreed time counts from the replay by the same rows, so that their common error
+        # cancels.
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
         agreed_s = reference_s * (settings.slowdown + _TIGHT)
+        # A pipeline beside a slower one may take as long as that one, which costs nobody time.
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs: list[Integers] = []
+        # Later iterations rest longer, so that searching takes a bounded share of the process'
+        # time.
         rest = max(1, int(iteration * _REST))
         solve = rows >= _GROWTH * self._solved_rows or iteration - self._solved >= _AGAIN * rest
         is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
+        # Equal pipelines share a plan, so each group is searched once.
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
             group = self._group(pipeline)
@@ -309,6 +334,7 @@ class Autopilot:
             self._solved = iteration
         if is_due:
             self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
+        # A trial may be longer than a plan, as it runs once and the ledger charges it.
         more = _TRIAL if is_early else _LATE_TRIAL
         trials = 0
         limit_s = reference_s * (settings.slowdown + more)
@@ -317,15 +343,20 @@ class Autopilot:
         if settings.learn:
             if is_due:
                 self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+            # Two bounds on a trial: what is likely at most, and what is possible if the physical
+            # bound fails.
             safe = self._learner.costs("safe", margin=max(margin, 0.0))
             doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
             doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+            # Full clocks count as settled but in one iteration of so many, which checks them for
+            # comparisons.
             settled = self._learner.settled()
             settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
             for pipeline, program in enumerate(programs):
                 wanted, is_open = self._wanted(
                     program, settled, iteration, pipeline, is_early=is_early
                 )
+                # A mode is measured alone, because nothing is known of what it costs.
                 if new := self._new_modes(iteration, pipeline):
                     wanted = new
                     spare_s = self._spare_s()
@@ -336,12 +367,17 @@ class Autopilot:
                 )
                 for rank, option in tried:
                     self._tried[rank, option] = iteration
+                    # Full clocks and rows that are settled teach nothing, so they do not count as
+                    # trials.
                     trials += int(option and (~settled[search.classes[rank], option]).sum())
         self._costly = iteration if trials and spare_s else self._costly
+        # The step from one iteration's last clock to the next one's first is a change of the budget
+        # too.
         run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
         time_s = max(
             search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
         )
+        # The plan saves, not the trials on top of it, so the saving is told without them.
         saving, error = self._saving(programs[0], mean[0])
         return self._decision(
             iteration,
@@ -357,6 +393,7 @@ class Autopilot:
         clocks, of which its others tell. Empty if none is.
         """
         ranks = range(self.job.ranks)
+        # One mode at a time, at full clocks, where its own way is known to compare with.
         untried = self._learner.untried()
         due = [
             (rank, mode)
@@ -365,8 +402,11 @@ class Autopilot:
             if classes[self._search.classes[rank]].any()
             and iteration - self._tried.get((rank, mode), -_REPEAT) >= _REPEAT
         ]
+        # Nothing new before the last costly one was observed, as what it owed is not known until
+        # then.
         if not due or iteration % 2 or self._costly > self._observed:
             return []
+        # Pipelines begin at different ranks, so that they do not all measure the same.
         at, mode = due[(iteration + pipeline) % len(due)]
         return [[mode] if rank == at else [] for rank in ranks]
 
@@ -405,18 +445,23 @@ class Autopilot:
         search = self._search
         before = self._plan.get(group)
         if before is None:
+            # A new group has no plan of its own yet, so it begins with that of another.
             before = next(iter(self._plan.values()), search.full())
             solve = solve or bool(self._plan)
+        # Rows may have become unusable since, so the running plan is repaired before it competes.
         starts = [search.repaired(before, costs)]
         if solve:
             fresh = search.solve(costs, deadline_s, iteration)
             if fresh is not None:
+                # The fresh plan knows nothing of clock changes, so it is polished before it is
+                # compared.
                 for again in range(_FRESH):
                     fresh, _, _ = search.polish(
                         fresh, costs, deadline_s, _FRESH * iteration + again
                     )
                 starts.append(fresh)
         best, worth_j = self._polished(starts, costs, deadline_s)
+        # If no plan is cheaper than full clocks by what is expected, nothing is risked.
         full = search.full()
         return full if worth_j >= search.replay(full, mean)[1] else best
 
@@ -426,8 +471,10 @@ class Autopilot:
         """Return the best of programs, each polished, and its joules, with a price on what it is
         late.
         """
+        # All starts have one seed, so that they differ by where they begin and not by chance.
         seed = int(self._random.integers(2**31))
         polished = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
+        # Lateness has a price and not a limit, as no start may be in time.
         worths_j = [
             joules * (1 + LATE * max(0.0, time_s / deadline_s - 1))
             for _, time_s, joules in polished
@@ -446,10 +493,13 @@ class Autopilot:
         """Find what the plan would be if all rows cost what is expected of them, or a little
         less.
         """
+        # The target names rows worth a trial, so the doubt of each row's power counts in its
+        # favour.
         hopeful = self._learner.costs("mean", 1.0, self._guarantee.margin.value or 0.0)[0]
         if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)
+        # Rows change between solutions, so the target follows them by polishing.
         self._target, _ = self._polished(
             [program if self._target is None else self._target], hopeful, deadline_s
         )
@@ -468,6 +518,7 @@ class Autopilot:
         """
         search = self._search
         options = settled.shape[1]
+        # Bit-reversed, so that few trials already spread over all clocks.
         sweep = _bit_reversed(options)
         wanted = []
         is_open = np.zeros((self.job.ranks, options), dtype=bool)
@@ -475,8 +526,10 @@ class Autopilot:
             first, stop = search.problem.rank_start[rank : rank + 2]
             is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
             for option in range(1, options):
+                # A clock that was tried lately may not be observed yet.
                 recent = iteration - self._tried.get((rank, option), -_REPEAT) < _REPEAT
                 is_open[rank, option] = not recent and not settled[classes, option].all()
+            # The target tells which clocks a plan would use; without one all count alike.
             used = (
                 np.bincount(self._target[first:stop], minlength=options)
                 if self._target is not None
@@ -487,9 +540,12 @@ class Autopilot:
                 for c in np.argsort(-np.asarray(used), kind="stable").tolist()
                 if used[c] and is_open[rank, c]
             ]
+            # Ranks, pipelines and iterations begin elsewhere in the sweep, so that they measure
+            # different rows.
             begin = (rank * 5 + pipeline * 3 + iteration) % options
             turned = [sweep[(begin + i) % options] for i in range(options)]
             some = [c for c in turned if is_open[rank, c] and c not in hoped]
+            # Early on every rank tries; later only some of them, so that trials fade out.
             if is_early:
                 wanted.append(
                     [c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None]
@@ -498,6 +554,7 @@ class Autopilot:
                 wanted.append([*hoped[:2], *some[:1]])
             else:
                 wanted.append([])
+            # Full clocks come first, as lower ones are compared with them.
             if is_open[rank, 0]:
                 wanted[-1] = [0, *(c for c in wanted[-1] if c)]
         return wanted, is_open
@@ -506,16 +563,21 @@ class Autopilot:
         """Return the share of energy that a program saves, and its standard error."""
         member = self._search.problem.member
         rank = self._search.problem.rank
+        # Both programs are summed from the same rows, so that the error of their ratio is small.
         energies = []
         for candidate in (program, self._search.full()):
             seconds = np.zeros_like(costs.time_s)
             waiting_s = np.zeros(self.job.ranks)
             computed_s = costs.time_s[member, candidate]
+            # A class may run more than once at a clock, so its seconds are added up.
             np.add.at(seconds, (member, candidate), computed_s)
             np.add.at(waiting_s, rank, -computed_s)
+            # What a rank does not compute of the iteration it waits, at its own power.
             waiting_s += self._search.replay(candidate, costs)[0]
             rows_s = self._learner.by_row(seconds)
             energies.append(self._learner.powers.energy(rows_s, waiting_s))
+        # The gradient of 1 - plan / full carries the covariance of rows into the error of the
+        # saving.
         (plan_j, plan_slope), (full_j, full_slope) = energies
         slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
         return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
@@ -530,16 +592,20 @@ class Autopilot:
         time_s: float | None = None,
         saving: tuple[float, float] = (0.0, 0.0),
     ) -> Decision:
+        # Equal programs keep their number, so ranks need not take them again.
         if any((a != b).any() for a, b in zip(programs, self._last, strict=True)):
             self._version += 1
         self._last = programs
+        # Full clocks are version 0 for ranks, whichever decision brought them.
         version = 0 if not any(program.any() for program in programs) else self._version
         agreed = self.settings.slowdown
+        # What is agreed is remembered with the decision, as the observation comes iterations later.
         slowdown = self._slowdown(self._replayed_s) if self._replayed_s else agreed
         is_planned = phase in ("learning", "following")
         self._ahead[iteration] = _Ran(version, programs, slowdown, is_planned)
         clocks = tuple(self._search.clocks_mhz(program) for program in programs)
         unknown = int((~self._learner.times.known).sum())
+        # A job with one mode sends none, and ranks run in the training's own way.
         several = len(self.job.modes) > 1
         modes = tuple(map(self._search.modes, programs)) if several else ()
         guarantee = self._guarantee

@@ -125,17 +125,21 @@ def time_at_last_clock(
         seen: the observation.
         times_s: clock in MHz -> seconds of the computation, as far as they are known.
     """
+    # A computation whose clock is unknown, or that took no time, would teach something wrong.
     duration_s = seen.end_s - seen.begin_s
     if seen.clock_mhz is None or duration_s <= 0.0:
         return None
     if seen.change_s is None or seen.changed_mhz is None or seen.changed_mhz == seen.clock_mhz:
         return seen.clock_mhz, duration_s
+    # The time at the old clock tells which share of the work was done before the change.
     old_s = times_s.get(seen.clock_mhz)
     before_s = seen.change_s - seen.begin_s
+    # A change outside the computation leaves it at one clock.
     if before_s <= 0.0:
         return seen.changed_mhz, duration_s
     if before_s >= duration_s:
         return seen.clock_mhz, duration_s
+    # If most of it ran at the old clock, a small error of that would be a large one of the rest.
     if old_s is None or before_s > _MOST_BEFORE * old_s:
         return None
     return seen.changed_mhz, (duration_s - before_s) / (1.0 - before_s / old_s)

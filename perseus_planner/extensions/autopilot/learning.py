@@ -77,6 +77,7 @@ class Learner:
         self._prior = prior
         gpus = job.pipelines * job.ranks
         modes = len(job.modes)
+        # Modes are classes of their own here, after all classes of the first mode.
         in_modes = [(stage, in_mode(kind, mode)) for mode in job.modes for stage, kind in keys]
         self._class_of = {key: i for i, key in enumerate(in_modes)}
         names = sorted({kind for _, kind in in_modes})
@@ -86,6 +87,7 @@ class Learner:
         self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
         ranks = class_rank.tolist() * modes
         self.powers = PowerRows(job.clocks_mhz, kinds, stages, ranks, gpus)
+        # What lies beyond the computations in a program has no clock, so nothing is learnt of it.
         computed = len(job.iteration.keys)
         #: of each rank, the class and the microbatch of each computation
         self._programs = [
@@ -107,10 +109,13 @@ class Learner:
         #: by how much all times of the last iteration were longer than at first, logarithm
         self.common = self._level = 0.0
         top_j = top_s = 0.0
+        # The prior's full clocks tell the scale of powers, as the first iterations do without one.
         for row, clock, measurement in self._prior_rows():
             self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
             top_j += measurement.energy_j * self._is_full(row, clock)
             top_s += measurement.time_s * self._is_full(row, clock)
+        # Full clocks of all classes tell the scale of powers, so nothing begins before they are
+        # known.
         if self.times.known[: self._classes, 0].all():
             self._begin_powers(top_j, top_s, 0.0)
 
@@ -148,18 +153,23 @@ class Learner:
         Raises:
             UsageError: If what a rank observed does not fit its program.
         """
+        # All are checked before anything is learnt, so that an error leaves nothing half done.
         for seen in observations:
             if seen.computations and len(seen.computations) != len(self._programs[seen.rank]):
                 raise UsageError(
                     f"observations, rank {seen.rank}: has {len(seen.computations)} computations "
                     f"and its program {len(self._programs[seen.rank])}; give one for each, or none"
                 )
+        # A throttled GPU did not run at the clock that was set.
         unthrottled = [seen for seen in observations if not seen.throttled_s]
         self._learn_times(unthrottled)
+        # The scale of powers has to be known before a reading can tell a part of it.
         if not self.powers.top_w:
             self._start_powers(unthrottled)
         for seen in unthrottled:
             if self.powers.top_w and seen.energy_j is not None and seen.computations:
+                # The counter tells energy alone, so the seconds of each row and of waiting split
+                # it.
                 seconds = self._seconds(seen)
                 waiting_s = max(0.0, seen.time_s - float(seconds.sum()))
                 self.powers.add(
@@ -172,10 +182,12 @@ class Learner:
 
     def _told(self, seen: RankObservation) -> Iterator[tuple[int, int, int, float]]:
         """Yield the microbatch, class, clock and seconds that a rank's computations tell."""
+        # Rows are of the usual GPU, so expected times are made those of this one.
         factor = self.times.factor[self._gpu(seen)]
         for row, microbatch, computation in self._ran(seen):
             first = self._number.get(computation.clock_mhz or 0)
             expected_s = {}
+            # A change within a computation can only be told by the row of the clock before it.
             if first is not None and self.times.count[row, first]:
                 mean_s = math.exp(float(self.times.mean[row, first]))
                 expected_s[self.job.clocks_mhz[first]] = mean_s * factor
@@ -198,6 +210,7 @@ class Learner:
         """
         for row, _, computation in self._ran(seen):
             duration_s = computation.end_s - computation.begin_s
+            # Without a change it all ran at the first clock, and the second part is empty.
             before_s = duration_s
             if computation.change_s is not None:
                 before_s = min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
@@ -220,14 +233,17 @@ class Learner:
 
         None if it is not known at which clocks they ran.
         """
+        # The ratio of rows carries what is known of clocks; the measured seconds carry the work.
         times_s = self.by_row(self.costs()[seen.pipeline].time_s)
         parts = list(self._parts(seen))
         ran_s = np.array([first_s + last_s for _, _, first_s, _, last_s in parts])
+        # A few unknown clocks change little, but more of them would make the sum a guess.
         unknown_s = sum(
             first_s + last_s for _, first, first_s, last, last_s in parts if min(first, last) < 0
         )
         if not parts or unknown_s > _UNKNOWN * ran_s.sum():
             return None
+        # Full clocks of the first mode, as these are what the plan is compared with.
         full_s = [
             first_s * times_s[row % self._classes, 0] / times_s[row, max(first, 0)]
             + last_s * times_s[row % self._classes, 0] / times_s[row, max(last, 0)]
@@ -248,10 +264,13 @@ class Learner:
         if not told:
             return
         gpu, pipeline, microbatch, row, clock = np.array([each[:5] for each in told]).T
+        # Logarithms, in which factors of a GPU, an iteration and a row add up.
         value = np.log([each[5] for each in told]) - np.log(times.factor[gpu])
+        # A row of few times is no measure of others.
         known = times.count[row, clock] >= _FEW
         miss = np.where(known, value - times.mean[row, clock], np.nan)
         well = times.count[row, clock] >= self._enough
+        # A GPU's own factor moves all of its rows alike, so the median of their misses tells it.
         of_gpus = {int(g): miss[well & (gpu == g)] for g in np.unique(gpu)}
         medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
         # What has become slower is told from others by all rows, the faster GPUs being as before;
@@ -262,30 +281,41 @@ class Learner:
             for g, m in medians.items()
             if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
         }
+        # A GPU has changed if one iteration shows it by far, or several in a row do.
         for g, more in self._apart.items():
             is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
             if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
+                # The factor takes the change over, so that the rows of all other GPUs stay as they
+                # are.
                 times.factor[g] *= math.exp(float(np.median(more)))
                 value[gpu == g] -= float(np.median(more))
                 self._apart[g] = ()
         top = known & self._is_full(row, clock)
         self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
         value -= self.common
+        # Rows that were learnt anew cannot tell what a microbatch had in common.
         known &= ~self._changed(row, clock, value, known)
+        # Computations of a microbatch have its work in common, which is no cost of clocks.
         for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
             same = pipeline * (1 + microbatch.max()) + microbatch == place
             few = (value - times.mean[row, clock])[same & known]
             if len(few) >= _FEW:
                 shared = float(np.median(few))
+                # 1.25 times the error of a mean is that of a median of normal errors.
                 error = 1.25 * times.noise / math.sqrt(len(few))
+                # A median within its error is no shared length, so it is shrunk towards none.
                 value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
+        # Before the rows take up the times, as afterwards nothing is missed.
         self._level_with_top(row[known], clock[known], value[known])
         for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
             self._learn_row(r, c, value[(row == r) & (clock == c)])
+        # Rows of few times miss less than the noise, as they have followed it.
         many = times.count[row, clock] >= 2 * _FEW
         times.add_noise((value - times.mean[row, clock])[many])
+        # Jumps are followed at once, and slow drift slowly, so that noise does not move all rows.
         follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
         times.mean[times.known] += follows
+        # Told as by how much longer than at first, as rows have followed some of it.
         self.common, self._level = self.common + self._level, self._level + follows
 
     def _level_with_top(self, row: Integers, clock: Integers, value: Floats) -> None:
@@ -293,11 +323,14 @@ class Learner:
         on because they seem fast, by chance too.
         """
         low = ~self._is_full(row, clock)
+        # With few computations on either side the difference is noise.
         if min(low.sum(), (~low).sum()) < _TOPS:
             return
         miss = value - self.times.mean[row, clock]
+        # Medians, so that neither side is moved by its longest times.
         off = float(np.median(miss[low]) - np.median(miss[~low]))
         spread = 1.85 * float(np.median(np.abs(miss - np.median(miss))))
+        # The difference is shrunk by its own variance, so that noise alone moves rows little.
         variance = spread**2 * (1 / low.sum() + 1 / (~low).sum())
         off *= _LEVELS / (1 + variance / _LEVEL**2)
         for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
@@ -314,6 +347,8 @@ class Learner:
             if before is None and values.min() > bound + _FAR_OVER:
                 times.doubted[row, clock] = values
                 return
+            # Seen twice now, so the shorter times of both are believed, as a pause makes times
+            # longer only.
             if before is not None:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]
         times.add(row, clock, values)
@@ -328,17 +363,25 @@ class Learner:
         times = self.times
         changed = np.zeros(len(row), dtype=bool)
         miss = value - times.mean[row, clock]
+        # Beside the usual miss, as a change of the whole iteration is not one of a row.
         usual = np.median(miss[known]) if known.any() else 0.0
         spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
+        # Rows in a fixed order, so that equal observations give equal decisions.
         for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
             same = (row == r) & (clock == c)
+            # Where a few times are much longer, one iteration says too little, so the last ones are
+            # kept.
             before = self._last.get((r, c), np.empty(0))
             last = np.append(before if times.has_tails else before[:0], miss[same])[-_LAST:]
             self._last[r, c] = last
             error = math.sqrt(1 / len(last) + 1 / times.count[r, c])
+            # Large enough not to be noise, of the times and of the row itself.
             limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
+            # A quarter of the times may be outliers on either side, and the rest must still agree.
             low, high = np.quantile(last, (0.25, 0.75))
             if len(last) >= self._enough and (low > limit or high < -limit):
+                # Older times are of another regime, so the row begins again with what was seen
+                # last.
                 mean = times.mean[r, c]
                 times.forget(r, c)
                 times.add(r, c, mean + self._last.pop((r, c)))
@@ -396,12 +439,15 @@ class Learner:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
         table: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
+        # Full clocks are the reference, so no margin makes them longer.
         table[:, 1:] *= 1 + margin
+        # Times may be known of a prior before any energy was.
         power_w, error_w, waiting_w = (
             self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
         )
         power_w = self.by_option(power_w)
         error_w = self.by_option(error_w)
+        # Hope is bounded, as a power near 0 would win every search.
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks = self.job.ranks
         all_costs = []
@@ -426,9 +472,11 @@ class Learner:
         variance = self.times.variance()
         table = {}
         #: a mode in which not every class was measured is not part of it
+        # Rows of a mode follow those of the modes before it, so the profile ends at the first gap.
         lacking = np.append(self.untried().any(axis=1), True)
         measured = self._classes * int(np.argmax(lacking))
         for key, row in list(self._class_of.items())[:measured]:
+            # Rows are of the usual GPU, and the profile is of the first pipeline's.
             factor = float(self.times.factor[self._class_rank[row % self._classes]])
             rows = []
             for clock in np.flatnonzero(self.times.known[row]).tolist():
@@ -441,6 +489,7 @@ class Learner:
                 evidence = Evidence(mhz, time_error_s, doubt_w * time_s, max(1, round(count)), 0.0)
                 rows.append(Measurement(mhz, time_s, watts * time_s, evidence))
             table[key] = tuple(rows)
+        # Waiting is learnt by rank, and a profile has it by stage.
         ranks = self.job.iteration.schedule.stage_ranks
         stages = range(1 + max(stage for stage, _ in table))
         try:
@@ -452,6 +501,7 @@ class Learner:
                 clock_change=self.job.clock_change,
                 conditions={"learnt": "while training"},
             )
+        # What was learnt is always a valid profile, so a refusal is a fault of this program.
         except ProfileError as error:  # pragma: no cover
             raise AssertionError(
                 f"a learnt profile is refused: {error}; please report this"

@@ -111,13 +111,19 @@ class Curve:
         """Learn what was measured at a value; return its variance, larger if measurements scatter
         more than they should.
         """
+        # What was known at first fades, so that a curve can follow a GPU that changes.
         self._covariance += _TUNING.forgotten * self._prior
+        # Measurements may scatter more than their own variance says.
         off = self._off(index, measured, variance * self._scatter)
+        # Moves until half of all measurements miss by less than .675 errors, as normal ones do.
         self._scatter = max(1.0, self._scatter * 1.1 ** np.sign(abs(off) - 0.675))
+        # Counts misses in one direction beyond one error each; outliers to both sides cancel.
         self.doubt = np.maximum(0.0, self.doubt + np.array((off - 1.0, -off - 1.0)))
+        # Noise alone hardly does that, so the curve begins again with its first doubt.
         if self.doubt.max() > _TUNING.doubted:
             self._covariance, self.doubt = self._prior.copy(), np.zeros(2)
         variance *= self._scatter
+        # The update of a Gaussian process by one value.
         gain = self._covariance[index] / math.sqrt(self._covariance[index, index] + variance)
         self.mean = self.mean + gain * self._off(index, measured, variance)
         self._covariance -= np.outer(gain, gain)
@@ -182,14 +188,18 @@ class OneClock:
     ) -> None:
         self.job = job
         measured = () if prior is None else prior.measurements[job.iteration.keys[0]]
+        # How values compare is all that a prior tells, so rows count beside its highest one.
         rows = {row.clock_mhz: row for row in measured}
         top, *others = job.clocks_mhz
+        # Without learning, only measured values may be used.
         known = [value for value in others if settings.learn or value in rows]
         self.values = [top, *(value for value in known if value >= _TUNING.shortest * top)]
         self._limits = settings.slowdown, settings.max_slowdown
         self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
         self._random = random.Random(settings.seed)
         self._x = np.log(top / np.array(self.values))
+        # Before measurements, time rises half as fast as the clock falls, and power falls a bit
+        # faster than it.
         self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
         self._measured: set[int] = set()  #: positions of values whose time and energy are
         for index, value in enumerate(self.values):
@@ -225,28 +235,35 @@ class OneClock:
         """Learn from what ranks observed of one iteration."""
         if not observations:
             return
+        # All GPUs end an iteration together, so the longest one is its time.
         iteration = observations[0].iteration
         time_s = max(seen.time_s for seen in observations)
         index = max(seen.version for seen in observations)
+        # Ranks account with the same ledger, which is renewed with each block.
         if self._ledger is not None:
             self._ledger = self._ledger.add(time_s, full_clocks=index == 0, iteration=iteration)
         if index and self.reference_s is None:  # by a decision from before a restart
             return
         self._since_s += self.reference_s or time_s
+        # An iteration at full clocks pays back what slower ones may take longer.
         if index == 0:
             self._owed_s.add(-(self._aim - 1.0) * (self.reference_s or 0.0))
+        # A block ends where another value begins, also where a rank's ledger forced full clocks.
         if not self._blocks or self._blocks[-1].index != index:
             self._blocks.append(Block(index, iteration, iteration))
         block = self._blocks[-1]
         block.last = iteration
         ran = {(seen.version, *each[2:4]) for seen in observations for each in seen.computations}
+        # Iterations up to here settle after the change, and count only if there are no others.
         if iteration == block.first + SETTLING:
             block.logs.clear()
             block.metered.clear()
+        # A computation at another clock, or with a change inside, belongs to no value.
         if ran != {(index, self.values[index], None)}:
             return
         self._step_s = observations[0].energy_step_s
         block.logs.append(math.log(time_s))
+        # Neighbours differ by noise alone, as a drift changes both.
         if len(block.logs) > 1:
             self._steps.append(abs(block.logs[-1] - block.logs[-2]))
         for seen in observations:
@@ -256,8 +273,10 @@ class OneClock:
         """Return what all ranks run in `iteration`, which is still ahead."""
         if self._blocks and self._has_ended(self._blocks[-1]):
             self._decided = iteration
+            # After a planned block, one at full clocks closes the comparison.
             if self._index:
                 self._index, self._length, self._phase = 0, self._full_length, "audit"
+            # Full clocks have just run on both sides, so what lies between them can be compared.
             else:
                 self._compare()
                 self._choose()
@@ -270,6 +289,7 @@ class OneClock:
             self._ledger,
             trials=int(self._index > 0 and self._index not in self._measured),
             unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
+            # Before any comparison, nothing is known of what a value takes.
             time_s=self._seconds(self._index) if self._measured else None,
             saving=self.best[2],
             saving_stderr=(1.0 - self.best[2]) * self._error(self.best[0]),
@@ -289,18 +309,24 @@ class OneClock:
         """Whether the block has all that it is for; a planned one also if ledgers forced full
         clocks, or if it takes a time that noise does not explain.
         """
+        # Decisions are ahead, so the block may hold iterations from before the last one.
         if block.last < self._decided:
             return False
+        # Ranks have forced full clocks, so the planned block is over.
         if block.index != self._index:
             return block.index == 0 and len(self._blocks) > 1
+        # A level and its noise need two iterations.
         if len(block.logs) < 2:
             return False
+        # Iterations that settle after a change are not part of what is measured.
         length = block.last + 1 - max(block.first, self._decided) - SETTLING
         if block.index == 0 or length >= self._length:
             return length >= self._length
+        # Clipped, so that one pause does not end a block.
         most = _TUNING.outlier * self._noise
         expected = math.log(self._seconds(block.index))
         off = sum(max(-most, min(most, log - expected)) for log in block.logs)
+        # What is beyond noise is owed, so it is compared with full clocks at once.
         return abs(off) > self._owed(len(block.logs), _TUNING.sure)
 
     @property
@@ -323,13 +349,16 @@ class OneClock:
         after them.
         """
         noise = self._noise
+        # Blocks at full clocks bound what is compared, before and after it.
         before = self._blocks[0]
         after = self._blocks[-1]
         begin = before.level(noise)
         end = after.level(noise)
+        # The mean of both sides cancels a steady drift.
         middle = (begin + end) / 2
         full = 0.5 / len(before.logs) + 0.5 / len(after.logs)
         middle_s = math.exp(middle)
+        # The newest block tells the reference of what comes next.
         self.reference_s = math.exp(end)
         powers = [power for power in (before.power(), after.power()) if power]
         if powers:
@@ -337,27 +366,37 @@ class OneClock:
         for block in self._blocks:
             if block.index == 0:
                 continue
+            # What the block's iterations would have taken at full clocks.
             count_s = (block.last - block.first + 1) * middle_s
+            # Without a time of its own, the block is charged by what the curve says.
             took = self._time.mean[block.index]
             variance = self._time.error[block.index] ** 2
             if block.logs:
                 measured = block.level(noise) - middle
+                # Errors of the block's mean, and of the mean of both blocks at full clocks.
                 sampling = noise**2 * (1 / len(block.logs) + full)
+                # The variance of where between both ends a steady drift stood: that of a uniform
+                # share.
                 drift = (end - begin) ** 2 / 12
                 known = self._time.add(block.index, measured, sampling + drift)
+                # If full clocks drifted by more, the block tells less than the curve.
                 if drift <= max(sampling, variance):
                     took = measured
                     variance = known
                 if powers and (power := block.power()):
+                    # The counter is up to a step old at both ends, which is an error of the root of
+                    # 1/6, or .41, steps.
                     stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
                     watts = math.log(power[0] / fmean(watts for watts, _ in powers))
                     self._power.add(block.index, watts, stale + _TUNING.prior_error**2)
                     self._measured.add(block.index)
             self._owed_s.add(count_s * (math.exp(took) - self._aim), count_s**2 * variance)
             self._longer_s.add(count_s * (math.exp(took) - 1.0), count_s**2 * variance)
+        # The block at full clocks is the begin of the next comparison as well.
         self._blocks = [after]
         self._all_s += self._since_s
         self._since_s = 0.0
+        # Credit is bounded, so that a long quiet time does not pay for a long slow one.
         least_s = -_TUNING.spread * (self._aim - 1.0) * self.reference_s
         self._owed_s.raise_to(least_s, _TUNING.sure)
 
@@ -371,20 +410,32 @@ class OneClock:
         before, and what this one may owe.
         """
         assert self.reference_s is not None
+        # What may still be risked, iterations at full clocks.
         left = _TUNING.risk - self._upper_s / self.reference_s
         share = sum(self._limits)
         error = self._time.error
         mean = self._time.mean
+        # A curve in doubt counts as less well known.
         doubted = _TUNING.sure * error * (1.0 + self._time.doubt.max())
         least = _TUNING.least_full
         most = _TUNING.most_full
+        # The less a value is known, the larger its share of full clocks, which compare with it.
         audits = [audited_share(each, self._aim - 1.0, least, most) for each in doubted.tolist()]
+        # A block is so long that the next one at full clocks is its share of all.
         lengths = self._full_length * (1.0 / np.array(audits) - 1.0)
+        # At most its error longer than expected, but no longer than the physical bound, unless it
+        # is known to be.
         longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
+        # Credit may be spent over many iterations.
         allowed = self._aim + max(0.0, left - _TUNING.risk) / np.maximum(_TUNING.spread, lengths)
+        # A value may be tried while it is not surely too slow.
         may_be_fast = np.exp(mean - _TUNING.sure * error) <= allowed
+        # Doubt counts in a value's favour, so that what might be the best is measured.
         least_cost = mean + self._power.mean - _TUNING.sure * np.hypot(error, self._power.error)
+        # Even if it is as slow as its error allows, a block of it must not owe more than may be
+        # risked.
         is_possible = may_be_fast & (longest <= allowed + min(left, _TUNING.risk) / lengths)
+        # In debt, or before the power at full clocks is known, nothing is tried.
         is_possible &= (left > 0.0) and (self._top_w is not None)
         is_possible[0] = True
         self._index = index = int(np.argmin(np.where(is_possible, least_cost, np.inf)))
@@ -392,10 +443,14 @@ class OneClock:
         owed = _TUNING.risk
         if index == 0:
             self._phase = "paying" if left <= 0.0 else "following"
+            # Full clocks follow on full clocks, so the comparison goes on with a new block.
             last = self._blocks[-1].last
             self._blocks.append(Block(0, last + 1, last))
         else:
+            # The length is drawn, so that no period of the training always meets full clocks.
             self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
+            # Noise and the planned slowdown are no debt, so ranks may owe them until the block is
+            # compared.
             owed = self._owed(self._length, _TUNING.outlier)
             owed += self._length * max(0.0, longest[index] - share)
             self._phase = "following" if index in self._measured else "learning"
@@ -413,6 +468,7 @@ class OneClock:
         """The value of least energy among those that are as fast as agreed, down to the lowest one
         that was measured: its position, its time as a multiple, and the share of energy it saves.
         """
+        # Only down to the lowest measured one, as the curve beyond it is a guess.
         times = np.exp(self._time.mean)
         costs = np.exp(self._time.mean + self._power.mean)
         known = range(1, max(self._measured, default=0) + 1)
@@ -453,6 +509,7 @@ class OneClock:
         top_w = self._top_w
         if top_w is None:
             raise UsageError("no iteration at full clocks was measured; there is no profile yet")
+        # The highest value is the reference of all others, so it is known as well.
         rows = []
         for index in sorted({0, *self._measured}):
             time_s = self._seconds(index)

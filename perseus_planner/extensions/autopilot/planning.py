@@ -73,11 +73,14 @@ class Searcher:
     def __init__(self, job: AutopilotJob, max_changes: int | None) -> None:
         self._max_changes = max_changes
         self.keys = list(dict.fromkeys(sorted(job.iteration.keys)))
+        # An option is a clock and a mode in one number, with the mode in the low bits.
         self._bits = (len(job.modes) - 1).bit_length()
         self._mask = (1 << self._bits) - 1
+        # The costs come with each search, so the problem is laid out with ones.
         ones = np.ones((len(self.keys), len(job.clocks_mhz) << self._bits))
         tied = _tied(job) if job.shares_microbatch else None
         self.problem = clock_problem(job.iteration, self.keys, ones, ones, self._bits, tied)
+        # Without a limit, a change before each computation is the most that there can be.
         self._budget = len(self.problem.node) if max_changes is None else max_changes
         self.class_rank = np.zeros(len(self.keys), dtype=np.int64)
         self.class_rank[self.problem.member] = self.problem.rank
@@ -118,7 +121,9 @@ class Searcher:
             of_modes = time_s.reshape(len(time_s), -1, 1 << self._bits)
             known = np.where(np.isfinite(of_modes), of_modes, of_modes.min(axis=2, keepdims=True))
             time_s = known.reshape(time_s.shape)
+        # Waiting is drawn all the time, so a computation costs what it draws above it.
         cost_j = time_s * (costs.power_w - costs.waiting_w[self.class_rank, None])
+        # What may not be planned on must not be cheap.
         cost_j[~np.isfinite(time_s)] = np.inf
         return self.problem._replace(time_s=time_s, cost_j=cost_j)
 
@@ -135,8 +140,11 @@ class Searcher:
         """Return a program that is better than `clock`, if one is found, its seconds and its
         joules.
         """
+        # A rank has one set of options, those at which all of its classes may be planned on.
         problem = with_usable(with_waves(self._with(costs), clock), self._usable(costs))
         seconds, joules, state = self._replayed(clock, costs, problem)
+        # How long each rank waits at the end depends on the program, so it is taken from the one to
+        # be polished.
         last = self._change.queue[self._change.queue_start[1:] - 1]
         self._change = self._change._replace(tail_s=np.maximum(0.0, seconds - state.end_s[last]))
         goal = Goal(
@@ -145,7 +153,9 @@ class Searcher:
             LATE * joules / deadline_s,
             waiting_w=float(costs.waiting_w.sum()),
         )
+        # Large programs take longer to replay, so fewer are tried.
         tries = int(np.clip(_WORK // len(clock), *_TRIES))
+        # Temperatures are shares of the energy, so that jobs of any size cool alike.
         first_j, last_j, slack_j = (part * joules for part in (*_HEAT, _SLACK))
         heat = Heat(tries, first_j, last_j, slack_j, seed)
         polished = anneal(problem, clock, goal, heat, clock[None], self._change)
@@ -176,6 +186,7 @@ class Searcher:
         plans.
         """
         job = self.job
+        # What may not be planned on is left out, so that the solver cannot choose it.
         usable = self._usable(costs)
         table = dict[tuple[int, str], tuple[Measurement, ...]]()
         for number, (stage, kind) in enumerate(self.keys):
@@ -189,6 +200,7 @@ class Searcher:
                     if o & self._mask == m
                 ) or table[stage, kind][:1]  # nothing better than what there is  # fmt: skip
         stages = sorted({stage for stage, _ in self.keys})
+        # The solver has waiting by stage, and costs have it by rank.
         waiting_w = tuple(
             float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages
         )
@@ -197,7 +209,9 @@ class Searcher:
             shared_by = "microbatch" if job.shares_microbatch else "computation"
             modes = Modes(ways, shared_by) if self._bits else None
             frontier = solve_dag(PipelineDag(Profile(table, waiting_w, modes=modes), job.iteration))
+            # A deadline below the fastest plan asks for that plan.
             within_s = max(deadline_s, frontier.min_time_s)
+            # Modes are chosen for the deadline first, and then clocks with these modes.
             if self._bits:
                 frontier = frontier.in_modes(within_s)
                 within_s = max(within_s, frontier.min_time_s)
@@ -205,6 +219,8 @@ class Searcher:
         except InfeasibleDeadline:
             return None
         if self._max_changes is not None:
+            # Attempts begin with a quarter, three eighths or half of the changes, to find different
+            # plans.
             levels = sorted({self._max_changes * (2 + attempt % 3) // 8, self._max_changes})
             by_budget = clocks_by_budget(frontier.dag, within_s, clocks, levels, _EFFORT)
             if self._max_changes not in by_budget:
@@ -213,6 +229,7 @@ class Searcher:
         number_of = {clock: i << self._bits for i, clock in enumerate(job.clocks_mhz)}
         in_modes = [job.modes.index(mode_of(kind)) for _, kind in frontier.dag.iteration.keys]
         plan = np.array([number_of[clock] for clock in clocks]) | in_modes
+        # A measurement that stood in for a missing one is no option, so full clocks take its place.
         return np.where(usable[self.problem.rank, plan], plan, 0)
 
     def clocks_mhz(self, program: Integers) -> tuple[tuple[int, ...], ...]:
@@ -236,10 +253,13 @@ class Searcher:
         clocks = program >> self._bits
         bits = self._bits
         for rank, (first, stop) in enumerate(pairwise(self.problem.rank_start)):
+            # The step from the iteration before is a change too, if the first clock is another one.
             steps = int(clocks[first] != before[first] >> bits)
             if self._changes(program, rank) + steps <= self._max_changes:
                 continue
+            # One change less within the iteration leaves room for that step.
             most = self._max_changes - 1
+            # Clocks are merged upward only, so that the iteration gets no later.
             slower = [-c for c in clocks[first:stop].tolist()]  # a lower number is a higher clock
             fewer = np.negative(with_fewer_changes(slower, most)) << bits
             joined[first:stop] = fewer | program[first:stop] & self._mask
@@ -276,15 +296,19 @@ class Searcher:
         trial = program.copy()
 
         def fits(first: int, stop: int, rank: int, option: int) -> bool:
+            # A trial must fit with those before it, so it is judged in the program that has them.
             self._try(trial, first, stop, option)
             return self._changes(trial, rank) <= self._budget and all(
                 self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
             )
 
+        # In random order, so that no rank always has the slack first.
         for rank in random.permutation(self.job.ranks).tolist():
             still_open = is_open[rank].copy()
             for clock in wanted[rank]:
                 spots = list(self._spots(trial, rank, clock, random))
+                # Where a trial measures the most rows of which little is known, it is worth the
+                # most.
                 news = {spot: self._news(spot, settled) for spot in spots}
                 for spot in sorted(spots, key=lambda spot: -int(news[spot][clock])):
                     deepest = self._deepest(
@@ -294,6 +318,7 @@ class Searcher:
                         tried.append((rank, deepest))
                         still_open[deepest] = False
                         break
+                # A rank with many trials leaves no slack for the others.
                 if int((is_open[rank] & ~still_open).sum()) >= _MOST_TRIALS:
                     break
         return trial, tried
@@ -316,14 +341,18 @@ class Searcher:
         """Set the spot to the open option nearest to a wanted one, in its mode, that fits, and
         return it; None if none does.
         """
+        # Only options of the wanted mode, slower than what runs there.
         begin = int(trial[spot[0]])
         first = min(clock, begin + 1 + ((clock - begin - 1) & self._mask))
+        # Options nearer to what runs fit more easily, so the one nearest to the wanted one is
+        # bisected.
         ahead = [c for c in range(first, clock + 1, self._mask + 1) if is_open[c]]
         # The first `low` fit, as far as is known
         low = 0
         high = len(ahead)
         deepest = None
         kept = trial.copy()
+        # The wanted option itself is probed first.
         probe = high - 1
         while low < high:
             if fits(*spot, rank, ahead[probe]):
@@ -332,6 +361,7 @@ class Searcher:
             else:
                 high = probe
             probe = (low + high) // 2
+        # Probes have changed the program, so it is put back before the found option is set.
         trial[:] = kept
         if deepest is not None:
             self._try(trial, *spot, deepest)
@@ -352,6 +382,7 @@ class Searcher:
         """Yield where a rank could try a clock: whole phases, the nearest clock first; at their
         borders; anywhere.
         """
+        # A whole phase keeps the number of changes, so it is best where it is short enough.
         first, stop = (int(k) for k in self.problem.rank_start[rank : rank + 2])
         clocks = program >> self._bits
         borders = [
@@ -369,9 +400,11 @@ class Searcher:
         )
         block = min(_BLOCK, max(1, (stop - first) // 12))
         for length in sorted({block, max(1, block // 2)}, reverse=True):
+            # At a border of a phase, a block adds one change and not two.
             for begin, end in phases[:3]:
                 if end - begin > length:
                     yield from ((begin, begin + length), (end - length, end))
+            # Anywhere at last, so that every computation is measured at some time.
             if stop - first > length:
                 start = int(random.integers(first, stop - length))
                 yield start, start + length

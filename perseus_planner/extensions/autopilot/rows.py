@@ -78,7 +78,10 @@ class TimeRows:
     def __init__(
         self, clocks_mhz: Sequence[int], kinds: Sequence[int], gpus: int, modes: int = 1
     ) -> None:
+        # A class in another mode is compared with itself in the first one.
         self._own = np.arange(len(kinds)) % (len(kinds) // modes)  #: each class in the first mode
+        # Times are learnt over the logarithm of the clock, over which a bound by clocks is a line
+        # of slope 1.
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
@@ -99,12 +102,17 @@ class TimeRows:
         """Learn the trimmed mean of what an iteration tells of a row: logarithms of seconds, with
         all taken out that is not the row's.
         """
+        # Older observations fade, because a row may change over a long training.
         count = min(self.count[row, clock], _MEMORY)
+        # A quarter is trimmed on either side, so that pauses do not count.
         low = max(len(values) // 4, int(len(values) > 2))
         high = max(low, int(len(values) > 1))  # of two, the shorter one
         value = float(np.sort(values)[low : len(values) - high].mean())
+        # Nothing is trimmed of a single time, so what trimming usually takes off is taken off here.
         value -= self.excess if len(values) == 1 else 0.0
         total = count + len(values)
+        # A step is bounded by its error, so that an iteration with a pause moves a known row
+        # little.
         if count:
             miss = value - self.mean[row, clock]
             most = _MOST_MISS * math.sqrt(self._variance(count) + self._variance(len(values)))
@@ -118,6 +126,7 @@ class TimeRows:
             return
         self._noted += 1
         weight = 1 / min(self._noted, _REMEMBERED)
+        # A pause is no noise, however long it was.
         clipped = np.clip(misses, -_LONGEST, _LONGEST)
         for name, found in (
             ("excess", float(clipped.mean())),
@@ -169,7 +178,11 @@ class TimeRows:
                 enough of them.
         """
         measured = int(self.known.sum())
+        # Without full clocks in its mode, a class has no level that its other clocks could be told
+        # by.
         based = self.known[:, 0]
+        # Scales are found again only when there are notably more rows, as that tries all pairs of
+        # them.
         if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
             self._fitted_rows = measured
         mean = np.empty_like(self.mean)
@@ -183,25 +196,34 @@ class TimeRows:
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
         mean[~based] = mean[self._own[~based]]
         error[~based] = _NEW
+        # What nobody measured is bounded by physics, and by how far measured rows exceed that.
         bound, beta = self.bound()
+        # Rows far over the bound show that the process does not describe this GPU, so it bounds
+        # nothing.
         enough &= np.log(beta) < _OVER
         known = self.known & based[:, None]
         top = mean[:, :1]
+        # The fewer rows are known, the less it is excluded that the bound fails.
         fading = float(np.exp(-known[:, 1:].sum() / _FADING))
+        # Planned on with a margin of one error, but for full clocks, which are the reference.
         plan = mean + error
         plan[:, 0] = mean[:, 0]
         least = bound + np.log(beta)
+        # A trial is safe up to what the process or the bound says, whichever is less.
         safe = np.maximum(
             np.where(enough[:, None], np.minimum(mean + 3 * error, least), least), top
         )
+        # A row of few times that is far over the process is not planned on before it is seen again.
         known &= ~apart
         usable = known | (between & (error < _USABLE) & enough[:, None])
+        # An unmeasured row is not planned on as longer than what is safe to try.
         planned = np.where(known, plan, np.minimum(plan, safe))
         safe = np.where(usable, np.minimum(planned, mean + error), safe)
         doubt = np.where(
             usable, safe, np.maximum(safe, bound + np.log(max(beta, 1.0 + _DOUBT * fading)))
         )
         plan = np.where(usable, planned, np.inf)
+        # A mode that never ran may take much longer, so trials of it are given more room.
         safe[~based] = safe[self._own[~based]] + _NEW_SAFE
         doubt[~based] = doubt[self._own[~based]] + _NEW_DOUBT
         return TimeTables(np.exp(mean), np.exp(plan), np.exp(safe), np.exp(doubt), error)
@@ -214,8 +236,11 @@ class TimeRows:
         clocks; if a measured row took longer, others may too, by as much. Only what exceeds three
         standard errors counts.
         """
+        # Every computation at a higher clock bounds those at lower ones; without full clocks none
+        # does.
         known = self.known & self.known[:, :1]
         over = np.where(known, self.mean - self._x, np.inf)
+        # The tightest bound is that by the best of all higher clocks.
         before = np.minimum.accumulate(
             np.concatenate([np.full((len(over), 1), np.inf), over[:, :-1]], axis=1), axis=1
         )
@@ -224,12 +249,16 @@ class TimeRows:
         bounded = known[:, 1:]
         variance = self.variance()
         error = np.sqrt(variance[:, 1:] + variance[:, :1])
+        # Doubted times are not rows yet, but may be over the bound all the same.
         doubted = [
             min(values) - bound[r, c] - 3 * math.sqrt(self._variance(len(values)) + variance[r, 0])
             for (r, c), values in self.doubted.items()
         ]
+        # Only what is beyond three standard errors counts, as noise exceeds a bound half of the
+        # time.
         excess = ((self.mean - bound)[:, 1:] - 3 * error)[bounded]
         excess = np.sort(np.concatenate([excess, doubted]))[::-1]
+        # A few rows over the bound may be outliers, so a small share of the worst ones is left out.
         many = excess[int(_FEW_OVER * len(excess)) :]
         return bound, float(np.exp(many.max(initial=0.0)))
 
@@ -243,27 +272,34 @@ class TimeRows:
         x = self._x
         top = self.mean[rows, 0]
         stage, clock = np.nonzero(known)
+        # The level at full clocks and the expected slope are taken out, so that the process is
+        # about zero.
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.variance()[rows][known]
 
         def of_rows(scales: tuple[float, float]) -> Floats:
             return _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise)
 
+        # Scales are those by which every row is told best from all others.
         if refit or kind not in self._scales:
             every_scales = list(product(_BENDS, _STEPS))
             improbable = [_improbable(*_left_out(of_rows(each), value)) for each in every_scales]
             self._scales[kind] = every_scales[int(np.argmin(improbable))]
         scales = self._scales[kind]
+        # A row of few times may be an outlier, so it is told from the others before it counts.
         miss, variance = _left_out(of_rows(scales), value)
         few = self.count[rows][known] < _FEW
         doubted = few & (np.abs(miss) > _OUTLIER * np.sqrt(variance))
+        # Its miss becomes its noise, so that it hardly moves others.
         noise += np.where(doubted, miss**2, 0.0)
         apart = np.zeros_like(known)
         apart[known] = doubted & (miss > _OVER)
+        # By the Cholesky factor, as the posterior at all rows needs the same triangular solves.
         root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
         mean = half.T @ missed
+        # The variance left is the prior's, less what the measured rows explain of it.
         own = _variance(x[every[1]], *scales)
         error = np.sqrt(np.maximum(own - (half**2).sum(axis=0), 1e-10))
         shape = len(rows), len(x)
@@ -317,9 +353,11 @@ def _covariance(
     Stages share a line, Brownian bends and a step at each clock; each has a share of them for
     itself.
     """
+    # A line and Brownian bends are 0 at the top clock, whose level was taken out.
     a = x[clock]
     b = x[other_clock]
     same = stage[:, None] == other_stage
+    # A step at a clock is of that clock alone, and the top one has none.
     there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
     wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
     covariance: Floats = (
@@ -373,6 +411,7 @@ class PowerRows:
     ) -> None:
         clocks = np.asarray(clocks_mhz, dtype=np.float64)
         x = clocks / clocks[0]
+        # Knots are fewer than clocks, because power is smooth over the clock.
         knots = np.linspace(x[0], x[-1], min(_KNOTS, len(clocks))) if len(clocks) > 1 else x
         self._hats = np.array(
             [np.interp(-x, -knots, unit_row) for unit_row in np.eye(len(knots))]
@@ -383,17 +422,21 @@ class PowerRows:
         self._gpus = gpus
         self._class_ranks = np.asarray(ranks)
         self.top_w = 0.0  #: the highest power, roughly; 0 before it is known
+        # The state has powers of all classes, of waiting, and what each counter has not shown yet.
         size = self._classes * self._knots
         self._waiting = size  # where the power of each rank's waiting begins
         self._unread = (
             size + self._ranks
         )  # where what each counter has not shown begins; the last one is the next
         self._mean = np.zeros(self._unread + gpus + 1)
+        # Expected at first is a power that falls with the square of the clock, down to an idle
+        # part.
         self._mean[:size] = np.tile(0.3 + 0.7 * knots**2, self._classes)
         self._mean[self._waiting : self._unread] = _WAITING
         self._covariance = np.zeros((len(self._mean), len(self._mean)))
         self._covariance[:size, :size] = _prior(1.0 - knots, np.asarray(kinds), np.asarray(stages))
         waiting = slice(self._waiting, self._unread)
+        # Ranks wait nearly alike, so what one's counter tells of waiting tells of the others.
         self._covariance[waiting, waiting] = _WAITING_DOUBT**2 + _OWN_WAITING**2 * np.eye(
             self._ranks
         )
@@ -420,17 +463,21 @@ class PowerRows:
         row = np.zeros(len(self._mean))
         row[: self._waiting] = (seconds @ self._hats).ravel()
         row[self._waiting + rank] = waiting_s
+        # What the counter shows now began before and ends early by what it has not shown yet.
         place = self._unread + gpu
         following = len(self._mean) - 1
         doubt = (_UNREAD * step_s) ** 2
+        # Before the first reading nothing is known of the counter's lag but its size.
         if not self._steps_s[gpu]:
             self._reset(place, doubt)
             self._steps_s[gpu] = step_s
         self._reset(following, doubt)
         row[place] = 1.0
         row[following] = -1.0
+        # The level of a power drifts between iterations, so old readings fade.
         self._drift(rank)
         self._update(row, energy_j / self.top_w, (_ENERGY_NOISE * time_s) ** 2)
+        # What this reading lacked is what the next one has too much.
         self._mean[place] = self._mean[following]
         self._covariance[place] = self._covariance[following]
         self._covariance[:, place] = self._covariance[:, following]
@@ -447,6 +494,7 @@ class PowerRows:
         """Return the power of each row and its standard error, (classes, clocks), and of
         waiting, (ranks,): watts.
         """
+        # The filter's state holds powers at knots, so rows and errors follow by interpolation.
         size = self._waiting
         hats = self._hats
         mean = self._mean[:size].reshape(self._classes, self._knots) @ hats.T
@@ -455,6 +503,7 @@ class PowerRows:
             for i in range(0, size, self._knots)
         ]
         variance = np.array([np.einsum("ck,kl,cl->c", hats, block, hats) for block in blocks])
+        # A waiting GPU draws something, even where the regression says it does not.
         waiting = np.maximum(self._mean[self._waiting : self._unread], 0.02)
         error = np.sqrt(np.maximum(variance, 0.0))
         return self.top_w * np.maximum(mean, 0.05), self.top_w * error, self.top_w * waiting
@@ -499,8 +548,10 @@ def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Fl
         kinds: (classes,)
         stages: (classes,)
     """
+    # A line and a walk from the highest clock, at which only levels differ.
     line = np.outer(u, u)
     walk = np.minimum.outer(u, u)
+    # What all classes share, then those of a kind, those of a stage, and each by itself.
     every = 0.10**2 + 0.4**2 * line + 0.10**2 * walk
     of_kind = 0.08**2 + 0.2**2 * line + 0.05**2 * walk
     of_stage = 0.04**2 + 0.1**2 * line + 0.01**2 * walk
@@ -514,6 +565,7 @@ def _prior(u: Floats, kinds: NDArray[np.int64], stages: NDArray[np.int64]) -> Fl
         (same_stage, of_stage),
         (np.eye(len(kinds), dtype=bool), own),
     )
+    # Kronecker products, as each share is a mask over classes times a shape over knots.
     total: Floats = sum(
         (np.kron(mask, part) for mask, part in parts), np.zeros((len(kinds) * len(u),) * 2)
     )

@@ -106,19 +106,27 @@ class CatchingUp:
             plan: What the rank was told.
             has_begun: Whether the iteration has begun already, at full clocks.
         """
+        # Without a few iterations at full clocks it is not known how much longer than its plan one
+        # is.
         if len(self._longer_s) < _NEEDED or not plan.latest_us:
             return []
+        # Before the begin the first computation is still ahead; after it, it runs at full clocks
+        # already.
         first_us = plan.full_us[0] if has_begun else plan.first_us
+        # What lies between computations, such as transfers, is not in the plan, so its times are
+        # stretched.
         longer_us = 1e6 * median(self._longer_s) * len(full_s)
         stretch = 1.0 + longer_us / max(plan.latest_us[-1] - first_us, 1)
         found = []
         for c, clock, each_s, latest_us in zip(
             program.computations, program.clocks, full_s, plan.latest_us, strict=True
         ):
+            # Latest ends count from the rank's first computation, as ranks share no clock.
             end_ns = round(1e3 * stretch * (latest_us - first_us))
             row = list[tuple[int, int]]()
             for faster, ratio in self._ratios[c.stage, c.kind].items():
                 start_ns = end_ns - round(1e9 * each_s * ratio) + _LATE_NS
+                # A faster clock is of use only if it may start later than the one before it.
                 if faster >= clock and (not row or start_ns > row[-1][1]):
                     row.append((faster, start_ns))
             found.append(row)
@@ -137,6 +145,7 @@ class CatchingUp:
             times: When they ran.
             program: By what, whose clocks count where nothing was set.
         """
+        # Changes that are older than this iteration are dropped, but for the one still in force.
         changes = list(self._changes)
         while len(self._changes) > 1 and self._changes[1][0] <= times.begin_ns:
             self._changes.popleft()
@@ -145,12 +154,14 @@ class CatchingUp:
             program.computations, program.clocks, times.spans_ns, strict=True
         ):
             ratios = self._ratios[c.stage, c.kind]
+            # The clock at the begin is the last one set before it, or the planned one if none was.
             since = [(begin_ns, clock)]
             for at_ns, value in changes:
                 if at_ns <= begin_ns:
                     since = [(begin_ns, value)]
                 elif at_ns < end_ns:
                     since.append((at_ns, value))
+            # Each part of a computation counts by the ratio of the clock that it ran at.
             parts = pairwise([*since, (end_ns, 0)])
             found.append(sum((b - a) / ratios.get(each, 1.0) for (a, each), (b, _) in parts) / 1e9)
         return found
@@ -227,6 +238,7 @@ class Batches:
         #: for each number of microbatches, what is run until more is known; replaced, never changed
         self._first: dict[int, Program] = {}
         self._leader: Leader | None = None
+        # Compiled before training, because compiling within an iteration would make it late.
         if seat.leads:
             _load_kernels()
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
@@ -355,10 +367,14 @@ class Batches:
         """Return what an iteration runs by, None if it is not known what it will run; may be called
         again while it runs.
         """
+        # The first call of an iteration asks for its program; later calls only look again.
         if iteration != self._iteration:
             self._iteration = iteration
+            # Nothing was shown or given, so the leader is asked with an unknown batch.
             if self._asked.iteration != iteration:
                 self._ask(_Asked(iteration))
+            # One computation cannot take its clock up while it runs, so a moment's wait is worth
+            # it.
             if self._is_whole and self._lasts_s:
                 self._is_decided.clear()
                 if iteration not in self._decided:
@@ -367,6 +383,7 @@ class Batches:
         decided = self._decided.get(iteration)
         if decided is not None and count in (None, decided.microbatches):
             return decided
+        # If only one order is known, it is what runs, whatever the engine tells.
         if count is None and len(self._first) == 1:
             return next(iter(self._first.values()))
         return None if count is None else self._first.get(count)
@@ -389,6 +406,8 @@ class Batches:
     def observe(self, times: Iterable[IterationTimes], messages: Iterable[ToRank] = ()) -> None:
         """Learn from the times of iterations, and what the controller says of clocks."""
         self._catching_up.take(messages)
+        # The background thread adds orders, as the training thread must not wait for what that
+        # takes.
         while self._ran:
             try:
                 self._add(order_of(self._ran.popleft()))
@@ -396,6 +415,8 @@ class Batches:
                 self._say("profile", str(error))
         self._times.extend(times)
         while self._times:
+            # Iterations end in order, so an end that is missing may still come, unless a later one
+            # is there.
             number = self._times[0].number
             if number not in self._ended and number >= max(self._ended, default=-1):
                 return  # the training thread has yet to say how it ended
@@ -408,6 +429,7 @@ class Batches:
         Raises:
             ProfileError: If the profile does not have it all.
         """
+        # The profile must cover the order, because clocks are chosen by its rows.
         rows = self._profile.measurements
         missing = next((c for c in order if (c.stage, c.kind) not in rows), None)
         if missing is not None:
@@ -415,12 +437,15 @@ class Batches:
                 f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
                 "runs; profile the stages that you train"
             )
+        # The highest clock that was measured counts as full clocks.
         top = max(each[0].clock_mhz for each in rows.values())
         number = order_number(order)
         clocks = (top,) * len(order)
         program = Program(1, order, clocks, 0.0, order=number, top=top, awaits=True)
         if len(self._first) < MOST_COUNTS:
+            # Replaced and not changed, as the training thread reads it meanwhile.
             self._first = {program.microbatches: program, **self._first}
+        # Other ranks plan by the orders told, so a new one is told again with the laws.
         if self._learner.laws is not None:
             self._unsent = RankLaws.of(self._orders, self._learner.laws)
 
@@ -432,14 +457,18 @@ class Batches:
         known = self._known.get(seen.number, _Known(None, Slowest()))
         work = known.work
         slowest = known.slowest
+        # An iteration that is not understood leaves no known clock to the next one's first
+        # computation.
         before = self._clock
         self._clock = 0
         if program is None or len(seen.spans_ns) != len(program.computations):
             return
         if seen.follows_evaluation:  # its times tell nothing
             return
+        # The next iteration's first computation begins at this clock.
         self._clock = program.clocks[-1]
         time_s = (seen.end_ns - seen.begin_ns) / 1e9
+        # The first iterations lock clocks and warm up, so their times tell nothing.
         if seen.number < _SETTLING:
             return
         self._lasts_s = time_s
@@ -448,10 +477,13 @@ class Batches:
             ran = self._compared(ran, seen, program, known, before)
         if self._leader is not None:
             self._leader.account(ran)
+        # Only one rank of a seat learns, as the others observe the same.
         if work is None or not self._seat.is_first:
             return
         told = self._told(seen, program, work, before)
         if self._is_whole:  # its end is that of the slowest rank, whose clock is not lower
+            # Without a pipeline the time includes waiting, so only full clocks tell the law, of the
+            # slowest.
             is_full = slowest.pays or not slowest.time_s
             told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
         if self._learner.add(told) and self._learner.laws is not None:
@@ -462,9 +494,13 @@ class Batches:
     ) -> Ran:
         """Return with it how its computations came."""
         came_s = self._catching_up.at_full_clocks_s(seen, program)
+        # Only an iteration that began and ran at full clocks tells what lies between its
+        # computations.
         if known.plan is not None and program.decision == 0 and before == program.top:
             self._catching_up.see_full_clocks(seen, known.plan)
         busy_s = sum(end_ns - begin_ns for begin_ns, end_ns in seen.spans_ns) / 1e9
+        # The ratio takes out how fast the GPU was, so that what the work and the clocks cost is
+        # left.
         self._busy_s[seen.number] = busy_s * sum(known.full_s) / max(sum(came_s), 1e-9)
         self._busy_s.pop(seen.number - _KEPT, None)
         pairs = tuple(zip(came_s, known.full_s, strict=True))
@@ -492,6 +528,7 @@ class Batches:
     def _round(self) -> None:
         """Do what is to be done for the iteration that is asked for."""
         asked = self._asked
+        # A round may come without a new iteration.
         if asked is self._handled or self._is_stopped:
             return
         self._handled = asked
@@ -504,8 +541,10 @@ class Batches:
                 self._lead(asked, self._leader)
             else:
                 self._follow(asked.iteration)
+        # A batch that cannot be planned runs at full clocks; training never stops for it.
         except PlannerError as error:
             self._say("batch", str(error))
+        # At the end the store may be gone, and its error tells the user nothing then.
         except (RuntimeError, ValueError) as error:
             if not self._is_stopped:
                 reason = str(error).partition("\n")[0] or type(error).__name__
@@ -519,6 +558,7 @@ class Batches:
         problem = asked.problem
         work = None
         own = OwnTime()
+        # No batch shown and no problem told: the engine has no way to show it.
         if asked.batch is None and problem is None:
             problem = (
                 "the engine does not show the batch of an iteration; say its work before each, by "
@@ -527,22 +567,29 @@ class Batches:
         try:
             work = self._work_of(asked)
             own = leader.own(iteration, work)
+        # An unknown work still has to be exchanged, as the other pipelines wait for this one's
+        # word.
         except PlannerError as error:
             work = None
             problem = str(error)
+        # The wait is a share of the iteration, so that most of it still runs by the decision.
         timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         slowest = self._exchange.slowest(iteration, own, timeout_s, self._slowdown())
         if not own.time_s:  # it does not know how it compares
             slowest = msgspec.structs.replace(slowest, time_s=0.0)
         batch = leader.decide(work, slowest)
+        # Sent at once, as ranks run at full clocks until it comes; all else can wait.
         self._exchange.send(iteration, batch)
         self._decide(iteration, batch, work, slowest)
         if problem is not None:
             self._say("work", problem)
+        # Reading laws costs one look at each rank, so it is done at times only once all are known.
         if not leader.is_ready or leader.lacks(work) or iteration % _AGAIN == 0:
             laws = self._exchange.laws()
             if laws is not None:
                 leader.learn(laws)
+        # Laying out a planner takes up to a second, so it is done when nobody waits for this
+        # iteration.
         leader.prepare(work)
 
     def _slowdown(self) -> float:
@@ -580,6 +627,7 @@ class Batches:
                 return
 
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
+        # Without work, the engine's own number of microbatches says which order runs.
         count = self._microbatches if work is None else len(work)
         first = self._first.get(count) if count else next(iter(self._first.values()), None)
         known = _Known(work, slowest)
@@ -588,11 +636,13 @@ class Batches:
             if batch.ranks and work is not None:
                 known = self._told_of(batch.ranks[self._seat.rank], program, known)
                 program = self._planned(iteration, program, known)
+            # Computed here and cached, because the training thread would spend time on it.
             _ = program.requests  # not on the training thread
             self._decided[iteration] = program
         self._known[iteration] = known
         self._known.pop(iteration - _KEPT, None)
         self._decided.pop(iteration - _KEPT, None)
+        # Set last, so that whoever waits finds the program.
         self._is_decided.set()
 
     def _told_of(self, plan: RankPlan, program: Program, known: _Known) -> _Known:
@@ -612,11 +662,15 @@ class Batches:
             return None
         profile = self._profile
         each = []
+        # Rows are of a stage, and an account is of one GPU.
         gpus = profile.gpus_per_stage
         for c, clock, seconds in zip(program.computations, clocks, full_s, strict=True):
+            # A planned clock that was not measured takes the nearest measured one, as the planner
+            # did.
             rows = {row.clock_mhz: row for row in profile.measurements[c.stage, c.kind]}
             top = rows[max(rows)]
             row = rows[nearest_clock(rows, clock)]
+            # Time and energy of a row scale alike with work, as the plan assumes.
             work = seconds / top.time_s
             row_j = work * row.energy_j / gpus
             top_j = work * top.energy_j / gpus
@@ -628,13 +682,18 @@ class Batches:
         """Return the program at the clocks that this rank was told, and write its latest starts."""
         plan = known.plan
         assert plan is not None
+        # Clocks of another number of computations are for another order, and full clocks need no
+        # program.
         clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
         if len(clocks) != len(program.clocks) or min(clocks) == program.top:
             return program
         costs = self._costs(program, clocks, known.full_s)
         program = replace(program, clocks=clocks, decision=1, then=program.top, costs=costs)
+        # Without a controller, laws or a pipeline, nothing can catch up within the iteration.
         if self._latest is None or not known.full_s or self._is_whole:
             return program
+        # Begun iterations run at full clocks until now, so their latest starts count from
+        # elsewhere.
         has_begun = self._iteration >= iteration
         rows = self._catching_up.rows(program, known.full_s, plan, has_begun=has_begun)
         return replace(program, table=self._latest.write(iteration, rows)) if rows else program

@@ -76,6 +76,8 @@ class BatchesDecider(Decider):
         work = options.work
         assert work is not None
         position = seat.engine.pipeline_rank
+        # The exchange waits on a thread of its own, and would hold up all others on a shared
+        # connection.
         clone = getattr(job.store, "clone", None)
         if clone is None and job.ranks > 1:
             raise UsageError(
@@ -99,11 +101,13 @@ class BatchesDecider(Decider):
             load_work(work, "work") if isinstance(work, str) else work,
             seat.warnings.warn,
         )
+        # Rank 0 speaks to the service, so what the job's leader knows must be there.
         if options.service is not None and job.rank == 0 and not self._batches.leads_job:
             raise UsageError(
                 "service: with work=, rank 0 of the job must be the first rank of pipeline 0; "
                 "leave service out, or place the ranks of a pipeline one after the other"
             )
+        # A rank without a GPU to set has nothing that the profile could fail to fit.
         if seat.gpu is not None:
             self._batches.check_gpu(seat.gpu.name, seat.control)
 

@@ -61,12 +61,16 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
         work: (n, numbers) work of the microbatch of each computation.
         time_s: (n,) what each took, seconds.
     """
+    # Numbers are standardised, so that one stiffness fits units as different as tokens and squares.
     mean = work.mean(axis=0)
     spread = work.std(axis=0)
+    # A number that does not vary has no slope that could be told.
     varied = spread > _UNVARIED * np.maximum(np.abs(mean), 1e-300)
     scaled = (work[:, varied] - mean[varied]) / spread[varied]
     design = np.column_stack([np.ones(len(work)), scaled])
+    # Numbers that vary alike share the slope instead of making the system singular.
     penalty = _STIFFNESS * len(work) * np.eye(design.shape[1])
+    # The constant is the mean time, which is not near zero, so it is not shrunk.
     penalty[0, 0] = 0.0
     weight: Floats = np.ones(len(work))
     found: Floats = np.zeros(design.shape[1])
@@ -74,9 +78,13 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
         weighted = design * weight[:, None]
         found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ time_s))
         missed = np.abs(time_s - design @ found)
+        # The median absolute miss is robust; 1.4826 makes it the standard deviation of normal
+        # errors.
         noise = 1.4826 * float(np.median(missed))
         before = weight
+        # Huber's weights: what misses by more counts less, in inverse proportion.
         weight = np.minimum(1.0, _TUNING * noise / np.maximum(missed, 1e-300))
+        # Exact data have no noise to weigh by, and weights that have settled change nothing more.
         if noise == 0.0 or np.abs(weight - before).max() < 1e-3:
             break
     slopes: Floats = np.zeros(work.shape[1])
@@ -116,10 +124,13 @@ class LawLearner:
                 samples.clear()
             samples.append((work, time_s))
         self._iterations += 1
+        # A law has one number for each feature and a constant, and needs samples of each.
         numbers = 1 + len(seen[0][1])
         fewest = min(map(len, self._samples.values()))
+        # The rarest computation decides, as all laws are told together.
         if self._iterations < self._due[0] or fewest < _SAMPLES * numbers:
             return False
+        # Iterations may have passed several dates while samples were too few.
         while self._due and self._due[0] <= self._iterations:
             del self._due[0]
         self.laws = {
@@ -258,16 +269,21 @@ class Exchange:
         store = self._store
         key = f"batch/{iteration}/slowest"
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
+        # What this pipeline knows alone; it also answers where the others are too late.
         alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
         if seat.pipelines == 1:
             return replace(alone, came=own.came, ordered_s=own.ordered_s, slowdown=slowdown)
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]
         store.set(keys[seat.pipeline], encode(own))
+        # Pipeline 0 reads all and writes one answer, so that others read one key each.
         if seat.pipeline == 0:
+            # Whoever is late is left out, because waiting for it would cost all of them time.
             if not self._wait(keys, timeout_s):
                 keys = [each for each in keys if store.check([each])]
             told = [decode(each, OwnTime) for each in store.multi_get(keys)]
+            # Work breaks ties, so that the answer does not depend on who wrote first.
             last = max(told, key=lambda each: (each.time_s, each.work))
+            # Unless all know their time, the longest that was told may not be the longest.
             is_whole = len(told) == seat.pipelines and min(each.time_s for each in told) > 0.0
             times_s = [each.time_s for each in told if each.time_s]
             ordered_s = [each.ordered_s for each in told]
@@ -278,14 +294,19 @@ class Exchange:
                 last.work,
                 self._came(told),
                 fmean(times_s) if times_s else 0.0,
+                # A best order counts only if all have looked, as the slowest of the orders is not
+                # known before.
                 max(ordered_s) if is_whole and min(ordered_s) > 0.0 else 0.0,
                 slowdown,
             )
             store.set(key, encode(slowest))
             return slowest
+        # Pipeline 0 waits for others first, so its answer is given twice the time.
         if not self._wait([key], 2.0 * timeout_s):
             return alone
         slowest = decode(store.get(key), Slowest)
+        # Pipeline 0 did not see this one's time, which is the longest of all as far as is known
+        # here.
         if own.time_s > slowest.time_s:  # this one was late
             slowest = replace(slowest, time_s=own.time_s, work=own.work)
         return slowest

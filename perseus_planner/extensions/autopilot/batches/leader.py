@@ -166,9 +166,11 @@ class Leader:
         ordered = list(self._ordered)
         if not unequal:
             return None
+        # Waiting is unequal work between pipelines, and spread is that within the first one.
         waiting, spread = map(fmean, zip(*unequal, strict=True))
         if self._is_whole:
             return BatchStatus(waiting)
+        # Sums and not means of ratios, so that long iterations count by their length.
         as_is_s, ordered_s = map(sum, zip(*ordered, strict=True)) if ordered else (0.0, 0.0)
         order = max(0.0, 1.0 - ordered_s / as_is_s) if as_is_s else None
         return BatchStatus(waiting, spread, self.error if any(self._errors) else None, order)
@@ -194,13 +196,16 @@ class Leader:
 
     def learn(self, told: tuple[RankLaws, ...]) -> None:
         """Take in what all ranks of the pipeline have learnt."""
+        # Laws are told again without news, and planners take long to lay out.
         if told == self._told:
             return
         laws = {key: law for rank in told for key, law in rank.by_key().items()}
+        # Planners hold the laws in their scales, so other laws need other planners.
         if laws != self._laws:
             self._planners.clear()
         self._told = told
         self._laws = laws
+        # A number of microbatches can be planned only if all ranks have told what they run then.
         orders = [rank.by_microbatches() for rank in told]
         everywhere = orders[0].keys() & set.intersection(*map(set, orders))
         self._orders = {count: tuple(rank[count] for rank in orders) for count in everywhere}
@@ -220,10 +225,15 @@ class Leader:
         wanted = [count for count in self._orders if count not in self._planners]
         if not wanted or len(self._planners) == MOST_COUNTS:
             return
+        # What this batch needs comes first; the other numbers are laid out before they are asked
+        # for.
         count = len(work) if work is not None and len(work) in wanted else wanted[0]
+        # Set before the attempt, so that what cannot be planned is not tried again with each batch.
         self._planners[count] = None
         schedule = Schedule("as trained", self._orders[count])
         most = self._settings.max_changes
+        # Jitter is what computations differ by besides their work, as learnt, and plans leave room
+        # for it.
         profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
         dag = PipelineDag.from_schedule(profile, schedule)
         self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
@@ -252,14 +262,18 @@ class Leader:
         came = tuple(self._came)
         if work is None:
             return OwnTime(came=came)
+        # Without a pipeline, the slowest rank's work is what its time tells a law of.
         row = tuple(work[0].tolist()) if self._is_whole else ()
         planner = self._planners.get(len(work))
+        # Without a planner the time is not known, and 0 says so to the others.
         if planner is None:
             return OwnTime(work=row, came=came)
         ledger = self._ledger
         pays = ledger is not None and ledger.is_overdrawn
+        # Audits are drawn by the number alone, so that pipelines agree without a word.
         pays |= len(self._by_law) < _TUNING.references or is_drawn(iteration, _TUNING.audit_of)
         own = OwnTime(planner.full_clocks_s(work), pays, row, came)
+        # Orders are looked at now and then only, as each look replays many of them.
         if iteration % _ORDERED or self._is_whole:
             return own
         ordered = work[list(planner.best_order(work))]
@@ -275,10 +289,12 @@ class Leader:
         Raises:
             PlannerError: If the work cannot be planned.
         """
+        # What the others told settles older iterations before the new one is decided.
         self._settle(slowest.came)
         if work is None:
             return Batch()
         planner = self._planners.get(len(work))
+        # Without the slowest time there is no target, so ranks run at full clocks.
         if planner is None or not slowest.time_s:
             return Batch(tuple(map(tuple, work.tolist())))
         took_s = planner.microbatch_s(work)
@@ -287,10 +303,13 @@ class Leader:
         )
         if slowest.ordered_s:
             self._ordered.append((slowest.time_s, slowest.ordered_s))
+        # All run at full clocks if one pipeline pays, as all wait for it.
         if slowest.pays:
             return self._batch(planner, work, slowest.time_s)
+        # Aimed earlier by what the work was off lately, as a target is met on the whole only then.
         target_s = slowest.time_s * self._agreed(slowest) * (1.0 - margin_of(self.error))
         plan = planner.plan(work, target_s)
+        # This pipeline waits for the slowest, so the iteration never ends before that one.
         return self._batch(planner, work, max(plan.time_s, slowest.time_s), plan)
 
     def _agreed(self, slowest: Slowest) -> float:
@@ -318,15 +337,19 @@ class Leader:
         """Return the seconds of this pipeline at full clocks, as its computations came: those of
         this rank tell the work of all.
         """
+        # Forwards and the rest err apart from each other, as the work tells them by different laws.
         came_s, told_s = np.zeros((2, 2, len(work)))  # of forwards and the rest
         for c, each in zip(order, ran.at_full_clocks_s, strict=True):
             place = int(c.kind != "F"), c.microbatch
             came_s[place] += each[0]
             told_s[place] += max(each[1], 1e-9)
+        # A law may say almost nothing of a computation, so logarithms are clipped.
         with np.errstate(divide="ignore"):
             logs = np.clip(np.log(came_s / told_s), -_OUTLIER, _OUTLIER)
+        # Full and lower clocks err by different amounts, so each is compared with its own.
         alike = self._errors[not ran.slowest.pays]
         alike.append(logs.T)
+        # What all of the last ones took longer is due to clocks or laws, and not to this batch.
         usual = math.exp(float(np.median(np.concatenate(alike))))
         factor = came_s.sum(axis=0) / told_s.sum(axis=0) / usual
         return planner.full_clocks_s(work, factor)
@@ -350,10 +373,12 @@ class Leader:
         """
         slowest = ran.slowest
         settings = self._settings
+        # The reference must not begin with an iteration whose slowest pipeline may not have told.
         if slowest.pays and (slowest.is_whole or ran.iteration >= _TUNING.audit_of):
             self._by_law.add(ran.time_s / slowest.time_s)
             if ratios is self._as_come:
                 ratios.add(ran.time_s / full_s)
+        # Without a reference at full clocks, nothing can be charged.
         if ratios.value is None:
             return
         reference_s = full_s * ratios.value
@@ -362,13 +387,16 @@ class Leader:
         )
         agreed = self._agreed(slowest)
         most_s = _TUNING.most_charged * reference_s
+        # Full clocks are not longer by definition, whatever they took.
         longer_s = 0.0
         if not slowest.pays:
             late_s = ran.time_s - agreed * reference_s
             before_s = self._late_s
             self._late_s = late_s
+            # An outlier is charged in part only, unless the one before was as late.
             late_s = min(max(late_s, -most_s), max(most_s, before_s))
             longer_s = (agreed - 1.0) * reference_s + late_s
+        # A budget or a deadline may allow more now than when the ledger began.
         ledger = dataclasses.replace(ledger, slowdown=agreed)
         self._ledger = ledger.add(reference_s + longer_s, longer_s=longer_s)
 
@@ -378,6 +406,7 @@ class Leader:
         """Return what ranks are told of a plan, None for full clocks, and an iteration time."""
         rows = work.tolist()
         ranks = []
+        # All ranks need to know when full clocks would start and end, to tell how late they are.
         full = planner.plan_of(work, None, time_s)
         for rank in range(len(self._orders[len(work)])):
             at_full_clocks = full.times(rank)

@@ -60,9 +60,11 @@ class ScaledDag:
     """
 
     def __init__(self, dag: PipelineDag) -> None:
+        # Few points, as a walk takes longer with each vertex of a hull.
         self._base = scaled_network(_thinned(dag, _VERTICES[len(dag.order) > _LARGE]))
         base = self._base.network
         count = len(dag.order)
+        # Nodes have vertices of their own, though the base shares those of a class.
         spans = [np.arange(a, b + 1) for a, b in zip(base.first, base.last, strict=True)][:count]
         #: (vertices,) the vertex of the base, first those of each node, then all of the base, of
         #: which waits have theirs
@@ -70,6 +72,8 @@ class ScaledDag:
         start = np.cumsum([0, *map(len, spans)])
         #: (vertices of nodes,) the node of each
         self._vertex_node = np.repeat(np.arange(count), np.diff(start))
+        # What is no node, such as a wait, keeps the vertices of the base, behind those of the
+        # nodes.
         first = base.first + start[-1]
         last = base.last + start[-1]
         first[:count], last[:count] = start[:-1], start[1:] - 1
@@ -78,8 +82,10 @@ class ScaledDag:
         )
         self._follows = np.arange(len(self._vertex)) < start[-1]  # behind a slower vertex
         self._follows[first] = False
+        # Checked once here, as scaling does not change the order of slopes.
         _check_slopes(self._network, self._follows)
         problem = point_problem(dag)
+        # The discrete problem likewise: each node has its own copy of the points of its class.
         sizes = np.diff(problem.point_start)[problem.member]
         point_start = np.cumsum([0, *sizes])
         point = np.arange(point_start[-1]) + np.repeat(
@@ -121,13 +127,18 @@ class ScaledDag:
         Returns:
             (n,) indices of points; they meet the deadline if the fastest ones do.
         """
+        # Points go from fast to slow, so these are the cheapest, and nothing is to be chosen if
+        # they fit.
         chosen = problem.point_start[1:] - 1
         end_s = np.empty(len(scale))
         if compute_ends(problem, chosen, end_s) <= deadline_s:
             return chosen  # the slowest of each
+        # Few combinations are all tried, which is exact.
         if self._is_small:
             return try_all_points(problem, deadline_s)
+        # The relaxed optimum says when each node should end and what its time is worth.
         guide = self._relaxed(scale, deadline_s)
+        # From the fastest points, which are in time if any are.
         chosen = problem.point_start[:-1].copy()
         improve(problem, deadline_s, guide, chosen, np.inf, tries, point_step_s(problem), True)
         return chosen
@@ -137,9 +148,11 @@ class ScaledDag:
         time.
         """
         scaled = self._scaled(scale)
+        # One deadline is asked for, so the walk has one step.
         step = next(walk(scaled.network, [int(deadline_s / scaled.tick_s)]))
         event = step.state.event
         flow = step.state.flow
+        # Event 2k is the begin of node k, and 2k + 1 its end.
         end_s = np.asarray(event[1 : 2 * len(scale) : 2] * scaled.tick_s, dtype=np.float64)
         price_w = np.asarray(flow[: len(scale)] * scaled.power_unit_w, dtype=np.float64)
         return Guide(end_s, price_w, np.array(STIFFNESS))
@@ -150,9 +163,13 @@ class ScaledDag:
         network = self._network
         ticks = base.network.vertex_time[self._vertex].astype(np.float64)
         ticks[: len(self._vertex_node)] *= scale[self._vertex_node]
+        # No path is longer than all nodes at their slowest, so sums of durations stay within 64
+        # bits.
         longest = float(ticks[network.first].sum())
         fits = math.ldexp(1.0, min(0, _TIME_BITS - math.frexp(longest)[1]))
+        # Rounded once, so that the network is one of integers and its cuts are exact.
         time = np.rint(ticks * fits).astype(np.int64)
+        # Rounding may make neighbours equal, and a slope between equal times is not defined.
         falls = time[:-1] > time[1:]
         if not falls[self._follows[1:]].all():  # else the kernels would walk out of their arrays
             raise AssertionError("a scaled curve does not fall: please report this")
@@ -186,8 +203,10 @@ def _few(points: tuple[OperatingPoint, ...], most: int) -> list[OperatingPoint]:
     """Return the ends of the lower hull, and the vertices that are the furthest from what is
     kept.
     """
+    # Points above the hull are never best at any price of time.
     hull = lower_hull([(point.time_s, point.effective_j) for point in points])
     kept = [0, len(hull) - 1]
+    # The vertex furthest below what is kept is the one whose loss would cost the most energy.
     while len(kept) < min(most, len(hull)):
         below: list[tuple[float, int]] = []
         for a, b in pairwise(sorted(kept)):
@@ -337,6 +356,8 @@ class BatchPlanner:
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
         self._set_laws(laws)
         self._problem, clocks = clock_problem_of(self.dag)
+        # Lower clocks are planned with room for jitter, but what a plan promises is told without
+        # it.
         with_room = self.dag.with_profile(_with_room(profile))
         self._roomy, _ = clock_problem_of(with_room)
         self._clocks_mhz = tuple(clocks)
@@ -345,6 +366,7 @@ class BatchPlanner:
             key: {m.clock_mhz: m.time_s for m in profile.measurements[key]}
             for key in dict.fromkeys(keys)
         }
+        # All classes share one list of clocks, so a class that lacks one runs at its nearest.
         column = {clock: i for i, clock in enumerate(clocks)}
         number = dict(zip(keys, self._problem.member.tolist(), strict=True))
         nearest = np.zeros(self._problem.time_s.shape, dtype=np.int64)
@@ -359,7 +381,9 @@ class BatchPlanner:
         self._scaled = ScaledDag(with_room)
         columns = {0: 0} | column  # clock 0 is that of fixed operations
         self._column_of_point = np.array([columns[mhz] for mhz in self._scaled.point_mhz.tolist()])
+        # The work is a multiple of what was measured, so all scales count from full clocks.
         self._full_s = self._one_s[self._problem.member, 0]  # (m,) as measured, at full clocks
+        # Operations without a clock cost the same in every plan, so they are added at the end.
         self._operations_j = float(
             sum(
                 self.dag.points[key][0].effective_j
@@ -409,18 +433,23 @@ class BatchPlanner:
         starts = plan._starts
         base = self._problem
         dag = self.dag
+        # What a computation takes in truth is what its work says, times the error of that.
         scale = (starts.scale * factor)[:, None]
+        # Each computation is a class of its own, as its error is its own.
         problem = base._replace(
             time_s=scale * self._one_s[base.member],
             cost_j=scale * self._one_j[base.member],
             member=np.arange(len(base.member)),
         )
         cost = change_cost(dag.iteration, change, dag.profile.gpus_per_stage)
+        # Without latest starts in the cost, the replay never takes a faster clock.
         if is_catching_up:
             first_s = starts.start_s[problem.rank_start[:-1]]
             cost = cost._replace(latest_start_s=starts.latest_start_s, first_start_s=first_s)
         state, _ = load_state(problem, starts.column)
         makespan_s = replay(problem, state)
+        # What a rank waits after its last computation counts from the iteration's end, so it is run
+        # once first.
         cost.tail_s[:] = makespan_s - state.end_s[problem.node[problem.rank_start[1:] - 1]]
         makespan_s, spent_j = replay_changes(problem, state, cost)
         calls = cost.numbers[5] - cost.call_start
@@ -492,6 +521,7 @@ class BatchPlanner:
         """
         longest_first = np.argsort(-self.microbatch_s(work), kind="stable")
         as_is = np.arange(len(work))
+        # A fixed seed, as equal input gives equal plans on every rank.
         rng = np.random.default_rng(0)
         random = [rng.permutation(as_is) for _ in range(_RANDOM_ORDERS)]
         orders = np.array([as_is, longest_first, longest_first[::-1], *random])
@@ -514,9 +544,12 @@ class BatchPlanner:
         """
         scale = self._scales(work)
         problem = self._problem
+        # Costs of one clock for all follow from the work of each class alone, without a replay.
         of_class = np.bincount(problem.member, scale, len(self._one_j))
         cost_j = (of_class[:, None] * self._one_j).sum(axis=0)
+        # Time is that of the roomy rows, so that jitter does not make the chosen clock late.
         makespan_s = self._replay_all((scale[:, None] * self._one_roomy_s[problem.member]).T)
+        # What is late costs infinitely much, so the least cost is the best clock in time.
         cost_j[makespan_s + self.dag.profile.overhead_s > target_s] = np.inf
         best = int(np.argmin(cost_j)) if np.isfinite(cost_j).any() else 0
         return self._plan_of(scale, self._nearest[problem.member, best], target_s)
@@ -539,19 +572,26 @@ class BatchPlanner:
         scale = self._scales(work)
         overhead_s = self.dag.profile.overhead_s
         nodes = len(self.dag.order)
+        # Larger iterations are tried less often, so that a plan takes about as long for all of
+        # them.
         tries = max(1, _EFFORT // nodes) if effort is None else COUNT.check(effort, "effort")
+        # Nothing can be faster than full clocks, so an earlier target is not tried.
         full_s = replay(self._problem, self._state(scale * self._full_s))
         deadline_s = max(full_s, target_s - overhead_s)
+        # Nodes without a clock keep their measured time, whatever the batch.
         node_scale = np.ones(nodes)
         node_scale[self._problem.node] = scale
         points = self._scaled.scaled_points(node_scale)
         chosen = self._scaled.choose(points, node_scale, deadline_s, tries)
         column = self._column_of_point[chosen[self._problem.node]]
+        # Both plans are compared up to the same time, as a plan that ends early waits until then.
         until_s = max(target_s, full_s + overhead_s)
         one = self.one_clock(work, until_s)
+        # Within a budget of changes a plan may not exist, and one clock always fits the budget.
         if self._most is not None and not self._merge(scale, column, deadline_s, self._most):
             return one
         plan = self._plan_of(scale, column, until_s)
+        # The search and the merging are heuristics, so one clock for all may still be cheaper.
         return plan if plan.time_s <= until_s and plan.energy_j < one.energy_j else one
 
     def _merge(self, scale: Floats, column: Integers, deadline_s: float, most: int) -> bool:
@@ -561,9 +601,11 @@ class BatchPlanner:
         """
         scratch = np.empty((2, len(column) + 1), dtype=np.int64)
         cost_j = np.empty(len(column) + 1)
+        # Merged clocks must hold in time with jitter, as the plan they come from.
         problem = self._roomy
         if not _merge(problem, scale, most, column, scratch[0], scratch[1], cost_j):
             return False
+        # Merging only raises clocks, which leaves time that lower clocks can use again.
         state = self._state(scale * problem.time_s[problem.member, column], column)
         _lower(problem, scale, deadline_s, state)
         return True
@@ -603,6 +645,7 @@ class BatchPlanner:
         scale /= self._full_s
         if not np.isfinite(scale).all():
             raise UsageError("work: is too large to plan with; give it in larger units")
+        # A law may be negative for little work, and no computation takes no time.
         np.maximum(scale, _LEAST_SCALE, out=scale)
         return scale
 
@@ -626,12 +669,17 @@ class BatchPlanner:
         """Return the replayed plan of one clock, given as its column, for each computation."""
         problem = self._problem
         overhead_s = self.dag.profile.overhead_s
+        # The promised time is that of the measured rows, without the room for jitter.
         state = self._state(scale * problem.time_s[problem.member, column])
         time_s = replay(problem, state) + overhead_s
+        # A plan that is late by itself has its latest ends count from its own end.
         until_s = max(time_s, target_s)
         latest_s = np.empty_like(state.end_s)
+        # Ranks may be late by this much without catching up, as jitter alone makes them late.
         tolerated_s = until_s * min(_TOLERATED * self.dag.profile.jitter, _MOST_TOLERATED)
+        # The overhead is no computation, so what is replayed has to end that much earlier.
         _latest_ends(problem, state, until_s + tolerated_s - overhead_s, latest_s)
+        # Summed one after the other, so that every rank finds the same bits.
         effective_j = float((scale * problem.cost_j[problem.member, column]).cumsum()[-1])
         clocks_mhz = [self._clocks_mhz[i] for i in column.tolist()]
         return BatchPlan(
@@ -678,6 +726,7 @@ def _latest_ends(
     lag_s = problem.before_lag_s
     for k in range(len(latest_s)):
         latest_s[k] = deadline_s
+    # Backward, so that all that follow a node are known before what it waits for is.
     for k in range(len(latest_s) - 1, -1, -1):
         start_s = latest_s[k] - state.duration_s[k]
         for i in range(before_start[k], before_start[k + 1]):
@@ -706,11 +755,15 @@ def _raised_to(
     member = problem.member
     time_s = problem.time_s
     cost_j = problem.cost_j
+    # Columns count downward from the highest clock, so the smallest one is the fastest clock in
+    # use.
     clock = column[first]
     for i in range(first, stop):
         clock = min(clock, column[i])
     i = first
     added_j = 0.0
+    # A class takes infinitely long at a clock at which it was not measured, so the next higher one
+    # is tried for all.
     while i < stop and clock >= 0:
         c = member[i]
         if time_s[c, clock] > time_s[c, column[i]]:
@@ -749,13 +802,16 @@ def _merge(
                 begin[count] = i
                 count += 1
         begin[count] = stop
+        # The cost of merging each segment with the one before it, which the loop keeps up to date.
         for s in range(1, count):
             raised[s], added_j[s] = _raised_to(problem, scale, column, begin[s - 1], begin[s + 1])
         while count > most:
+            # The cheapest merge first, of those that have a clock in common.
             best = 0
             for s in range(1, count):
                 if raised[s] >= 0 and (best == 0 or added_j[s] < added_j[best]):
                     best = s
+            # Classes may have no clock in common at which none takes longer.
             if best == 0:
                 return False
             for i in range(begin[best - 1], begin[best + 1]):
@@ -763,6 +819,7 @@ def _merge(
             count -= 1
             for s in range(best, count + 1):
                 begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
+            # Only merges with the new segment cost something else now.
             for s in range(max(best - 1, 1), min(best + 1, count)):
                 raised[s], added_j[s] = _raised_to(
                     problem, scale, column, begin[s - 1], begin[s + 1]
@@ -780,6 +837,7 @@ def _lower(problem: ClockProblem, scale: Floats, deadline_s: float, state: Clock
     cost_j = problem.cost_j
     column = state.clock
     duration_s = state.duration_s
+    # Each lowering may leave room for another, so it goes on until a whole round finds none.
     lowered = True
     while lowered:
         lowered = False
@@ -787,23 +845,29 @@ def _lower(problem: ClockProblem, scale: Floats, deadline_s: float, state: Clock
             first = rank_start[rank]
             while first < rank_start[rank + 1]:
                 stop = first + 1
+                # A whole segment is lowered at once, so that the number of changes never grows.
                 now = column[first]
                 while stop < rank_start[rank + 1] and column[stop] == now:
                     stop += 1
+                # Only a few lower clocks are looked at, as each costs a replay.
                 for clock in range(now + 1, min(now + 1 + _LOOK, time_s.shape[1])):
                     saved_j = 0.0
                     for i in range(first, stop):
                         saved_j += scale[i] * (cost_j[member[i], now] - cost_j[member[i], clock])
+                    # A lower clock may cost more energy, so the next one is looked at as well.
                     if not saved_j > 0.0:
                         continue
                     for i in range(first, stop):
                         duration_s[node[i]] = scale[i] * time_s[member[i], clock]
+                    # A replay resumes at the first node that changed, which may be any here, so it
+                    # begins anew.
                     state.touched[0] = 0
                     if replay(problem, state) <= deadline_s:
                         for i in range(first, stop):
                             column[i] = clock
                         lowered = True
                         break
+                    # Too late, so the durations go back before the next clock is tried.
                     for i in range(first, stop):
                         duration_s[node[i]] = scale[i] * time_s[member[i], now]
                 first = stop

@@ -37,10 +37,13 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
         UsageError: If it has none of them, or they are on a GPU, where reading them would wait.
     """
     found: dict[Any, Any] = {}
+    # What a microbatch has is found wherever it lies in tuples, lists and mappings.
     _find(microbatch, found)
+    # Cumulated lengths count from 0, so the sequences lie between neighbours.
     for name in _CUMULATED:
         if name in found:
             return _sums(np.diff(np.ravel(_on_cpu(found[name], name))))
+    # A position of 0 begins a sequence, so lengths are the distances between zeros.
     for name in _POSITIONS:
         if name in found:
             positions = np.atleast_2d(_on_cpu(found[name], name))
@@ -48,6 +51,7 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
             starts[..., 0] = True  # a row is at least one sequence
             return _sums(np.diff(np.append(np.flatnonzero(starts), positions.size)))
     if "attention_mask" in found:
+        # A mask tells padding, so each row has as many tokens as are not masked.
         mask = np.asarray(_on_cpu(found["attention_mask"], "attention_mask"))
         if mask.ndim != 2:
             raise UsageError(
@@ -101,6 +105,7 @@ def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Float
             each microbatch; says what.
     """
     rows: list[Any] = []
+    # The function is the caller's, so an error of it names the microbatch and not this package.
     for microbatch in _each_of(microbatches):
         try:
             rows.append(microbatch if function is None else function(microbatch))
@@ -112,6 +117,7 @@ def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Float
         arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
     except (TypeError, ValueError) as error:
         raise UsageError(f"the work of a microbatch is not a number or a few: {error}") from error
+    # One odd row would make laws of another number of features.
     for number, row in enumerate(arrays):
         if row.ndim != 1 or not 1 <= len(row) <= _MOST or len(row) != len(arrays[0]):
             raise UsageError(

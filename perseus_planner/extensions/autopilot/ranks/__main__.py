@@ -52,11 +52,13 @@ def main() -> int:
     owner = WatchedProcess(options.owner)
     channel = StreamChannel(socket.socket(fileno=DESCRIPTOR), ToProcess)
     received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
+    # A thread reads, as the end of rank 0 must be seen while a plan is being made.
     threading.Thread(target=_receive, args=(channel, owner, received), daemon=True).start()
     planner = Planner()
     begun_s = time.monotonic()
     saved_s = begun_s
     while True:
+        # The process rests until its CPU time is within its share of the time since it began.
         rests_until_s = begun_s + (time.process_time() - _FIRST_S) / _CORE_SHARE
         messages = _taken(received, rests_until_s)
         try:
@@ -65,12 +67,14 @@ def main() -> int:
             text = f"a fault of the autopilot, please report it: {error!r}"
             replies = [LogLine(text, is_warning=True)]
         is_over = any(isinstance(message, End) for message in messages)
+        # Saved at times and at the end, so that a killed job loses a minute at most.
         if is_over or time.monotonic() - saved_s > _SAVE_S:
             replies += planner.save()
             saved_s = time.monotonic()
         try:
             for reply in replies:
                 channel.send(reply, waits=True)
+        # Rank 0 is gone, so what was learnt is kept and nobody is left to answer.
         except EOFError:
             planner.save()
             return 0

@@ -88,6 +88,7 @@ class AutopilotProcess:
     def __init__(self) -> None:
         if not sys.executable:
             raise OSError("sys.executable does not name the Python to start it with")
+        # A socket pair and no pipe, as messages go both ways.
         here, there = socket.socketpair()
         try:
             arguments = [
@@ -97,6 +98,7 @@ class AutopilotProcess:
                 "--owner",
                 str(os.getpid()),
             ]
+            # The child gets one descriptor of this process, and nothing to read.
             actions = [
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, there.fileno(), DESCRIPTOR),
@@ -105,11 +107,13 @@ class AutopilotProcess:
             self.pid = os.posix_spawn(
                 sys.executable, arguments, child_environment(), file_actions=actions, setsid=True
             )
+        # The parent's end is closed only if nothing runs at the other one.
         except OSError:
             here.close()
             raise
         finally:
             there.close()
+        # Lower priority where cores are scarce; a system that refuses it still plans.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
         self._process = WatchedProcess(self.pid)
@@ -148,6 +152,7 @@ class AutopilotProcess:
             The last messages that it has sent.
         """
         messages: list[FromProcess] = []
+        # The connection closes when it has written its state, so its end is what is waited for.
         until_s = time.monotonic() + timeout_s
         with suppress(EOFError):
             self._channel.send(End())
@@ -157,6 +162,7 @@ class AutopilotProcess:
                 messages += self._channel.receive()
         while not self._process.has_ended() and time.monotonic() < until_s:
             time.sleep(_END_POLL_S)  # it has closed the connection, so it ends now
+        # Training is over, so the process must not outlive it.
         if not self._process.has_ended():
             os.kill(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # the training may have its children waited for
@@ -230,16 +236,19 @@ class Coordinator:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
                 # So that it is told the job
+                # A new process knows no job, so it is told all again.
                 self._orders = {}
                 self._waits_s = ()
             if self._process is not None:
                 self._take_replies(self._process.messages())
+                # The store is looked at only so often, whatever wakes the thread.
                 if self._now_s() - self._looked_s >= _LOOK_S:
                     self._looked_s = self._now_s()
                     self._read(self._process)
                     self._pass_on(self._process)
         except RuntimeError:  # the store is gone, as the agreement says
             pass
+        # Its end is no error of the training: ranks run their last program meanwhile.
         except (EOFError, OSError) as error:
             self._lose(error)
 
@@ -267,14 +276,17 @@ class Coordinator:
 
     def _read(self, process: AutopilotProcess) -> None:
         """Read what the ranks have observed, and pass on the iterations of which all is known."""
+        # An iteration that has begun is not over, so the last one is the one before.
         last = self._agreement.begun - 1
         if last < 0:
             self._expect_orders(process)
             return
+        # In large jobs pipelines take turns, so that rank 0 reads a bounded number of keys.
         turn = last % self._places.every
         ranks = [rank for rank in self._places.observed_in(last) if self._seen.get(rank, -1) < last]
         if not ranks:
             return
+        # Keys are written once and then replaced, so that they are there is checked once a turn.
         keys = list(map(observed_key, ranks))
         if not self._are_there[turn]:
             self._are_there[turn] = self._board.store.check(keys)
@@ -288,8 +300,11 @@ class Coordinator:
         for iteration in sorted(self._pending):
             frames = self._pending[iteration]
             if len(frames) == len(self._places.observed_in(iteration)):
+                # The process must know the order before it gets an iteration of it.
                 self._learn_orders(process, frames)
                 self._warn_of_orders(last)
+                # Told with the frames, so that the program is decided for the iteration that it
+                # will begin with.
                 since = self._agreement.since_if_proposed()
                 process.send(Observations(since, tuple(map(msgspec.Raw, frames.values()))))
                 del self._pending[iteration]
@@ -302,9 +317,11 @@ class Coordinator:
         """
         orders = {rank: decode(frame, FrameHead).order for rank, frame in frames.items()}
         new = {rank: order for rank, order in orders.items() if order}
+        # Orders are large and rarely new, so their numbers are compared first.
         if all(self._orders.get(rank) == order for rank, order in new.items()):
             return
         for rank, order in new.items():
+            # The number came with the frame, and the order itself lies under a key of its own.
             training = self._board.get(rank_key(rank), RankTraining)
             if training is None or order_number(training.order) != order:
                 return  # the rank runs something else by now
@@ -317,6 +334,7 @@ class Coordinator:
         """Tell the process what the ranks will run, if all know that before they begin."""
         ranks = list(self._places.of)
         keys = list(map(rank_key, ranks))
+        # Only at the begin, and only if all ranks have said so before they ran.
         if self._orders or not self._board.store.check(keys):
             return
         told = self._board.get_all(keys, RankTraining)
@@ -369,11 +387,13 @@ class Coordinator:
 
     def _take_replies(self, messages: Iterable[FromProcess]) -> None:
         for message in messages:
+            # Programs go to all ranks through the agreement, so that they change in one iteration.
             if isinstance(message, Programs):
                 self._agreement.propose(encode(message))
             elif isinstance(message, Status):
                 self.status = message.status.shown
                 if self.on_status is not None:
+                    # The service is shown the newest status, with or without a program.
                     self.on_status(self.status)
                 if self._exchange is not None:
                     self._exchange.status = self.status
@@ -381,6 +401,7 @@ class Coordinator:
                 if self._exchange is not None:
                     self._exchange.learnt = message
             elif message.is_warning:
+                # Keyed by its begin, so that a warning with changing numbers is given once.
                 key = f"autopilot/{message.text[:40]!r}"
                 self._warnings.warn(key, message.text, by="rank 0")
             else:

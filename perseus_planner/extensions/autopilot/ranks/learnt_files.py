@@ -50,6 +50,7 @@ def open_files(path: Path | None, job: AutopilotJob) -> LearntFiles:
     if path is None:
         return LearntFiles(None, None)
     found: dict[Path, Profile] = {}
+    # A file that cannot be read is left alone, and is a problem only under the job's own name.
     problem: PlannerError | None = None
     for file in (path, *_kept_beside(path)):
         try:
@@ -74,6 +75,7 @@ def open_files(path: Path | None, job: AutopilotJob) -> LearntFiles:
 
 def difference(profile: Profile, job: AutopilotJob) -> str | None:
     """Return why a profile is not one of this job; None if it is."""
+    # Times and powers of another GPU, or of a stage on more of them, tell nothing of this one.
     if profile.gpu != job.gpu:
         return f"is for the GPU {profile.gpu!r}, and this job has {job.gpu!r}"
     if profile.gpus_per_stage != job.gpus_per_stage:
@@ -81,8 +83,10 @@ def difference(profile: Profile, job: AutopilotJob) -> str | None:
     stages = _stages(job)
     if profile.stages != stages:
         return f"is for {profile.stages} stages, and this job has {stages}"
+    # Fewer modes than the job has are no difference, as the others are learnt.
     if profile.modes is not None and not set(profile.modes.ways) <= set(job.modes):
         return f"has the modes {', '.join(profile.modes.ways)}, and this job {', '.join(job.modes)}"
+    # Modes are added to a profile later, so only the training's own way has to be complete.
     own = {key for key in profile.measurements if mode_of(key[1]) == OWN}
     if own != set(job.iteration.keys):
         return "has other kinds of computations than this job"
@@ -111,7 +115,9 @@ def _merged(
     now: tuple[Measurement, ...], before: tuple[Measurement, ...]
 ) -> tuple[Measurement, ...]:
     known = {row.clock_mhz for row in now}
+    # Old rows count relative to the highest clock, as the GPU may have become slower since.
     top = next((row for row in before if row.clock_mhz == now[0].clock_mhz), None)
+    # Without a row at the same highest clock there is nothing to scale by.
     if top is None or not (top.has_work and now[0].has_work):
         return now
     time = now[0].time_s / top.time_s
@@ -135,6 +141,7 @@ def _path_to_write(
     path: Path, job: AutopilotJob, found: dict[Path, Profile], problem: PlannerError | None
 ) -> tuple[Path | None, list[Note]]:
     """Return the file to write, and what there is to say of the one at `path`."""
+    # The file may be one of a newer version, so it is left and another is written.
     if problem is not None:
         own = next(
             (file for file, profile in found.items() if difference(profile, job) is None),
@@ -157,9 +164,11 @@ def _path_to_write(
             with suppress(PlannerError):
                 _keep(path, profile)
         return path, []
+    # What another job learnt is moved aside before its place is taken.
     text = f"what was learnt before is not used: {path} {other}"
     try:
         kept = _keep(path, profile)
+    # It must not be lost, so this job writes nothing rather than replace it.
     except PlannerError as error:
         note = Note(f"{text}; it cannot be kept ({error}), so nothing is written", is_warning=True)
         return None, [note]

@@ -106,6 +106,7 @@ class Programs(Message, frozen=True):
         Raises:
             PlanError: If it is not for what this rank runs.
         """
+        # A program of another version may lack a field or a rank, so all is read in one place.
         try:
             sent = decode(data, Programs)
             number = sent.orders[rank]
@@ -119,6 +120,8 @@ class Programs(Message, frozen=True):
                 "planner on all ranks"
             ) from error
         clocks = values_of(runs)
+        # The rank has run something else since the decision, so clocks would fall on other
+        # computations.
         order = orders.get(number)
         if order is None or len(order) != len(clocks):
             raise PlanError("the autopilot's program is for another order of computations")
@@ -131,6 +134,7 @@ class Programs(Message, frozen=True):
             order=number,
             top=sent.top,
             note=Noted(sent.ledger, sent.status),
+            # Where waiting looks like computing, a busy time would blame the wrong rank.
             busy_s=busy_s if sent.tells_busy else None,
             costs=costs,
             sent=sent,
@@ -207,6 +211,7 @@ class Frame:
             gpus: How many GPUs like this one the rank of the pipeline has.
             energy_step_s: How old a reading of the energy counter can be, in seconds.
         """
+        # Frames carry no modes where all ran in the training's own way.
         modes = values_of(self.modes) or (OWN,) * (len(self.spans_s) // 2)
         return RankObservation(
             pipeline,
@@ -220,6 +225,7 @@ class Frame:
                     self.spans_s[0::2], self.spans_s[1::2], modes, strict=True
                 )
             ),
+            # One GPU's counter stands for all GPUs of the rank, which are alike.
             None if self.energy_j is None else gpus * self.energy_j,
             energy_step_s,
             self.throttled_s,
@@ -227,8 +233,10 @@ class Frame:
         )
 
     def _computation(self, begin_s: float, end_s: float, mode: str) -> ComputationObservation:
+        # The clock at the begin is the last one that came into force before it.
         before = [clock for at_s, clock in self.changes if at_s <= begin_s]
         inside = [change for change in self.changes if begin_s < change[0] < end_s]
+        # With an unknown clock, or more than one change, no time can be told for any clock.
         if not before or not before[-1] or len(inside) > 1 or not all(clock for _, clock in inside):
             return ComputationObservation(begin_s, end_s, None, mode=mode)
         change_s, changed_mhz = inside[0] if inside else (None, None)
@@ -279,12 +287,14 @@ class Places:
         """Return the places of a job, given the pipeline and the rank in it of each rank; None
         for absent ranks.
         """
+        # Several ranks may share a place, and one of them speaks for it.
         first: dict[tuple[int, int], int] = {}
         for rank, place in enumerate(everyone):
             if place is not None:
                 first.setdefault(place, rank)
         present = sum(place is not None for place in everyone)
         place_of = {rank: place for place, rank in first.items()}
+        # Absent ranks are not in any pipeline, so pipelines are counted by those present.
         pipelines = len({pipeline for pipeline, _ in first})
         gpus_per_stage = max(1, present // max(1, len(first)))
         return cls(place_of, pipelines, gpus_per_stage, turns(pipelines, len(first)))

@@ -96,6 +96,8 @@ class Observer:
         self._every = every
         self._turn = turn
         self._is_written = is_written
+        # Times, ends and messages come from different threads, so each is kept until the others are
+        # there.
         self._samples = GpuSamples()
         self._changes: deque[tuple[int, int]] = deque(
             maxlen=4096
@@ -105,6 +107,7 @@ class Observer:
         self._last_ns: int | None = None  #: end of the last computation of the iteration before
         self._metered = 0, 0.0  #: iterations whose energy is known, and their joules
         self._told = 0  #: number of the order that was told last
+        # Rank 0 reads keys of all ranks at once, so each is there from the start.
         if is_written:
             self._set(observed_key(rank), NOTHING)
             for number in source.orders:  # that is known before it ran
@@ -114,12 +117,16 @@ class Observer:
         """Take in new times and messages, and write the iterations that are known now."""
         for message in messages:
             if isinstance(message, ControlChange):
+                # A clock counts from when it has come into force, which is a while after the call.
                 self._changes.append((message.ended_ns + SETTLE_NS, message.value))
                 self._calls_s.append((message.ended_ns - message.begun_ns) / 1e9)
             elif isinstance(message, GpuSample):
                 self._samples.add(message)
         self._times.extend(times)
+        # An iteration is finished once it is known how it ended.
         while self._times and (ended := self._ended_of(self._times[0])) is not None:
+            # Samples of the GPU come late, so the newest iterations wait for theirs, but not for
+            # long.
             if (
                 ended.program is not None
                 and len(self._times) <= _PATIENCE
@@ -152,19 +159,26 @@ class Observer:
     def _finish(self, times: IterationTimes, ended: Ended) -> None:
         time_s = (times.end_ns - times.begin_ns) / 1e9
         program = ended.program
+        # Without computations, the iteration itself bounds the energy.
         last_ns = times.spans_ns[-1][1] if times.spans_ns else times.end_ns
         if times.follows_evaluation:  # its times tell nothing, and so the frame has none
             program = None
+        # Energy is of iterations by a program only, as no others are learnt from.
         energy_j = self._energy_j(times, last_ns) if program is not None else None
         if energy_j is not None:
             self._metered = self._metered[0] + 1, self._metered[1] + energy_j
+        # The rank's own ledger needs no word from rank 0, so clocks are bounded even if that is
+        # gone.
         if program is not None:
             self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
+        # Pipelines take turns, so other iterations are counted here and written by nobody.
         if self._is_written and times.number % self._every == self._turn:
+            # What the rank runs is told before the frame that refers to it by number.
             if ended.order != self._told and ended.order:
                 self._tell(ended.order)
             self._set(observed_key(self._rank), encode(self._frame(times, ended, time_s, energy_j)))
         self._last_ns = last_ns
+        # The last change before the next iteration is the clock at its begin, so one is kept.
         while len(self._changes) > 1 and self._changes[1][0] <= times.end_ns:
             self._changes.popleft()
 
@@ -184,21 +198,27 @@ class Observer:
         begin_ns = times.begin_ns
         if times.follows_evaluation:
             program = None
+        # Nothing is learnt from what did not run as planned, but others wait for the frame.
         if program is None or len(times.spans_ns) != len(program.computations):
             return Frame(self._rank, ended.order, times.number, 0, time_s)
         last_ns = times.spans_ns[-1][1]
         throttled_s = 0.0
+        # Throttling is asked for the same interval as the energy.
         if energy_j is not None and self._last_ns is not None:
             throttled = self._samples.throttled_s(self._last_ns, last_ns)
             throttled_s = max(throttled.values(), default=0.0)
+        # Only the clock in force at the begin, and changes until the last computation has ended,
+        # count.
         before = [clock for at_ns, clock in self._changes if at_ns <= begin_ns]
         inside = [
             ((at_ns - begin_ns) / 1e9, clock)
             for at_ns, clock in self._changes
             if begin_ns < at_ns < last_ns
         ]
+        # Seconds from the rank's own begin, as the clocks of nodes need not agree.
         spans_s = tuple((at_ns - begin_ns) / 1e9 for span in times.spans_ns for at_ns in span)
         changes = ((0.0, before[-1] if before else 0), *inside)
+        # A median of few calls is no measure, so 0 says that it is not known.
         call_s = median(self._calls_s) if len(self._calls_s) == _CALLS else 0.0
         return Frame(
             rank=self._rank,

@@ -110,20 +110,25 @@ class Planner:
         replies: list[FromProcess] = []
         since: int | None = None
         for message in messages:
+            # A new job drops the old decision, and needs one of its own at once.
             if isinstance(message, JobDescription):
                 replies += self._begin(message)
                 since = 0
+            # The autopilot has stopped, and all but a new job is of no use to it.
             elif self._autopilot is None:
                 continue
             elif isinstance(message, Observations):
                 since = message.since
                 frames = [decode(frame, Frame) for frame in message.frames]
+                # The autopilot counts iterations from the first that it has seen, as a job may be
+                # resumed.
                 if self._first is None and frames:
                     self._first = frames[0].iteration
                 self._observe(frames)
             elif isinstance(message, Waits):
                 pipelines = self._autopilot.job.pipelines
                 self._autopilot.wait_for(message.waits_s or [0.0] * pipelines)
+        # Several messages need one answer only, for the newest iteration.
         if self._autopilot is not None and since is not None:
             replies += self._answers(self._autopilot.decide(max(0, since - (self._first or 0))))
         return replies
@@ -167,12 +172,15 @@ class Planner:
         places = job.places.of
         trainings = {places[rank]: training for rank, training in job.trainings.items()}
         try:
+            # Pipelines are replicas, so the first one's orders stand for all.
             stages = len({stage for _, stage in places.values()})
             told = [trainings[0, rank] for rank in range(stages)]
             ranks = tuple(order_of(rank_training.order) for rank_training in told)
             schedule = Schedule("as trained", ranks)
+            # Refused here, where the user is told, before anything is planned by it.
             check_pipeline(schedule)
             gpu = _gpu_of(told)
+            # A dry run sets no clocks, so full ones are all that it can observe.
             offered = gpu.clocks_mhz[: None if job.sets_clocks else 1]
             described = AutopilotJob(
                 pipeline_iteration(schedule),
@@ -185,6 +193,7 @@ class Planner:
                 modes=job.modes,
                 shares_microbatch=job.shares_microbatch,
             )
+            # What is in memory is newer than the file, if it is of the same job.
             prior, notes = self._learned(), list[Note]()
             if prior is None or difference(prior, described) is not None:
                 self.save()  # what was learnt of another order, before it is forgotten
@@ -194,6 +203,7 @@ class Planner:
             self._schedule = grid_text(schedule)
             self._prior = prior
             self._autopilot = _learner(described, job.settings, prior)
+        # Training goes on at full clocks, and says why.
         except (PlannerError, KeyError, ValueError) as error:
             self._autopilot = None
             text = f"the autopilot cannot plan what this job runs: {error}"
@@ -205,6 +215,7 @@ class Planner:
         self._saving = None
         self._orders = tuple(map(order_number, ranks))
         self._origin = gpu.origin
+        # Simulated counters move all the time, so their readings have no age.
         self._step_s = COUNTER_STEP_S if gpu.origin == "measured" else 0.0
         if not job.sets_clocks:
             notes.append(Note("a dry run tries no clocks: the autopilot learns full clocks alone"))
@@ -222,11 +233,15 @@ class Planner:
         seen = []
         for frame in frames:
             pipeline, rank = places[frame.rank]
+            # A frame of another order, or of a pipeline without its first rank, does not fit the
+            # job.
             if frame.spans_s and frame.order == self._orders[rank] and pipeline in times_s:
                 observation = frame.observation(
                     pipeline, rank, self._job.places.gpus_per_stage, self._step_s
                 )
                 number = frame.iteration - (self._first or 0)
+                # Numbers and times are made those of the pipeline, as ranks count and wait by
+                # themselves.
                 seen.append(observation._replace(iteration=number, time_s=times_s[pipeline]))
         if seen:
             self._autopilot.observe(seen)
@@ -246,8 +261,11 @@ class Planner:
         assert self._autopilot is not None
         ledger = decision.ledger
         first = self._first or 0
+        # Ranks count from the job's begin, and the autopilot from the first iteration that it has
+        # seen.
         if ledger is not None:
             ledger = replace(ledger, last=ledger.last + first, recent=())
+        # An iteration at full clocks tells no saving, so the last plan's is still the one shown.
         if decision.time_s is not None:  # else it runs at full clocks for once
             self._saving = decision.saving, decision.saving_stderr
         status = AutopilotStatus(
@@ -265,6 +283,7 @@ class Planner:
             longest=decision.longest,
         )
         replies: list[FromProcess] = [Status(status), *self._log(status)]
+        # Sent only if something is new, as each program costs all ranks a round of agreement.
         news = (
             decision.clocks,
             decision.modes,
@@ -272,11 +291,13 @@ class Planner:
             None if ledger is None else ledger.slowdown,
             decision.iteration // RENEWED,  # so that ranks know what they owe
         )
+        # Rows are counted, as a service needs them only when there are notably more.
         job = self._autopilot.job
         every = len(set(job.iteration.keys)) * len(job.clocks_mhz) * len(job.modes)
         rows = every - decision.unknown
         told = self._told_rows
         now_s = self._now_s()
+        # Early on each quarter more counts; later any more, but once a minute.
         is_new = rows >= TOLD_GROWTH * told or (rows > told and now_s - self._told_s >= LOG_S)
         if self._saving is not None and is_new:
             self._told_rows = rows
@@ -284,6 +305,7 @@ class Planner:
             replies += self._learnt_message(self._learned())
         if news != self._sent:
             self._sent = news
+            # Full clocks have no expected time of their own, so the reference stands for it.
             time_s = decision.time_s or (0.0 if ledger is None else ledger.reference_s)
             top = self._autopilot.job.clocks_mhz[0]
             costs = self._autopilot.rank_costs()
