@@ -226,6 +226,7 @@ def profile(
     )
     from perseus_planner.gpu import open_gpu
 
+    # A key in a file does not stand in the list of processes or in the shell's history.
     if key is not None and key.startswith("@"):
         key = read_text(Path(key[1:]), UsageError, "the key of the server").strip()
     chosen = ServingSettings(shapes, concurrencies, rates, control, settings, window_s)
@@ -240,6 +241,7 @@ def profile(
         told: set[tuple[str, str]] = set()  # classes and kinds of notes, each of which is said once
         for row in stack.enter_context(closing(measured)):
             rows.append(row)
+            # Written again with each row, so that an interrupted measurement keeps what it has.
             save_served(rows, control, origin, output)
             name = f"class {row.input}/{row.output}"
             for kind, note in _notes(row):
@@ -286,6 +288,7 @@ def read(
             raise UsageError(f"{each!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
         rows += read_results(Path(file), clock_mhz, degree, power_w, shape, tell=notes.append)
     save_served(rows, "clock", "read", output)
+    # Without energy a row says nothing of cost, and planning takes such rows for too slow.
     if any(row.energy_j is None for row in rows):
         notes.append("rows without an energy count as too slow; give their power as MHZ@WATTS")
     for note in notes:
@@ -361,11 +364,13 @@ def plan(
     from perseus_planner.extensions.inference.views import plan_text, plan_view
     from perseus_planner.extensions.inference.workload import periods_of, read_rates, read_trace
 
+    # Two sources of demand would contradict each other, and without one there is nothing to plan.
     if (trace is None) == (rates is None):
         raise UsageError("give one of --trace and --rates")
     refuse_same((profile, trace, rates), output)
     costs = service.costs()
     measured = service.read_profile(profile)
+    # A trace varies over time, so it is planned period by period; rates are one period.
     if trace is not None:
         periods = periods_of(read_trace(trace), measured, service.epoch_s)
     elif rates is not None:
@@ -426,9 +431,11 @@ def simulate(
     requests = read_trace(trace)
     replays = []
     left_out = list[str]()
+    # The baseline is replayed once, also if it is asked for.
     for name in console.each("Replaying", dict.fromkeys((BASELINE, *(policies or POLICIES)))):
         try:
             replays.append(replay(measured, requests, settings, name))
+        # A policy that was not asked for and cannot be run is left out with its reason.
         except (InfeasibleGpus, UsageError) as error:
             if name in policies or name == "planner":
                 raise
@@ -533,12 +540,14 @@ def run(
         closing(MetricsReader(url, _ANSWER_S)) as reader,
         console.signals(_ENDING, asked.append),
     ):
+        # The server writes to stderr, as stdout is for the report.
         process = console.start(command, sys.stderr.fileno())
 
         def is_over() -> bool:
             return bool(asked) or process.poll() is not None
 
         try:
+            # Until the server answers, an error of the connection is no news.
             end_s = time.monotonic() + start_s
             while not is_over():
                 with suppress(OSError, HTTPException):
@@ -551,10 +560,12 @@ def run(
                         "longer --start"
                     )
                 time.sleep(_LOOK_S)
+        # The server was started here, so it ends with the planner, also after an error.
         finally:
             if process.poll() is None:
                 process.terminate()
             status = process.wait()
+    # A status below 0 is a signal, which shells write as 128 and its number.
     sys.exit(128 - status if status < 0 else status)
 
 

@@ -98,15 +98,20 @@ class Histogram(NamedTuple):
         sure = sum(counts[place + 1 :])
         if not unsure:
             return sure
+        # The sum of all values, less what other buckets hold at their middles, is that of the
+        # unsure ones.
         others = sum(
             count * (low if math.isinf(high) else (low + high) / 2)
             for each, (count, low, high) in enumerate(zip(counts, lows, self.bounds, strict=True))
             if each != place and count
         )
+        # A mean outside its bucket is an error of the middles.
         mean = min(max((self.total - others) / unsure, low), high)
+        # A single value is its own mean, so it is above the limit or not.
         spread = min(mean - low, high - mean) if self.seen > 1 else 0.0
         if not spread:
             return sure + unsure * (mean > most)
+        # The share above the limit of values that are spread evenly around their mean.
         return sure + unsure * min(1.0, max(0.0, (mean + spread - most) / (2 * spread)))
 
 
@@ -134,6 +139,7 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
     known: dict[str, Any] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     by_source: dict[str, float] = defaultdict(float)
+    # Engines of one server have labels of their own, and are added up.
     for name, part, labels, written in _LINE.findall(text):
         try:
             value = float(written)
@@ -152,6 +158,7 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
         bounds, below = zip(*sorted(counts.items()), strict=True)
         known[name] = Histogram(bounds, below, known[f"{name}_sum"])
     found: dict[str, Any] = {}
+    # Names differ between servers and versions, and the first that is there counts.
     for what, names in _NAMES.items():
         found[what] = next((known[name] for name in names if name in known), None)
         if found[what] is None and what not in _OPTIONAL:

@@ -138,8 +138,10 @@ class ServerClock:
     """
 
     def __init__(self, clocks_mhz: Sequence[int], settings: OnlineSettings) -> None:
+        # Below this share of the clock, iterations could take more than three times as long.
         self.clocks_mhz = [mhz for mhz in clocks_mhz if mhz >= _LOWEST * clocks_mhz[0]]
         self.settings = settings
+        # Seeded, so that equal states give equal decisions.
         self._random = random.Random(0)  # of audits
         self._x = np.log(self.clocks_mhz[0] / np.array(self.clocks_mhz))
         self._slower, self._power = Curve(self._x, 0.3, 0.3), Curve(self._x, -1.2, 0.5)
@@ -204,6 +206,7 @@ class ServerClock:
         tbt = state.tbt.since(before.tbt)
         self.requests += ttft.seen
         # The time between tokens is the mean of a request: one long iteration makes none late.
+        # Without times of each request, tokens stand for requests: so many of them count as one.
         if state.tpot is None or before.tpot is None:
             ended = tbt.seen / _TOKENS
             slow = ended * (tbt.total > tbt.seen * self.settings.tbt_s)
@@ -211,25 +214,30 @@ class ServerClock:
             tpot = state.tpot.since(before.tpot)
             ended = tpot.seen
             slow = tpot.above(self.settings.tbt_s)
+            # Requests that got a first token and never finished would count as decoding for ever.
             self._lost = max(self._lost, state.ttft.seen - state.tpot.seen - state.running)
         late = np.array((ttft.above(self.settings.ttft_s), slow))
         self.late += late[0]
         self.ended += ended
         self.slow += slow
+        # What may be late is agreed as a share of requests, so it grows with them.
         agreed = self.settings.late * np.array((ttft.seen, ended))
         more = (late - agreed).tolist()
         self._owed = np.array(
             [owed_after(*each, self._burst) for each in zip(self._owed, more, strict=True)]
         )
         # Late requests make the margins narrower, others wider.
+        # Margins move with each late request, so many requests in a second move each by less.
         step = _TUNING.step / max(1.0, self._rates[0])
         self._margins *= np.exp(step * (_TUNING.aim * agreed - late))
         self._margins = np.clip(self._margins, *_TUNING.margins)
+        # What arrives fades with time and not with the number of looks.
         length_s = max(1e-3, state.time_s - before.time_s)
         fade = math.exp(-length_s / _FADE_S)
         inputs = state.input_tokens - before.input_tokens
         counts = np.array((ttft.seen, inputs, state.output_tokens - before.output_tokens))
         self._rates = fade * self._rates + (1 - fade) * counts / length_s
+        # Input tokens of a request are averaged over requests, as prompts differ widely.
         if ttft.seen and inputs:
             mean = inputs / ttft.seen
             keep = 0.98**ttft.seen
@@ -241,29 +249,36 @@ class ServerClock:
         """Learn from a window, if there is one: a time at one clock in which it always computed,
         or never.
         """
+        # A window that mixes computing and idling would tell a power that is neither.
         is_busy = state.running > 0
         if self._begun is None or is_busy != (self._begun[0].running > 0):
             self._begun = state, energy_j
             return
         begin, begin_j = self._begun
+        # Short windows tell little, because counters of energy are stale.
         length_s = state.time_s - begin.time_s
         if length_s < _WINDOW_S:
             return
         self._begun = state, energy_j
         power_w = (energy_j - begin_j) / length_s
+        # Idle power is an average over windows, as each is short.
         if not is_busy:
             self._idle_w = power_w if not self._idle_w else 0.9 * self._idle_w + 0.1 * power_w
             return
         tbt = state.tbt.since(begin.tbt)
+        # A window in which no token came teaches nothing of iterations.
         if tbt.seen <= 0 or tbt.total <= 0 or power_w <= 0:
             return
         time_s = tbt.total / tbt.seen  # each request that decodes sees each iteration
+        # Tokens of one iteration, as each time between tokens is one iteration.
         outputs = (state.output_tokens - begin.output_tokens) * time_s / length_s
         inputs = (state.input_tokens - begin.input_tokens) * time_s / length_s
+        # Full clocks tell what an iteration takes; other clocks are learnt relative to them.
         if self.index == 0:
             self._iterations.add(outputs, inputs, time_s)
             self._top_w = power_w if self._top_w is None else 0.8 * self._top_w + 0.2 * power_w
             return
+        # Prompts are computation, so they take as many times as long as the clock is lower.
         base_s, output_s, input_s = self._iterations.costs_s
         prompts_s = inputs * input_s * math.exp(self._x[self.index])
         decode_s = base_s + outputs * output_s
@@ -271,6 +286,7 @@ class ServerClock:
             slower = math.log((time_s - prompts_s) / decode_s)
             self._slower.add(self.index, slower, _SCATTER**2)
         if self._top_w is not None:
+            # The counter's staleness is an error of both ends, which is larger in short windows.
             variance = _SCATTER**2 + (_STALE_S / length_s) ** 2
             self._power.add(self.index, math.log(power_w / self._top_w), variance)
 
@@ -278,6 +294,7 @@ class ServerClock:
         """Choose the clock from now on."""
         passed_s = state.time_s - self._chosen_s
         self._chosen_s = state.time_s
+        # An audit goes on once it has begun, and at full clocks none needs to begin.
         may_audit = self.index > 0 or self._audits.is_running
         if self._iterations.windows < _FIRST or self._top_w is None:
             self._set(0, "learning")
@@ -313,19 +330,24 @@ class ServerClock:
         """Return whether each clock keeps the objectives."""
         requests, inputs, outputs = self._rates
         mean, square = self._length
+        # Prompts may be a standard deviation longer than their mean.
         long = mean + math.sqrt(max(0.0, square - mean**2))
         input_s = self._iterations.costs_s[2] * np.exp(self._x)
+        # All that is there may be in the batch of the next iteration.
         there = state.running + state.waiting
         iteration_s = self._iteration_s(there, 0.0)
+        # Between two tokens prompts are computed as well, in the share of time that they need.
         between_s = iteration_s / np.maximum(1e-3, 1.0 - inputs * input_s)
         # Long prompts come between the tokens of a short answer.
         prompts_s = (state.waiting + 1) * long * input_s
         between_s = between_s + prompts_s * requests / max(outputs, requests, 1e-9)
         # What has no token yet and one prompt more, in an iteration of the batch each time.
+        # Without times of each request, the queue is all that is known to have no token.
         pending = state.waiting
         if state.tpot is not None:
             pending = there - (state.ttft.seen - state.tpot.seen - self._lost)
         first_s = (pending + 1) * long * input_s + 2 * iteration_s
+        # The share of time that the server computes, which may not reach the whole.
         busy = requests * (mean * input_s + iteration_s)
         fits: np.ndarray = between_s <= self._margins[1] * self.settings.tbt_s
         fits &= first_s <= min(1.0, self._margins[0]) * self.settings.ttft_s
@@ -334,13 +356,16 @@ class ServerClock:
 
     def _costs(self, state: ServerState) -> np.ndarray:
         """Return the least power that each clock may take, relative to that at full clocks."""
+        # At a lower clock the GPU is idle less, so both powers count by their shares of time.
         inputs, outputs = self._rates[1:]
         batch = max(1.0, state.running)
         iteration_s = self._iteration_s(batch, 0.0)
         busy_s = outputs / batch * iteration_s
         busy_s += inputs * self._iterations.costs_s[2] * np.exp(self._x)
         busy = np.minimum(1.0, busy_s)
+        # Doubt counts in a clock's favour, so that what might be the best is tried.
         power_w = (self._top_w or 0.0) * np.exp(self._power.mean - 2 * self._power.error)
+        # Idling draws no more than computing does, whatever was measured.
         costs: np.ndarray = busy * power_w + (1 - busy) * np.minimum(power_w, self._idle_w)
         return costs
 
@@ -372,6 +397,7 @@ def attend(
     Raises:
         GpuError: If the GPUs cannot be read, leased or set.
     """
+    # All GPUs of the server run one clock, so only what all support is tried.
     clocks_mhz = common_settings([gpu.supported_clocks_mhz for gpu in gpus])
     chooser = ServerClock(clocks_mhz[:: max(1, len(clocks_mhz) // _CLOCKS)], settings)
     current_mhz = clocks_mhz[0]
@@ -381,12 +407,14 @@ def attend(
     begin_s = time.monotonic()
     begin_j = sum(gpu.energy_j() for gpu in gpus)
     with ExitStack() as stack:
+        # A lease resets the clocks even if this process is killed.
         if not is_dry:
             stack.enter_context(lease_gpus(gpus, power_limit=False))
         while not is_over():
             poll_s = time.monotonic()
             try:
                 state = reader.read()
+            # A server that does not answer may be overloaded, so clocks are full until it does.
             except (OSError, http.client.HTTPException, UsageError) as error:
                 if chooser.reason != NO_ANSWER:
                     tell(f"{reader.where}: does not answer ({error!r}); clocks are full")
@@ -402,6 +430,7 @@ def attend(
             if poll_s - told_s > _TELL_S:
                 told_s = poll_s
                 tell(_line(chooser, is_dry))
+            # Polls keep their period, whatever a round took.
             time.sleep(max(0.0, poll_s + _POLL_S - time.monotonic()))
         energy_j = sum(gpu.energy_j() for gpu in gpus) - begin_j
     return {
@@ -470,6 +499,8 @@ def _pids_of_server(address: str) -> set[int]:
     children; none if they are not known.
     """
     try:
+        # Servers fork workers, which compute and do not listen, so groups and children count as
+        # well.
         connections = psutil.net_connections("tcp")
         port = urlsplit(address).port
         listening = {

@@ -195,6 +195,7 @@ def plan_pools(
         UsageError: If a class has no configuration that meets its objective.
     """
     profile = _allowed(profile, policy)
+    # Degrees are chosen first, and are kept while clocks are chosen.
     if policy == "hierarchical":
         first = plan_pools(profile, demand, gpus, period_s, "degree", gap=gap)
         degrees = {
@@ -206,6 +207,7 @@ def plan_pools(
     model = _Model(profile, demand, period_s, before, costs)
     answer = model.solve(model.energies_j, gpus, gap)
     if answer is None:
+        # The error says how many GPUs would do, which another solve tells.
         raise InfeasibleGpus(int(gpus), *least_gpus(profile, demand))
     return model.plan(*answer)
 
@@ -277,6 +279,7 @@ class _Model:
         costs: ChangeCosts = PUBLISHED,
         least_share: float = 1.0,
     ) -> None:
+        # Sorted, so that equal demands give equal programmes.
         demand = dict(sorted(demand.items()))
         self._period_s = period_s
         self._before = before
@@ -288,8 +291,10 @@ class _Model:
         # Column -> joules of one, less what idle instances cost anyhow.
         self.energies_j: dict[int, float] = {}
         self.gpus: dict[int, float] = {}
+        # Without scarce GPUs the share is all; the least share is below 1 only to find what fits.
         self.share = self._programme.add(most=1.0, least=least_share)
         self._groups: list[_Group] = []
+        # Requests of a trace differ in length from those measured, so loads are carried over.
         points = {
             (of, at): [cell.carried(*load.lengths(of)) for cell in profile.feasible(of, at)]
             for of, load in demand.items()
@@ -301,19 +306,25 @@ class _Model:
                 group = _Group(self._programme.add(whole=True), longest, at, segment, [])
                 for of, load in demand.items():
                     served = points[of, at][: len(of_longest)]
+                    # A longer pool serves shorter classes, on segments that both curves have.
                     if longest.covers(of) and len(served) > segment:
+                        # The two ends of the segment; the first segment begins at an idle instance.
                         for point in served[max(0, segment - 1) : segment + 1]:
+                            # Filled counts in the busiest minute, which is what an instance has to
+                            # carry.
                             filled = load.peak * point.tokens_per_s / served[-1].tokens_per_s
                             entry = _Entry(self._programme.add(), of, point, filled)
                             group.entries.append(entry)
                             carried[of][entry.column] = point.tokens_per_s
                 self._add_group(group)
+        # A class without any column could not be served by anything.
         for of, loads in carried.items():
             if not loads:
                 raise UsageError(
                     f"class {of.name}: no configuration meets its latency objective; measure a "
                     "higher clock or tensor degree, or loosen the objective"
                 )
+            # Rows are scaled to about 1, as the solver's tolerances are absolute.
             most = max(loads.values())
             loads[self.share] = -demand[of].tokens_per_s
             row = {column: load / most for column, load in loads.items()}
@@ -326,12 +337,14 @@ class _Model:
         instances, _, at, segment, entries = group
         self._groups.append(group)
         self.gpus[instances] = at.tensor_degree
+        # On the first segment an instance may be partly idle, so idling is counted there alone.
         idle_w = 0.0 if segment else self._idle_w[at]
         self.energies_j[instances] = idle_w * self._period_s
         for entry in entries:
             self.energies_j[entry.column] = (entry.point.power_w - idle_w) * self._period_s
         shares = {entry.column: 1.0 for entry in entries}
         peaks = {entry.column: entry.filled for entry in entries}
+        # Beyond the first segment no instance idles, so the shares add up to the instances.
         least = 0.0 if segment else -math.inf
         self._programme.limit({instances: -1.0, **shares}, 0.0, least)
         self._programme.limit({instances: -1.0, **peaks}, 0.0)
@@ -339,11 +352,13 @@ class _Model:
     def _add_changes(self, before: Sequence[Pool]) -> None:
         """Add the GPUs that have to change, as in `ChangeCosts.between`."""
         for key, price_j in zip(SAME, self._costs.prices_j, strict=True):
+            # GPUs that the configuration had before are free; only more of it than that changes.
             had = gpus_by(key, before)
             rows: dict[object, dict[int, float]] = defaultdict(dict)
             for group in self._groups:
                 rows[key(group.at)][group.column] = group.at.tensor_degree
             for same, row in rows.items():
+                # Never below 0, so fewer GPUs than before bring nothing back.
                 more = self._programme.add()
                 self.energies_j[more] = price_j
                 self._programme.limit({**row, more: -1.0}, had[same])
@@ -379,6 +394,7 @@ class _Model:
             serves: dict[RequestClass, float] = defaultdict(float)
             for column, of, point, filled in entries:
                 share = float(values[column])
+                # Shares below rounding are noise of the solver and no plan.
                 if share > _ROUNDING / 100:
                     shares += share
                     needed += share * filled
@@ -386,15 +402,19 @@ class _Model:
                     power_w += share * point.power_w
             if serves and segment:  # the solver's instances, all of which have work
                 pools.append(Pool(longest, at, round(shares), dict(sorted(serves.items()))))
+            # On the first one, instances are filled by load or by the busiest minute, whichever is
+            # more.
             elif serves:
                 power_w -= shares * self._idle_w[at]
                 first.append(_Part(at, longest, max(shares, needed), serves))
+        # Idle power depends on how many instances are left after joining.
         for pool in _joined(first):
             power_w += pool.instances * self._idle_w[pool.at]
             pools.append(pool)
         pools.sort(key=lambda pool: (pool.longest, pool.at))
         change_j = 0.0 if self._before is None else self._costs.between(self._before, pools)
         energy_j = power_w * self._period_s + change_j
+        # The bound is never above the plan, whatever rounding made of both.
         return PoolPlan(power_w, change_j, energy_j, min(bound, energy_j), tuple(pools))
 
 
@@ -409,10 +429,12 @@ class _Part(NamedTuple):
 
 def _joined(parts: list[_Part]) -> Iterator[Pool]:
     """Yield pools with so many instances as are filled; join two where fewer do for both."""
+    # Longest classes first, as only they may take in others.
     rest = sorted(parts, key=lambda part: part[:2], reverse=True)
     while rest:
         at, longest, filled, serves = rest.pop(0)
         for other in list(rest):
+            # Joining pays only where both together round up to fewer instances.
             fewer = _instances(filled + other.filled) < _instances(filled) + _instances(
                 other.filled
             )
@@ -459,9 +481,11 @@ def make_plan(
     """
     totals = dict[str, dict[str, Any]]()
     plans = list[PoolPlan]()
+    # The planner is the last policy, so its plans are the ones that stand after the loop.
     for name in POLICIES:
         plans = []
         for _, length_s, demand in periods:
+            # The first period has no pools before it, so nothing changes there.
             before = plans[-1].pools if plans else None
             plan = partial(
                 plan_pools,
@@ -474,6 +498,7 @@ def make_plan(
             )
             try:
                 plans.append(plan(gpus=gpus))
+            # Other policies may need more GPUs than there are, which is shown as their need.
             except InfeasibleGpus as error:
                 if name == PLANNER:
                     least, proved = zip(
@@ -481,6 +506,7 @@ def make_plan(
                     )
                     raise InfeasibleGpus(gpus, max(least), all(proved)) from error
                 plans.append(plan(gpus=math.inf))
+            # Without a configuration in time, a policy has no energy to compare.
             except UsageError:
                 if name == PLANNER:
                     raise

@@ -187,11 +187,13 @@ def read_results(
                 loads.append(read(each))
             except _NothingCompletedError as error:
                 empty.append(error)
+    # One load without answers is a note; a file without any is an error.
     if not loads:
         raise empty[0] if empty else UsageError(f"{path}: has no results; measure some load")
     for nothing in empty:
         tell(f"{nothing}; it is left out")
     rows = []
+    # The file's own power is that of GPUs that it saw, which must be those of the server.
     for load in loads:
         if power_w is None:
             _check_gpus(load, tensor_degree)
@@ -233,6 +235,7 @@ def _check_gpus(load: _Load, tensor_degree: int) -> None:
 
 def _notes(load: _Load, power_w: float | None) -> Iterator[str]:
     """Yield what to know of a load, whatever program measured it."""
+    # Latencies hold for those that completed, while the energy was spent on all.
     if load.failed:
         yield (
             f"{load.failed:.0f} of {load.completed + load.failed:.0f} requests failed; latencies "
@@ -260,6 +263,7 @@ def _objects(path: Path) -> list[_Part]:
     """Return the objects of JSON in a file: one, a list of them, or one a line."""
     with reading(path, UsageError):
         data = path.read_bytes()
+    # A byte order mark at the begin is no part of JSON.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -338,6 +342,7 @@ def _vllm(part: _Part) -> _Load:
     failed = _failed_of_vllm(part, completed)
     if not completed:
         raise _nothing(part, failed)
+    # One figure for a rate that rises belongs to no load.
     if part.get("ramp_up_strategy") is not None:
         raise part.refusal("its rate rises (ramp_up_strategy), so that it is not one load")
     outputs = part.number("total_output_tokens", _TOKENS) / completed
@@ -354,6 +359,7 @@ def _vllm(part: _Part) -> _Load:
             f"all {concurrency} requests were sent at once, which is a burst and no steady load; "
             "measure with --max-concurrency or --request-rate"
         )
+    # Older files have no duration; in others it checks the rate.
     if "duration" in part:
         seconds = part.number("duration", _LENGTH)
         if abs(requests_per_s * seconds - completed) > _OFF * completed:
@@ -399,6 +405,7 @@ def _latency_of_vllm(part: _Part, name: str, of_requests_s: Sequence[float]) -> 
     matches = (re.fullmatch(rf"p(\d+(?:\.\d+)?)_{name}_ms", key) for key in part)
     stated = {float(match[1]): match[0] for match in matches if match}
     # What was asked for, what requests took one by one, or the next one above.
+    # A percentile that was not asked for can be computed where each request is in the file.
     if _HIGH not in stated and len(of_requests_s):
         return _Latency(p50_s, float(np.percentile(of_requests_s, _HIGH)), _HIGH)
     percentile = _high(stated)
@@ -418,6 +425,7 @@ def _of_requests(part: _Part) -> tuple[list[float], list[float]]:
     if not all(isinstance(each, list) for each in columns):
         return [], []
     try:
+        # Requests that failed have no tokens, and their times are none.
         done = [row for row in zip(*columns, strict=True) if row[2] > 0]
         ttfts_s = [float(ttft) for ttft, _, _ in done]
         tpots_s = [float(sum(itls)) / (count - 1) for _, itls, count in done if count > 1]
@@ -433,6 +441,7 @@ def _aiperf(part: _Part) -> _Load:
     failed = 0.0
     if "error_request_count" in part:
         failed = part.part("error_request_count").number("avg", _REQUESTS)
+    # Older versions do not say how many completed, so only a stated 0 is one.
     completed = math.nan
     if "request_count" in part:
         completed = part.part("request_count").number("avg", _REQUESTS)
@@ -440,6 +449,7 @@ def _aiperf(part: _Part) -> _Load:
         raise _nothing(part, failed)
     concurrency, rate_per_s = _loop_of_aiperf(part.part("input_config"))
     outputs = part.quantity("output_sequence_length", "avg", _TOKENS, _TOKEN_UNITS)
+    # Without streaming there is no first token apart from the last.
     if "time_to_first_token" not in part:
         raise part.refusal("has no time_to_first_token; measure with --streaming")
     cached = 0.0
@@ -494,6 +504,7 @@ def _loop_of_aiperf(asked: _Part) -> tuple[int | None, float | None]:
 
 
 def _loop_of_phases(asked: _Part) -> tuple[int | None, float | None]:
+    # Warm-up is no measurement, and one figure for several phases belongs to none of them.
     phases = [each for each in asked.parts("phases") if each.get("kind") in (None, "profiling")]
     measured = [each for each in phases if each.get("name") != "warmup"]
     if len(measured) != 1:
@@ -525,6 +536,7 @@ def _power_of_aiperf(part: _Part) -> tuple[float | None, list[str]]:
         for vendor in _VENDORS
         if f"{vendor}_average_gpu_power" in part
     ]
+    # Sensors are preferred, as counters may have been read long before the first request.
     if not sensors_w:
         return (sum(counters_w) or None), []
     power_w = sum(sensors_w)
@@ -560,6 +572,7 @@ def _guidellm(part: _Part) -> _Load:
         raise _nothing(part, failed)
     concurrency, rate_per_s, notes = _loop_of_guidellm(part, metrics)
 
+    # Figures of requests that failed are no costs of serving.
     def mean(name: str, rule: Rule) -> float:
         return metrics.part(name).part("successful").number("mean", rule)
 
@@ -589,6 +602,7 @@ def _loop_of_guidellm(
     """Return the requests in flight of a closed loop, or the rate of an open one, and what to know
     of it.
     """
+    # Files have the strategy in one of several places.
     places = (part.part(name) for name in ("config", "args", "scheduler") if name in part)
     strategy = next((place.part("strategy") for place in places if "strategy" in place), None)
     if strategy is None:
@@ -602,6 +616,7 @@ def _loop_of_guidellm(
         return None, strategy.number("rate", RATE), ()
     if kind != "throughput":
         raise strategy.refusal(f"requests of the type {shown(kind)} are not one load")
+    # Without a limit all requests come at once, and what was in flight is only known as a mean.
     if "max_concurrency" in strategy:
         return round(strategy.number("max_concurrency", _CONCURRENCY)), None, ()
     seen = metrics.part("request_concurrency").part("successful").number("mean", _CONCURRENCY)

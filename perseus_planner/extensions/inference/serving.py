@@ -155,6 +155,7 @@ class Server:
         key: str | None = None,
         limit_s: float = 600.0,
     ) -> None:
+        # With or without /v1, as users copy the address from either place.
         self.address = address.rstrip("/").removesuffix("/v1") + "/v1"
         self._parts = split_address(self.address, "http", "https")
         self._limit_s = limit_s
@@ -164,6 +165,8 @@ class Server:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._free: list[http.client.HTTPConnection] = []
+        # One request at the start, so that a wrong address or model is told before anything is
+        # measured.
         with self._answered("GET", "/models") as response:
             try:
                 names = [str(entry["id"]) for entry in msgspec.json.decode(response.read())["data"]]
@@ -193,10 +196,13 @@ class Server:
         Raises:
             UsageError: If the server refuses it, ends it early or takes too long.
         """
+        # A random prompt is in nobody's cache, so that its tokens are computed.
         prompt: Any = random.choices(_TOKENS, k=input_tokens)
+        # Where prompts are text, each word stands for about one token.
         if self._text:
             prompt = " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
         asked = {"messages": [{"role": "user", "content": prompt}]} if self._chat else None
+        # The answer must have all tokens asked for, so the end of a text is ignored.
         body = {
             "model": self._model,
             **(asked or {"prompt": prompt}),
@@ -211,13 +217,16 @@ class Server:
         end_s = 0.0
         usage = None
         finish = "no reason given"
+        # Encoded before the clock runs, as that is no time of the server.
         encoded = msgspec.json.encode(body)
         begin_s = time.monotonic()
         with self._answered("POST", path, encoded) as response:
+            # An error may come within the stream, after the server has answered with success.
             for now_s, event in self._events(response):
                 if event.error is not None:
                     said = printable(str(event.error))
                     raise self._problem(f"ended a request with {said}")
+                # Only events with text are tokens that a user sees.
                 if event.has_text:
                     times_s.append(now_s)
                 for choice in event.choices:
@@ -225,6 +234,7 @@ class Server:
                     end_s = now_s
                 usage = event.usage or usage
         events = len(times_s)
+        # Without the server's count, events can stand for tokens only if there are as many.
         if usage is None:
             if events != output_tokens:
                 raise self._problem(
@@ -232,12 +242,14 @@ class Server:
                     "many tokens they have (stream_options.include_usage)"
                 )
             usage = _Usage(input_tokens, output_tokens)
+        # A shorter answer costs less than the class that it would be counted in.
         if not end_s or usage.completion_tokens < (1 - _MOST_OFF) * output_tokens:
             raise UsageError(
                 f"{self.address}: the server ended a request after {usage.completion_tokens} of "
                 f"{output_tokens} tokens, {events} events of which had text ({finish}); let "
                 "it ignore the end of a text (ignore_eos), or ask for fewer"
             )
+        # A few tokens more or less are no other class, but many are.
         if abs(usage.prompt_tokens - input_tokens) > max(_MOST_OFF * input_tokens, 64):
             raise UsageError(
                 f"{self.address}: counts {usage.prompt_tokens} tokens in a prompt of "
@@ -281,6 +293,7 @@ class Server:
             except BaseException:
                 connection.close()
                 raise
+            # A connection is kept for the next request only if this one was read to its end.
             self._free.append(connection)
         except TimeoutError as error:
             raise self._problem(f"sent nothing for {self._limit_s:g} s") from error
@@ -293,6 +306,8 @@ class Server:
         """Send a request on a connection that is open, or on a new one if the server has closed
         that.
         """
+        # A server closes idle connections, so a kept one may be gone; a new one that fails is an
+        # error.
         while True:
             try:
                 connection = self._free.pop()
@@ -402,10 +417,12 @@ class ServedRow(Cell):
 
     def with_tokens(self, first: ServedRow) -> ServedRow:
         """Return the row with the costs of tokens, given that of requests of one output token."""
+        # Requests of one token tell the cost of input, as nearly all of their time is the prompt.
         after = self.output - 1
         computed = first.input - first.cached_tokens
         if not after or self.energy_j is None or first.energy_j is None or computed <= 0:
             return self
+        # In a closed loop the throughput tells the seconds of the whole server for a request.
         first_s = 1 / first.requests_per_s
         all_s = 1 / self.requests_per_s
         input_j = first.energy_j / computed
@@ -415,6 +432,7 @@ class ServedRow(Cell):
         return replace(
             self,
             input_token_j=input_j,
+            # Noise may make the input seem dearer than all, and no token costs less than nothing.
             output_token_j=max(0.0, self.energy_j - own * input_j) / after,
             input_token_s=input_s,
             output_token_s=max(0.0, all_s - own * input_s) / after,
@@ -424,6 +442,7 @@ class ServedRow(Cell):
         """Return the row of an open loop with costs of tokens like those of the closed loop of the
         nearest throughput.
         """
+        # An open loop also has times without requests, so it cannot tell its own costs of tokens.
         shape = self.input, self.output
         known = [
             row
@@ -432,7 +451,10 @@ class ServedRow(Cell):
         ]
         if not known:
             return self
+        # The nearest throughput has the most similar batches, which is what the cost of tokens
+        # depends on.
         nearest = min(known, key=lambda row: abs(math.log(row.tokens_per_s / self.tokens_per_s)))
+        # One factor for all tokens makes the costs add up to those of the open loop.
         slower = nearest.requests_per_s / self.requests_per_s
         dearer = (self.energy_j or 0.0) / (nearest.energy_j or 1.0)
         return replace(
@@ -463,6 +485,8 @@ class Traffic:
         self._ending = threading.Event()
         self._problem = list[BaseException]()
         self._is_open = rate_per_s is not None
+        # Traffic is warm once each request in flight has had an answer; an open loop once it has
+        # one.
         self._warm = concurrency or 1
         self._threads: list[threading.Thread] = []
         for _ in range(self._warm):
@@ -537,13 +561,17 @@ def measure_serving(
         UsageError: If a setting cannot be set, or the target does not serve what was asked of it.
         GpuError: If a GPU cannot be read or set, or if clock locks have no effect.
     """
+    # Everything is restored in reverse, also if a request fails.
     with ExitStack() as stack:
+        # What is only observed is not changed, so it needs no lease.
         if settings.control != "observed":
             stack.enter_context(lease_gpus(gpus, power_limit=settings.control == "power-limit"))
         controls = [stack.enter_context(opened_control(gpu, settings.control)) for gpu in gpus]
         chosen = _chosen(common_settings([offered for offered, _ in controls]), settings)
         meter = _Meter(target, gpus, stack.enter_context(Monitor(list(gpus))), settings)
+        # Metrics of the server are closed before the GPUs are.
         stack.callback(meter.close)
+        # A lock without effect would give rows of one clock under the names of many.
         locks = LockCheck(gpus[0].text)
         for number, setting in enumerate(chosen, 1):
             for _, set_one in controls:
@@ -571,18 +599,23 @@ class _Meter:
 
     def rows(self, setting: int) -> Iterator[ServedRow]:
         """Yield a row of each traffic and class."""
+        # Sorted, so that rows come in one order, whatever was asked for first.
         shapes = sorted(set(self._settings.shapes))
         self._target.complete(*shapes[0])  # the first request of a server is slow
+        # The power without requests is measured once for a setting, before traffic begins.
         with self._monitor.window() as window:
             self._gpus[0].wait(min(1.0, self._settings.window_s))
         self._idle_w = window.average_w
         closed = list[ServedRow]()
         for concurrency in self._settings.concurrencies:
+            # Classes with the same input share the requests of one output token, so these are
+            # cached.
             measured = cache(partial(self._measure, setting, concurrency, None))
             for shape in shapes:
                 first = measured(Shape(shape.input_tokens, 1))
                 closed.append(measured(shape).with_tokens(first))
                 yield closed[-1]
+        # After the closed loops, whose costs of tokens these rows take over.
         for rate_per_s in self._settings.rates:
             for shape in shapes:
                 yield self._measure(setting, None, rate_per_s, shape).with_tokens_as(closed)
@@ -594,23 +627,29 @@ class _Meter:
         traffic = Traffic(self._target, shape, concurrency, rate_per_s)
         clocks_mhz = list[int]()
         try:
+            # Traffic goes on before and after the window, so that no edge of it is in what is
+            # measured.
             traffic.warm_up()
             before = self._state()
             begin_s = time.monotonic()
             with self._monitor.window() as window:
                 while (
                     time.monotonic() < begin_s + self._settings.window_s
+                    # A window without any answer in it would have no request to divide by.
                     or traffic.answers[-1].times_s[-1] < begin_s
                 ):
                     traffic.wait(_CLOCK_EVERY_S)
                     clocks_mhz += [gpu.clock_mhz() for gpu in self._gpus]
             end_s = time.monotonic()
             cached = _cached_share(before, self._state())
+        # Also after an error, as threads would go on sending.
         finally:
             answers = traffic.stop()
         self.achieved_mhz = fmean(clocks_mhz)
+        # A request counts by its share of events in the window, as its energy does.
         counts = [sum(begin_s <= at_s < end_s for at_s in each.times_s) for each in answers]
         within = [answer for answer, count in zip(answers, counts, strict=True) if count]
+        # Requests that say what was cached are surer than the server's totals.
         said = [each for each in within if each.cached_tokens is not None]
         if said:  # each request says it, so this needs no metrics
             cached = sum(each.cached_tokens or 0 for each in said)
@@ -626,6 +665,7 @@ class _Meter:
             concurrency=concurrency,
             rate_per_s=rate_per_s,
             tensor_degree=len(self._gpus),
+            # Where nothing is set, the row's setting is the clock that was seen.
             setting=setting or round(self.achieved_mhz),
             tokens_per_s=served * sum(shape) / (end_s - begin_s),
             energy_j=window.energy_j / served,

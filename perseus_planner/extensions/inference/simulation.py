@@ -87,15 +87,19 @@ class Pace(NamedTuple):
         """Return seconds and joules of an iteration with so many requests: on the line between
         those that were measured, or beyond them.
         """
+        # Nothing decodes, so the iteration has input alone.
         low = self.decodes[0]
         if not requests:
             return 0.0, 0.0
+        # One measured loop tells no line, and fewer requests than the smallest take as long as it.
         if len(self.decodes) == 1 or requests <= low[0]:
             return low[1], low[2]
+        # Beyond the largest loop, the line of the last two goes on.
         place = next((k for k, row in enumerate(self.decodes) if row[0] >= requests), -1)
         (begin, *below), (end, *above) = self.decodes[place - 1], self.decodes[place]
         part = (requests - begin) / (end - begin)
         time_s, energy_j = (a + part * (b - a) for a, b in zip(below, above, strict=True))
+        # A line beyond its points may fall, but no iteration is shorter than the smallest.
         return max(time_s, low[1]), max(energy_j, low[2])
 
 
@@ -109,6 +113,7 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
     tokens.
     """
     paces = {}
+    # Only configurations with closed loops, as only these know how many requests were at once.
     for at in profile.configurations:
         rows = [
             (of, *of_cell)
@@ -120,6 +125,7 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
             continue
         # With few prompts an iteration's own time counts as theirs: the least is that of tokens.
         least_s, least_j = (min(row[place] for row in rows) for place in (2, 3))
+        # Classes differ in length, and loops of one size are averaged over them.
         by_loop: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
         for of, loop, input_s, input_j, output_s, output_j in rows:
             outputs = of.output_tokens - 1
@@ -219,15 +225,19 @@ class BatchingServer(Instance):
         """Run all iterations that begin before; see `Instance.advance`."""
         pace = self._paces[self.pool.at]
         while self._now_s < until_s:
+            # The batch takes requests up to its limit, first come, first served.
             while self._waiting and len(self._prompts) + len(self._running) < self._most:
                 request = self._waiting.popleft()
                 self._prompts.append((request, max(1, request.input_tokens)))
+            # An empty server idles until the time is up; without an end there is nothing to do.
             if not (self._prompts or self._running):
                 if until_s < math.inf:
                     self.energy_j += pace.idle_w * (until_s - self._now_s)
                     self._now_s = until_s
                 return
+            # All that have their first token get one more in each iteration.
             time_s, energy_j = pace.decode(len(self._running))
+            # Iterations with prompts go one by one, as who gets a first token changes each of them.
             if self._prompts:
                 firsts, tokens = self._compute(self._chunk_tokens)
                 self._run(1, time_s + tokens * pace.input_s, energy_j + tokens * pace.input_j)
@@ -235,6 +245,8 @@ class BatchingServer(Instance):
                     last = self._step + max(1, request.output_tokens) - 1
                     entry = (last, request.number, request, self._now_s)
                     heapq.heappush(self._running, entry)
+            # Without prompts nothing changes until the first of the batch ends, so these run at
+            # once.
             else:
                 steps = self._running[0][0] - self._step
                 if until_s < math.inf:
@@ -299,10 +311,12 @@ class Fluid(Instance):
 
     def _power_w(self, length_s: float) -> float:
         """Return the mean power: each class has its share of the instance's time, on its curve."""
+        # Each class has a curve of its own, and its share of the instance's time on that.
         at = self.pool.at
         parts = []
         idle_w = self._profile.idle_w(at)
         for of, (count, inputs, outputs) in self._got.items():
+            # A class that is served by a longer pool may have no curve here, so the pool's counts.
             cells = self._profile.feasible(of, at) or self._profile.feasible(self.pool.longest, at)
             points = (cell.carried(inputs / count, outputs / count) for cell in cells)
             loads, powers_w = zip((0.0, idle_w), *points, strict=True)
@@ -378,6 +392,7 @@ class _Cluster:
         self.trace = trace
         self.settings = settings
         self.policy = policy
+        # The class of a request never changes, so it is looked up once for all.
         self.classes = trace.classes(profile)
         self.paces = read_paces(profile)
         self.has_times = set(self.paces) == set(profile.configurations)
@@ -394,16 +409,19 @@ class _Cluster:
         settings = self.settings
         periods = list[dict[str, Any]]()
         before_j = 0.0
+        # Energy is counted in ticks, and plans change at whole numbers of them.
         length_s = min(_TICK_S, settings.epoch_s)
         every = max(1, round(settings.epoch_s / length_s))
         starts_s = length_s * np.arange(int(trace.end_s // length_s) + 2)
         edges = np.searchsorted(trace.times_s, starts_s).tolist()
         for tick, requests in enumerate(starmap(range, pairwise(edges))):
             now_s = float(starts_s[tick])
+            # Plans are made before the period's requests arrive, from what was predicted.
             if tick % every == 0:
                 self._plan(now_s, every * length_s)
             for number in requests:
                 self._arrive(number)
+            # The last tick ends with the trace, but is long enough to have a mean power.
             end_s = min(now_s + length_s, max(trace.end_s, now_s + 1.0))
             gpus = self._advance(self.instances, end_s)
             energy_j = self._energy_j()
@@ -412,10 +430,12 @@ class _Cluster:
             periods.append(
                 {"start_s": now_s, "power_w": power_w, "gpus": gpus, "requests": len(requests)}
             )
+        # What is still running when the trace ends is finished, so all latencies are known.
         self._advance(self.instances, math.inf)
         late: list[Any] = [None] * len(periods)
         total = None
         p95s_s = (None, None)
+        # Without times of tokens, only power was replayed, and nobody knows who was late.
         if self.has_times:
             ttfts_s, tbts_s = self.latencies_s.T
             most_s = np.array([self.profile.ttft_s(of) for of in self.profile.classes])
@@ -456,6 +476,7 @@ class _Cluster:
 
     def _plan(self, now_s: float, length_s: float) -> None:
         """Plan the next period, and begin to change to it."""
+        # The plan sees a prediction, and requests come as they do in the trace.
         demand = self._predict(now_s, length_s)
         settings = self.settings
         before = self.pools
@@ -469,20 +490,25 @@ class _Cluster:
             costs=settings.costs,
             gap=_GAP,
         )
+        # Too few GPUs carry a part of the load, and the pools for that part take all requests.
         try:
             plan = plan_for(demand)
         except InfeasibleGpus:
             self.short_periods += 1
             share = largest_share(self.profile, demand, settings.gpus, self.policy) * _SPARE
+            # If nothing can be carried, the pools of before go on.
             if share <= 0:
                 if before:
                     return
                 raise
             plan = plan_for({of: load.scaled(share) for of, load in demand.items()})
         self.change_j += plan.change_j
+        # The slowest kind of change that is needed decides when all is ready.
         new, resharded, changed = changed_gpus(before, plan.pools) if before else (0, 0, 0)
         kind = 0 if new else 1 if resharded else 2
         self.changes[kind] += changed > 0
+        # With free GPUs the old instances serve until the new ones are ready; else they stop at
+        # once.
         free = settings.gpus - sum(pool.gpus for pool in before) >= resharded
         ready_s = now_s + (settings.costs.times_s[kind] if before else 0.0)
         self._use(plan.pools, now_s, ready_s, ready_s if free else now_s)
@@ -494,14 +520,18 @@ class _Cluster:
         self.pools = pools
         had = [instance for instance in self.instances if instance.until_s == math.inf]
         for pool in pools:
+            # A degree cannot change while an instance runs, so only those of the same one go on.
             same = [each for each in had if each.pool.at.tensor_degree == pool.at.tensor_degree]
+            # Those with the same class and clock are kept first, as they change the least.
             same.sort(key=lambda each: (each.pool.longest != pool.longest, each.pool.at != pool.at))
             for instance in same[: pool.instances]:
+                # What was used by now was used in the old configuration.
                 self._advance([instance], now_s)
                 instance.plan(pool, min(instance.from_s, ready_s))
                 had.remove(instance)
             missing = pool.instances - len(same)
             self.instances += [self._new(pool, ready_s) for _ in range(missing)]
+        # What no pool needs stops, and finishes what it has.
         for instance in had:
             instance.until_s = stop_s
 
@@ -529,6 +559,8 @@ class _Cluster:
         """Give a request to an instance."""
         of, now_s = self.profile.classes[self.classes[number]], float(self.trace.times_s[number])
 
+        # Pools planned for the class come first, then those that cover it, then those that are
+        # there soonest.
         def rank(each: Instance) -> tuple[float, ...]:
             """Return how well its pool fits; instances that are there now come first."""
             wait_s = max(0.0, each.from_s - now_s)
@@ -538,8 +570,10 @@ class _Cluster:
         ranks = [(rank(each), each) for each in self.instances if each.until_s > now_s]
         best, _ = min(ranks, key=itemgetter(0))
         candidates = [each for ranked, each in ranks if ranked == best]
+        # Their queues must be those of now, before they are compared.
         if self.has_times:
             self._advance(candidates, now_s)
+        # Beside what each is planned for, so that larger pools get more.
         chosen = min(
             candidates,
             key=lambda each: (

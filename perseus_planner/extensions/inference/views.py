@@ -38,6 +38,7 @@ def plan_view(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is printed of a plan, for JSON; shares are relative, and None where the
     objectives cannot be met.
     """
+    # Savings are against the baseline, which may violate an objective and then has no energy.
     baseline_j = plan["policies"][BASELINE]["energy_j"]
     policies = {
         name: {
@@ -50,6 +51,7 @@ def plan_view(plan: Mapping[str, Any]) -> dict[str, Any]:
         }
         for name, total in plan["policies"].items()
     }
+    # A period without energy has no relative gap.
     gaps = [each["energy_j"] / each["bound_j"] - 1 for each in plan["epochs"] if each["bound_j"]]
     return {
         "gpus": plan["gpus"],
@@ -78,6 +80,7 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
     """
     from perseus_planner.views.report import page_of_sheets
 
+    # Its numbers are not those of training, so no table could have both.
     if len(paths) > 1:
         raise UsageError("a plan for inference has a report of its own; name it alone")
     file = paths[0].name
@@ -118,6 +121,7 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
     )
     notes = [f"Savings are against {AGAINST}. The plan is {proved}."]
     for row in rows:
+        # Policies beside the planner may need what there is not, which a reader must know.
         if row["energy_j"] is None:
             notes.append(f"{row['description']}: violates the latency objective of a class.")
         elif row["gpus"] > view["gpus"]:
@@ -227,6 +231,7 @@ def simulation_figure(view: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 7), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
     for row in view["policies"]:
+        # The last value of a period stands until its end.
         minutes = [*(period["start_s"] / 60 for period in row["periods"]), view["length_s"] / 60]
         series = [
             [period["power_w"] / 1e3 for period in row["periods"]],

@@ -260,6 +260,7 @@ def read_inference_profile(
     names: dict[RequestClass, str] = {}
     for row in table:
         longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
+        # A class is its bounds, so two names with the same bounds are one class.
         request_class = RequestClass(*longest, f"{row['input']}/{row['output']}")
         if (other := names.setdefault(request_class, request_class.name)) != request_class.name:
             raise ProfileError(
@@ -267,6 +268,7 @@ def read_inference_profile(
             )
         degree = row.read("tensor_degree", COUNT)
         configuration = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
+        # Empty cells are unknown and not 0.
         extra = {
             name: row.read(name, field.rule)
             for name, field in rules(Cell).items()
@@ -275,6 +277,7 @@ def read_inference_profile(
         load = extra.pop("tokens_per_s", load_tokens_per_s)
         joules = row.read(energy, _ENERGY) * _ENERGIES[energy] if row[energy] else None
         measured = cells.setdefault((request_class, configuration), {})
+        # Two rows of one load would make the curve of power ambiguous.
         if load in measured:
             unit = "MHz" if setting == "clock_mhz" else "W"
             raise ProfileError(
@@ -377,10 +380,12 @@ class Trace:
         Raises:
             UsageError: If the profile lacks a class.
         """
+        # Classes form a grid of input and output bounds, which may have gaps.
         bounds = [(of.input_tokens, of.output_tokens) for of in profile.classes]
         numbers = {longest: number for number, longest in enumerate(bounds)}
         steps = [sorted(set(each)) for each in zip(*bounds, strict=True)]
         places = [
+            # What is longer than any class counts as one of the longest.
             np.minimum(np.searchsorted(most, tokens), len(most) - 1)
             for most, tokens in zip(steps, (self.input_tokens, self.output_tokens), strict=True)
         ]
@@ -413,6 +418,7 @@ class Trace:
         """
         first, last = np.searchsorted(self.times_s, (begin_s, end_s))
         length_s = end_s - begin_s
+        # Slots of about a minute, as instances must carry the busiest one.
         slots = max(1, round(length_s / _BUSIEST_S))
         slot = np.minimum(
             ((self.times_s[first:last] - begin_s) * slots / length_s).astype(int), slots - 1
@@ -423,6 +429,7 @@ class Trace:
             inputs = self.input_tokens[first:last][chosen]
             tokens = inputs + self.output_tokens[first:last][chosen]
             busiest = np.bincount(slot[chosen], weights=tokens).max() * slots
+            # Requests without any token still need a pool.
             total = max(float(tokens.sum()), 1.0)
             load = Load(
                 len(tokens) / length_s,
@@ -444,6 +451,7 @@ def periods_of(
     """
     count = max(1, round(trace.end_s / epoch_s))
     starts = [number * epoch_s for number in range(count)]
+    # The last request arrives at the end itself, so the last period ends a little later.
     ends = [*starts[1:], max(trace.end_s, starts[-1] + 1.0) * (1 + 1e-9)]
     classes = trace.classes(profile)
     periods = (
@@ -468,6 +476,7 @@ def read_trace(path: Path) -> Trace:
     for row in table:
         time_s, is_date = row.read(time, _TIME)
         kinds.add(is_date)
+        # Seconds and dates cannot be put on one scale.
         if len(kinds) > 1:
             raise UsageError(
                 f"{row.place(time)}: {shown(row[time])} is another kind of time than before; write "
@@ -481,11 +490,14 @@ def read_trace(path: Path) -> Trace:
         outputs.append(row.read(last, _TOKENS))
     if not times:
         raise UsageError(f"{path}: has no requests; write a row for each")
+    # Only differences count, as a trace begins anywhere in time.
     times_s = np.array(times) - times[0]
+    # The column's name says its unit; without it, plain numbers must be plausible as seconds.
     if time in _TIME_UNITS:
         times_s /= _TIME_UNITS[time]
     elif not any(kinds):
         _check_unit(path, time, times_s)
+    # A wrong date shows as the longest gap.
     if times_s[-1] > _MOST_S:
         number = int(np.argmax(np.diff(times_s)))
         gap_s = float(times_s[number + 1] - times_s[number])
@@ -527,6 +539,7 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
     wanted = ("input", "output", "requests_per_s", "tokens_per_s")
     table.refuse_twice(wanted)
     table.need(wanted, ",".join(wanted))
+    # Rates name classes as the profile does, as they have no lengths of their own.
     names = {request_class.name: request_class for request_class in profile.classes}
     demand: dict[RequestClass, Load] = {}
     for row in table:
@@ -539,6 +552,7 @@ def read_rates(path: Path, profile: InferenceProfile) -> dict[RequestClass, Load
             )
             raise UsageError(f"{row.where}: {name} {problem}; correct the row")
         requests, tokens = (row.read(column, _RATE) for column in wanted[2:])
+        # One without the other is an error of the file, and would plan pools for nothing.
         if (requests > 0) != (tokens > 0):
             raise UsageError(
                 f"{row.where}: has requests without tokens, or tokens without requests; correct "
