@@ -144,6 +144,8 @@ def _cheapest(
             for table, computation in zip(tables, dag.computations, strict=True)
         ]
         time_s, energy_j = time_and_energy(dag, points)
+        # Others wait until the deadline anyway, so what waiting would draw is no cost of the
+        # choice.
         effective_j = energy_j - dag.waiting_w * time_s
         if time_s <= deadline_s and effective_j < best_j:
             best = _clocks(dag, points)
@@ -166,6 +168,7 @@ def _balanced_clocks(
     ladders = []
     times_s = []
     for stage in range(dag.profile.stages):
+        # A stage runs at one clock, so only those count that all its computations were measured at.
         ladder = _shared_clocks(
             points for points, other in zip(measured, stages, strict=True) if other == stage
         )
@@ -174,15 +177,18 @@ def _balanced_clocks(
                 f"stage {stage}: no clock was measured for all its computations; measure one clock "
                 "for all of them"
             )
+        # A stage's forwards tell how heavy it is.
         forward_s = {
             point.clock_mhz: point.time_s for point in dag.profile.measurements[stage, "F"]
         }
         ladder = [clock for clock in ladder if clock in forward_s]
         ladders.append(ladder)
         times_s.append([forward_s[clock] for clock in ladder])
+    # The heaviest stage leads, and others follow as slowly as they may.
     heaviest = max(range(len(ladders)), key=lambda stage: times_s[stage][0])
     steps = [0] * len(ladders)
     family = []
+    # Each step lowers the heaviest stage by one clock, and the others from where they stood.
     for step, clock in enumerate(ladders[heaviest]):
         for stage, ladder in enumerate(ladders):
             lowest = len(ladder) - 1
@@ -190,6 +196,7 @@ def _balanced_clocks(
             steps[stage] = _nearest_below(times_s[stage], start, times_s[heaviest][step])
         steps[heaviest] = step
         family.append([ladder[i] for ladder, i in zip(ladders, steps, strict=True)])
+        # A stage at its lowest clock cannot be balanced any further.
         if any(i == len(ladder) - 1 for i, ladder in zip(steps, ladders, strict=True)):
             break
     return family
@@ -233,6 +240,7 @@ def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> 
     """
     last = (dag.schedule.stages - 1, dag.schedule.microbatches - 1)
     envelope = [on_envelope(computation, *last) for computation in dag.computations]
+    # Inside the envelope everything runs at its highest clock, and the rest begins at its valley.
     indices = [
         0 if outer else _valley(points) for outer, points in zip(envelope, measured, strict=True)
     ]
@@ -243,9 +251,11 @@ def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> 
             for place in critical_path(dag, [point.time_s for point in chosen])
             if place < len(indices)
         ]
+        # Without a clock to raise, or along the envelope, the walk ends.
         raisable = [place for place in path if indices[place]]
         if not raisable or all(envelope[place] for place in path):
             return chosen
+        # Only the lowest clocks go up, which is the balanced variant.
         lowest_mhz = min(chosen[place].clock_mhz for place in raisable)
         for place in raisable:
             if chosen[place].clock_mhz == lowest_mhz:

@@ -254,6 +254,7 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
 
     lengths = read_lengths(path)
     summary: dict[str, Any] = {"lengths": _spread_of(lengths), "gpu": _SHOWN_GPU}
+    # Plans of the batch take time, so fewer iterations of larger jobs are replayed.
     replayed = lengths.first(max(1, _MOST_PLANS // lengths.work.shape[1]))
     summary["replayed_iterations"] = len(replayed.work)
     summary["pipelines"] = rows = []
@@ -381,6 +382,7 @@ def simulate(
     a proportional time for others. The policies are then max, planner-fixed, on-time, own-time,
     one-clock and batch.
     """
+    # Lengths bring their own pipelines, and the options of stragglers have no meaning there.
     if lengths is not None:
         given = {"--pipelines": pipelines, "--stragglers": stragglers, "--csv": table}
         for name, value in given.items():
@@ -411,6 +413,7 @@ def simulate(
         try:
             outcomes.append(replay(cluster, name, slowdown))
         except UsageError as error:  # a policy that does not apply
+            # A policy that was asked for must not be left out silently.
             if policies:
                 raise
             left_out.append(f"{name}: {error}")

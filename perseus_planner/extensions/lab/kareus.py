@@ -76,6 +76,7 @@ def read_kareus(folder: Path, blocking_power_w: float | None) -> tuple[KareusCon
     Raises:
         UsageError: If a file is not such a plan, or there is none.
     """
+    # Kareus' files have no time, but two energies whose difference is that of waiting.
     if not blocking_power_w:
         raise UsageError(
             f"{folder}: holds plans of Kareus, whose times follow from the power of a waiting GPU; "
@@ -83,6 +84,7 @@ def read_kareus(folder: Path, blocking_power_w: float | None) -> tuple[KareusCon
         )
     found: dict[str, list[KareusPlan]] = defaultdict(list)
     for file in sorted(folder.rglob("freqs_pipeline_*.py")):
+        # The first folder is the mode; the others name the configuration.
         mode, *names = file.relative_to(folder).parent.parts or (folder.name,)
         name = "/".join(part for part in names if part not in _FOLDERS)
         found[name].append(_plan(file, folder, mode, blocking_power_w))
@@ -103,9 +105,11 @@ def _configuration(name: str, plans: list[KareusPlan]) -> KareusConfiguration:
 def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> KareusPlan:
     text = read_text(file, UsageError)
     ranks = _literal(file, text)
+    # Both sorts of a plan are parsed and never run, so what is in them is checked.
     clocks = [clock for rank in ranks for _, clock in rank]
     if not all(type(clock) is int and clock > 0 for clock in clocks):
         raise _refusal(file, "a clock is not a whole number of MHz")
+    # The two totals differ by what waiting GPUs draw all the time, which tells that time.
     costs = {bool(p2p): value for p2p, value in _COST.findall(text)}
     try:
         effective_j, energy_j = float(costs[False]), float(costs[True])
@@ -114,6 +118,7 @@ def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> Kareu
     time_s = (energy_j - effective_j) / (blocking_power_w * len(ranks))
     if not 0.0 < time_s < float("inf"):
         raise _refusal(file, "its total costs give no iteration time")
+    # The file of launches belongs to the same plan, so it must name the same computations.
     launches = file.with_name(file.name.replace("freqs", "scheds", 1))
     if launches.exists():
         kinds = [[kind for kind, *_ in rank] for rank in _literal(launches)]
@@ -129,6 +134,7 @@ def _literal(file: Path, text: str | None = None) -> list[list[tuple[Any, ...]]]
         ranks = ast.literal_eval((text or read_text(file, UsageError)).strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise _refusal(file, "it is not the literal of a list") from error
+    # A literal may be anything, so its form is checked before it is used.
     if not (
         isinstance(ranks, list)
         and ranks

@@ -160,6 +160,7 @@ def read_stragglers(path: Path, pipelines: int, stages: int) -> tuple[Straggler,
     stragglers = []
     for row in table:
         stragglers.append(_straggler(row))
+        # The table knows no cluster, so whether such a pipeline or stage exists is checked here.
         counts = {"pipeline": pipelines, "stage": stages}
         for column, count in counts.items():
             if (value := getattr(stragglers[-1], column)) is not None and value >= count:
@@ -219,6 +220,7 @@ class IterationReplays:
 
     def _replay(self, clocks: Clocks, stages: SlowStages) -> ReplayedIteration:
         """Replay with the time that clock changes take, which no slowdown applies to."""
+        # Slow stages are in the rows, so that the replay itself knows nothing of stragglers.
         profile = slowed(self.dag.profile, dict(stages))
         iteration = self.dag.iteration
         tables = {
@@ -226,9 +228,11 @@ class IterationReplays:
             for key in dict.fromkeys(iteration.keys)
         }
         tasks = [Task(tables[key], mhz) for key, mhz in zip(iteration.keys, clocks, strict=True)]
+        # Without a measured cost, changes are free, as in the plan.
         change = profile.clock_change or ClockChange(0.0)
         waiting_w = self.dag.rank_waiting_w
         replayed = replay_changes(iteration, tasks, change, waiting_w, profile.gpus_per_stage)
+        # The overhead of an iteration is on no rank's path, so it is added to the longest.
         time_s = max(replayed.ends_s) + profile.overhead_s
         return ReplayedIteration(
             time_s, self._per_rank(replayed.durations_s), self._per_rank(replayed.energies_j)
@@ -267,12 +271,14 @@ def make_policy(
     if name not in POLICIES:
         raise UsageError(f"policy {shown(name)} is unknown; choose from {', '.join(POLICIES)}")
     target_s = slowdown * frontier.baseline_time_s
+    # Rules of other planners may be asked for any deadline, so they react to stragglers.
     if name in _RULES:
-
+        # Few deadlines come again and again, and each takes a search.
         @cache
         def clocks_for(deadline_s: float) -> Clocks:
             return _checked_clocks(frontier, _RULES[name](frontier.dag, deadline_s))
 
+        # A straggling pipeline keeps the clocks of the target.
         kept = clocks_for(target_s)
         return _reacting(replays, target_s, clocks_for, lambda _: kept)
     if name == "planner-fixed":
@@ -285,10 +291,15 @@ def make_policy(
 
         @cache
         def with_slow_stages(stages: SlowStages) -> Clocks:
+            # Without a slow stage nothing is to be solved again.
             if not stages:
                 return kept
             profile = slowed(frontier.profile, dict(stages))
+            # Slow stages change the critical path, so the pipeline is solved again with their
+            # times.
             again = solve_dag(frontier.dag.with_profile(profile))
+            # If it cannot meet the target any more, its own time at full clocks is the best that it
+            # can do.
             return _planned(again, max(again.baseline_time_s, target_s))
 
         return _reacting(replays, target_s, partial(_planned, frontier), with_slow_stages)
@@ -440,12 +451,17 @@ def replay_under(cluster: Cluster, name: str, policy: Policy) -> Outcome:
     waiting_w = np.array(cluster.frontier.dag.rank_waiting_w)
     busy_s = np.zeros((cluster.pipelines, len(waiting_w)))
     energy_j = np.zeros_like(busy_s)
+    # An exact fraction, so that rounding moves no event to another iteration.
     time_s = Fraction(0)
     for count, groups in _equal_iterations(cluster, policy):
+        # All pipelines end an iteration together, with the slowest.
         longest_s = max(iteration.time_s for iteration, _ in groups)
         for iteration, members in groups:
+            # A count of equal iterations costs as much as one, so the length of the job does not
+            # matter.
             busy_s[members] += count * iteration.busy_s
             energy_j[members] += count * (
+                # Waiting GPUs draw their power until the slowest pipeline has ended.
                 iteration.busy_j + waiting_w * (longest_s - iteration.busy_s)
             )
         time_s += count * Fraction(longest_s)
@@ -459,6 +475,7 @@ def _equal_iterations(
     """Yield a number of equal iterations, with each distinct iteration in them and the pipelines
     that run it.
     """
+    # What is, and what the policy knows, are two views of the same events, one of them late.
     actual = _DelayedView(cluster.stragglers, 0.0)
     delayed = _DelayedView(cluster.stragglers, cluster.delay_s)
     plans: dict[frozenset[Condition], Mapping[Condition, Clocks]] = {}
@@ -467,16 +484,21 @@ def _equal_iterations(
     while left:
         actual.move_to(now)
         delayed.move_to(now)
+        # Pipelines in the same state run the same, so each state is replayed once.
         groups = _groups(cluster.pipelines, actual.conditions, delayed.conditions)
         seen = frozenset(belief for _, belief in groups)
+        # Equal beliefs have equal plans, and each takes a solve.
         if seen not in plans:
             plans[seen] = policy(seen)
         running = [
+            # Clocks follow what is believed, and times what is true.
             (cluster.replays.replay(plans[seen][belief], truth), pipelines)
             for (truth, belief), pipelines in groups.items()
         ]
         longest_s = Fraction(max(iteration.time_s for iteration, _ in running))
+        # Until the next event of either view all iterations are equal.
         upcoming = [moment for moment in (actual.upcoming, delayed.upcoming) if moment is not None]
+        # An event counts from the first iteration that begins after it, so the count is rounded up.
         count = min([left, *(math.ceil((moment - now) / longest_s) for moment in upcoming)])
         yield count, running
         now = now + count * longest_s
@@ -589,6 +611,7 @@ def read_lengths(path: Path) -> Lengths:
             microbatches.
     """
     table = CsvFile(path, UsageError, f"the header {_LENGTHS_HEADER}")
+    # The header tells which of the two sorts the file is.
     columns = [name for name in table.header if name.startswith("microbatch_")]
     of_sequences = not columns
     needed = ["step", "pipeline", *(["microbatch", "length"] if of_sequences else columns)]
@@ -600,7 +623,9 @@ def read_lengths(path: Path) -> Lengths:
         if of_sequences:
             microbatch = row.read("microbatch", INDEX)
             length = row.read("length", COUNT)
+            # Sequences of one microbatch are packed, so their work adds up.
             before = work[place].get(microbatch, 0.0)
+            # Attention costs the square of a length, whatever it is packed with.
             work[place][microbatch] = before + length + _SQUARE * length**2
         elif place in work:
             raise UsageError(
@@ -610,10 +635,12 @@ def read_lengths(path: Path) -> Lengths:
             work[place] = {i: row.read(name, _WORK) for i, name in enumerate(columns)}
     if not work:
         raise UsageError(f"{path}: has no rows below its header; write what each step had")
+    # Numbers in the file may have gaps, so they are ranked.
     steps, pipelines = (sorted({place[i] for place in work}) for i in range(2))
     microbatches = sorted({microbatch for each in work.values() for microbatch in each})
     for step in steps:
         for pipeline in pipelines:
+            # Every step needs every microbatch, as one schedule is replayed for all.
             missing = [m for m in microbatches if m not in work.get((step, pipeline), {})]
             if missing:
                 raise UsageError(
@@ -623,6 +650,7 @@ def read_lengths(path: Path) -> Lengths:
     found = np.array([[[work[s, p][m] for m in microbatches] for p in pipelines] for s in steps])
     if not found.mean() > 0.0:
         raise UsageError(f"{path}: has no work at all; write numbers above 0")
+    # Only ratios count, as the profile's times are those of mean work.
     return Lengths(found / found.mean(), of_sequences)
 
 
@@ -656,6 +684,7 @@ class UnlikeJob:
         self.lengths = lengths
         self._slowdown = slowdown
         microbatches = lengths.work.shape[2]
+        # The frontier's schedule is replayed, so its microbatches must be those of the file.
         if frontier.schedule.microbatches != microbatches:
             raise UsageError(
                 f"lengths: have {microbatches} microbatches in an iteration, and the schedule "
@@ -664,7 +693,10 @@ class UnlikeJob:
         dag = frontier.dag
         change = frontier.profile.clock_change
         rows = dag.profile.measurements
+        # Work is in multiples of the mean, so a law is proportional, with the measured time as
+        # slope.
         laws = {key: Law(0.0, (rows[key][0].time_s,)) for key in dict.fromkeys(dag.iteration.keys)}
+        # Free changes need no limit.
         self._most_changes = None if change is None else MOST_CHANGES
         self.planner = BatchPlanner(dag, laws, max_changes=self._most_changes)
         self._change = change or ClockChange(0.0)
@@ -683,20 +715,24 @@ class UnlikeJob:
         """
         times_s = []
         effective_j = []
+        # A static plan is made once and used for all iterations.
         make = self._maker(policy)
         for iteration, pipelines in enumerate(self.lengths.work):
+            # The slowest pipeline at full clocks decides, as all end together.
             target_s = self._slowdown * max(self.full_clocks_s(iteration))
             came = [
                 self.planner.replay(
                     make(work, target_s),
                     self._as_said,
                     self._change,
+                    # Only plans of the batch tell ranks when they are late.
                     is_catching_up=policy in ("batch", "own-time"),
                 )
                 for work in pipelines[:, :, None]
             ]
             times_s.append(max(each.time_s for each in came))
             effective_j += [each.effective_j for each in came]
+        # Effective energy leaves out waiting, which is added for the whole time of all pipelines.
         waiting_w = self.frontier.dag.waiting_w * self.lengths.work.shape[1]
         energy_j = math.fsum([*effective_j, waiting_w * math.fsum(times_s)])
         return BatchOutcome(policy, tuple(times_s), energy_j)
@@ -721,6 +757,7 @@ class UnlikeJob:
         deadline_s = self._slowdown * frontier.baseline_time_s
         most = self._most_changes
         if policy == "planner-fixed":
+            # This plan is for microbatches that are alike, so it has no slack for others.
             plan = frontier.plan_until(deadline_s, max_changes=most, on_time=None)
         else:
             plan = self._wary_frontier().plan_until(deadline_s, max_changes=most)

@@ -46,12 +46,15 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
     from perseus_planner.extensions.lab.acceptance.ranks import Rank
     from perseus_planner.extensions.lab.acceptance.steps import CHECKS, REHEARSED, Acceptance
 
+    # A simulated GPU has a time of its own, which no training can wait for.
     if gpu.removeprefix("dry-run:").startswith("simulated:"):
         emulated = gpu.replace("simulated:", "emulated:")
         raise UsageError(f"GPU {gpu!r} has a time of its own; train on {emulated}")
+    # A dry run of the GPU and a wish to set nothing mean the same, so either brings both.
     read_only = read_only or gpu.startswith("dry-run:")
     if read_only:
         gpu = f"dry-run:{gpu.removeprefix('dry-run:')}"
+    # The folder is made before anything runs, as results that cannot be written are worth nothing.
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,10 +70,12 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
     results = list[CheckResult]()
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):
+        # Every rank runs every check, as the ranks meet in each of them.
         results.append(run_check(check, acceptance))
         if rank.rank == 0 and not console.is_json():
             click.echo(_line(number, results[-1]))
     report = _report(acceptance, results)
+    # All ranks have the same results, so one of them writes.
     if rank.rank == 0:
         files = {
             folder / "acceptance.json": json.dumps(
@@ -134,6 +139,7 @@ def page(report: dict[str, Any]) -> str:
     sheets = [Sheet("Checks", f"{report['layout']}; {report['origin']}", checks)]
     values = {result.name: result.values for result in report["checks"]}
     if rows := values.get("plan", {}).get("rows"):
+        # Rows are there only if the check came to them, as a check before may have failed.
         columns: tuple[Column, ...] = (
             Column("", "name", "<"),
             *(Column("predicted {}", "planned_s", "s"), Column("measured {}", "time_s", "s")),

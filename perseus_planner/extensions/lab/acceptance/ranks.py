@@ -90,8 +90,10 @@ class Rank:
     _gathered: int = 0
 
     def __post_init__(self) -> None:
+        # Imported once here, as each step runs in a fork of this process.
         for module in _IMPORTED:
             import_module(module)
+        # Without torchrun there is one rank, and a store of its own on a free port.
         if "RANK" not in os.environ:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._store = store
@@ -107,6 +109,7 @@ class Rank:
                     "torchrun"
                 ) from error
             self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        # A prefix, as torch and the user may keep keys in the same store.
         self._store = dist.PrefixStore("perseus-planner/acceptance", self._store)
 
     @property
@@ -147,9 +150,11 @@ class Rank:
         Raises:
             RankError: If the step fails or hangs on a rank; the text is the same on all ranks.
         """
+        # Each step is forked anew, so one that hangs or dies leaves the others as they are.
         process, receiver = self.start(step, *arguments, environment=environment)
         outcomes = self.gather(self._outcome(process, receiver, limit_s), limit_s + _ANSWER_S)
         problems: dict[str, list[int]] = {}
+        # A rank that ended only because of another one is not to blame.
         for rank, outcome in enumerate(outcomes):
             if outcome.problem is not None and not outcome.is_collateral:
                 problems.setdefault(outcome.problem, []).append(rank)
@@ -178,13 +183,16 @@ class Rank:
         Raises:
             RankError: If one does not answer in time, or the store is gone.
         """
+        # Ranks call in the same order, so the number of the call is a key that all have in common.
         self._gathered += 1
         keys = [f"values/{self._gathered}/{rank}" for rank in range(self.size)]
+        # A rank that has died never sets its key, so the wait has a limit.
         until_s = time.monotonic() + limit_s
         try:
             self._store.set(keys[self.rank], pickle.dumps(value))
             while not self._store.check(keys):
                 if time.monotonic() > until_s:
+                    # Named one by one, as the user has to know where to look.
                     late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                     raise RankError(
                         f"{rank_names(late)}: no answer within {limit_s:.0f} s; see why, and start "
@@ -202,11 +210,16 @@ class Rank:
         until_s = time.monotonic() + limit_s
         failed = f"failed/{self._turn}"
         outcome = Outcome()
+        # Polled and not awaited, as the failure of another rank shows in the store alone.
         while not receiver.poll(_POLL_S) and time.monotonic() < until_s:
+            # Others wait for the failed rank, so they get a moment for an error of their own, and
+            # then end.
             if not outcome.is_collateral and self._store.check([failed]):
                 until_s = min(until_s, time.monotonic() + _OTHERS_S)
                 outcome.is_collateral = True
         where = f"in its log in {self.folder}"
+        # Stacks are all that tells where a hung process stands, so they are written before it is
+        # killed.
         if not receiver.poll():
             os.kill(int(process.pid or 0), signal.SIGUSR1)  # it writes its stacks
             receiver.poll(_DUMP_S)
@@ -215,6 +228,7 @@ class Rank:
         else:
             try:
                 outcome.value, outcome.problem = receiver.recv()
+            # The process ended without a word, so its exit status and its log must do.
             except EOFError:
                 process.join()
                 outcome.problem = (
@@ -222,6 +236,7 @@ class Rank:
                 )
         process.join()
         receiver.close()
+        # The failure is told even if it is collateral, which the others know already.
         if outcome.problem is not None:
             self._store.set(failed, "")
         return outcome
@@ -237,17 +252,22 @@ class Rank:
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size))
         os.environ.setdefault("LOCAL_RANK", str(self.rank))
         os.environ.update(environment)
+        # The rank's own output stays a list of checks; what a step and its libraries say goes to a
+        # log.
         log = (self.folder / f"rank-{self.rank}.log").open("a", buffering=1)
         sys.stdout = sys.stderr = log
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         print(f"--- step {self._turn}: {step.__name__}")
         logging.basicConfig(stream=log, force=True)
+        # The rank asks for the stacks by this signal, if the step hangs.
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        # The process must not outlive the rank, which would leave a GPU in use.
         in_background(_end_with_parent, "planner parent")
         value = problem = None
         try:
             value = step(self, *arguments)
+        # A planner's error is a sentence for the user; of others the traceback is in the log.
         except PlannerError as error:
             problem = str(error)
         except BaseException as error:
@@ -334,15 +354,20 @@ class Training:
         self._rank = rank
         self.device = rank.device
         self.size = size_on(self.device)
+        # Losses with and without the runtime are compared bit by bit.
         torch.use_deterministic_algorithms(True)
+        # One thread, so that ranks on one CPU do not take cores from each other.
         torch.set_num_threads(1)
         layout = Layout.of(rank.size)
+        # Ranks of one stage lie side by side, and those of one pipeline are a stride apart.
         self._pipeline = rank.rank % layout.pipelines
         numbers = range(STAGES) if layout.ranks == 1 else [rank.rank // layout.pipelines]
+        # Each column of the grid is a pipeline, and each row the replicas of a stage.
         grid = torch.arange(rank.size).view(-1, layout.pipelines)
         across, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())
         self._group, _ = dist.new_subgroups_by_enumeration(grid.tolist())
         self._replicas = layout.pipelines
+        # Replicas of a stage begin with equal weights.
         torch.manual_seed(numbers[0])
         modules = torch.nn.ModuleList(
             _stage(self.size, number).to(self.device) for number in numbers
@@ -363,6 +388,7 @@ class Training:
         # The schedule would scale gradients that are being reduced.
         count = self.size.microbatches
         options = {"loss_fn": _loss, "scale_grads": False}
+        # A rank with both stages interleaves them.
         if len(stages) == 1:
             self.engine: Any = pipelining.Schedule1F1B(stages[0], count, **options)
         else:
@@ -379,6 +405,7 @@ class Training:
         )
         self._awaited: dict[Any, int] = {}  #: parameter -> backwards until it is reduced
         self._works: list[Any] = []  #: that reduce
+        # Gradients are reduced while the last backward goes on, from within it.
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
         self._parameters = parameters
@@ -388,9 +415,11 @@ class Training:
         """Run one iteration; return its losses on the last stage."""
         size = self.size
         losses = list[Any]()
+        # Seeded by step and pipeline, so that each training sees the same data again.
         generator = torch.Generator().manual_seed(1000 * self._steps + self._pipeline)
         shape = (size.microbatches * size.rows, size.sequence + 1)
         tokens = torch.randint(size.vocabulary, shape, generator=generator).to(self.device)
+        # Only the first stage reads tokens, and only the last one compares with them.
         inputs = [tokens[:, :-1].contiguous()] if self._is_first else []
         last = {"target": tokens[:, 1:].contiguous(), "losses": losses} if self._is_last else {}
         # In the first iteration an emulated GPU repeats computations to count them.
@@ -398,6 +427,7 @@ class Training:
             self._awaited = dict.fromkeys(self._parameters, size.microbatches)
         self.engine.step(*inputs, **last)
         self._awaited = {}
+        # They were not awaited in the first iteration, so they are reduced after it.
         if not self._steps:
             for parameter in self._parameters:
                 self._begin_to_reduce(parameter)
@@ -405,6 +435,7 @@ class Training:
             work.wait()
         self._works = []
         for parameter in self._parameters:
+            # The schedule does not scale, so sums over microbatches and replicas become means here.
             parameter.grad.div_(size.microbatches * self._replicas)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -413,7 +444,9 @@ class Training:
 
     def train(self, iterations: int, gpu: Gpu | None = None, *, warm_up: int = 1) -> Trained:
         """Run iterations; the first ones are not counted, but their losses are."""
+        # The first iterations compile and allocate, so they are not timed.
         losses = [loss for _ in range(warm_up) for loss in self.iterate()]
+        # The device and all ranks are waited for, so that the time begins on all of them at once.
         self._synchronize()
         dist.barrier()
         begin_s = time.perf_counter()
@@ -425,6 +458,7 @@ class Training:
         energy_j = None
         if gpu is not None and begin_j is not None:
             energy_j = (gpu.energy_j() - begin_j) / iterations
+        # Losses are read at the end, as each reading would wait for the device.
         values = torch.stack([loss.detach() for loss in losses]).tolist() if losses else []
         return Trained(time_s, energy_j, tuple(values))
 
@@ -465,6 +499,7 @@ def _stage(size: Size, number: int) -> nn.Module:
         module = nn.TransformerEncoderLayer(
             size.hidden, size.heads, 4 * size.hidden, 0.0, batch_first=True, norm_first=True
         )
+        # Kept as a buffer, so that it moves to the device with the layer.
         mask = nn.Transformer.generate_square_subsequent_mask(size.sequence)
         module.register_buffer("mask", mask)
         module.register_forward_pre_hook(

@@ -136,16 +136,20 @@ def alike(texts: Iterable[str]) -> str:
 def _check_node(acceptance: Acceptance) -> Finding:
     found: list[tuple[Inspection, str, list[str]]] = acceptance.rank.everywhere(_look)
     nodes = [seen for seen, *_ in found]
+    # A GPU in use, or a counter that cannot be read, spoils all that follows.
     for seen in nodes:
         if problem := seen.leased_by or seen.energy.problem:
             raise GpuError(f"{seen.gpu}: {problem}")
+    # Two ranks on one GPU would set each other's clocks.
     uuids = [seen.uuid for seen in nodes]
     if len(set(uuids)) < len(uuids):
         raise GpuError(
             f"two ranks use the same GPU, {max(uuids, key=uuids.count)}; name the back-end alone, "
             "such as nvml, and each rank uses the GPU that it computes on"
         )
+    # From now on each rank names its own GPU, which a back-end alone did not.
     acceptance.nodes, acceptance.rank.gpu = nodes, nodes[acceptance.rank.rank].gpu
+    # Ranks of a node say the same, so each remark is kept once.
     acceptance.remarks = [*dict.fromkeys(text for *_, texts in found for text in texts)]
     values = {"gpus": [asdict(seen) for seen in nodes]}
     texts = [alike(block for _, block, _ in found), *acceptance.remarks]
@@ -158,6 +162,7 @@ def _look(rank: Rank) -> tuple[Inspection, str, list[str]]:
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
+    # A build without CUDA has neither, and is no error on an emulated GPU.
     if torch.version.cuda is not None:
         versions["CUDA"] = torch.version.cuda
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -179,6 +184,7 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
     locks = not acceptance.rank.read_only
     found = acceptance.rank.everywhere(_run_load, locks, limit_s=_SLOW_S)
     seen: list[RankRehearsal] = [rehearsal for rehearsal, _ in found]
+    # A GPU that cannot be read or locked fails the check, and others are not looked at.
     for rehearsal in seen:
         if rehearsal.problems:
             raise GpuError(f"rank {rehearsal.rank}: {'; '.join(rehearsal.problems)}")
@@ -186,6 +192,7 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
             raise GpuError(f"rank {rehearsal.rank}: {'; '.join(rehearsal.remarks)}")
     acceptance.runs = seen
     texts = []
+    # After a reset the GPU must be as fast as before any lock, or the reset has not worked.
     for rehearsal, after_mhz in found:
         ran = ", ".join(
             f"{'unlocked' if run.locked_mhz is None else run.locked_mhz} -> {run.achieved_mhz:.0f} "
@@ -200,6 +207,7 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
         texts.append(ran if after_mhz is None else f"{ran}, reset -> {after_mhz:.0f} MHz")
     steps = sorted({si(rehearsal.counter_step_s or 0.0, "s", 2) for rehearsal in seen})
     not_checked = "" if locks else f"; locks: not checked, as {_READ_ONLY}"
+    # What the first check has said already is not said again.
     remarks = {text for rehearsal in seen for text in rehearsal.remarks} - {*acceptance.remarks}
     remarks = {text for text in remarks if not text.startswith("nothing is set")}
     not_checked += "".join(f"; {text}" for text in sorted(remarks))
@@ -235,12 +243,14 @@ def _check_latency(acceptance: Acceptance) -> Finding:
     parallel: ParallelLatency | None
     latency, parallel = acceptance.rank.everywhere(_time_calls, gpus)[0]
 
+    # Calls queue if several at once take longer, and then all GPUs of the node share a lock.
     acceptance.change = ClockChange(
         latency.call_p50_s,
         latency.settle_p50_s or 0.0,
         len(gpus) if parallel is not None and parallel.queue else 1,
     )
     text = "; ".join([*latency.texts, *([parallel.text] if parallel is not None else [])])
+    # All ranks reduce while calls are timed, as they would in training.
     running = " while an all-reduce runs" if len(gpus) > 1 else ""
     values = {"call": asdict(latency), "at once": parallel and asdict(parallel)}
     return Finding(f"{text}{running}", values)
@@ -249,12 +259,14 @@ def _check_latency(acceptance: Acceptance) -> Finding:
 def _time_calls(rank: Rank, gpus: Sequence[str]) -> tuple[Latency, ParallelLatency | None] | None:
     """Time calls on rank 0 while all ranks reduce."""
     with rank.process_group():
+        # One rank times all GPUs, and the others only reduce.
         if rank.rank:
             _reduce_until(Event(), rank)
             return None
         done = Event()
         reducing = in_background(lambda: _reduce_until(done, rank), "planner all-reduce")
         with ExitStack() as stack:
+            # Other ranks end when this one says so, also if timing fails.
             stack.callback(reducing.result)
             stack.callback(done.set)
             opened = [stack.enter_context(open_gpu(text)) for text in gpus]
@@ -331,9 +343,11 @@ def _check_training(acceptance: Acceptance) -> Finding:
     plan = acceptance.rank.folder / "made-up-plan.yaml"
     acceptance.rank.everywhere(_make_up, plan)
     folder = acceptance.rank.folder / "dry-run"
+    # Many changes a second, as the plan that was made up changes at every computation.
     options = {"dry_run": True, "record": folder, "max_changes_per_s": 1e4}
     modes = _trainings(acceptance, plan, options, in_turn=True)
     marks_s, acceptance.times = _recorded(folder)
+    # Losses were compared while training, so only times are left.
     times_s = [[run.time_s for run in runs] for runs in (modes[0].plain, modes[0].by_plan)]
     plain_s, planned_s = map(median, times_s)
     text = (
@@ -341,6 +355,7 @@ def _check_training(acceptance: Acceptance) -> Finding:
         "throughput without, "
         "and equal losses; "
     )
+    # Without a trace of kernels, nothing is known of that rank's marks.
     errors_s = [
         mark_error_s(marks_s[rank], mode.kernels) if mode.kernels else None
         for rank, mode in enumerate(modes)
@@ -351,12 +366,15 @@ def _check_training(acceptance: Acceptance) -> Finding:
         "waits": [mode.waits[-2:] for mode in modes],
         "mark_error_s": errors_s,
     }
+    # Without CUDA no call waits, and marks are of the CPU alone.
     if not modes[0].waits:
         text += "waiting and marks: not checked, as there is no CUDA here"
         return Finding(text, values)
+    # Of the last two trainings one was without the runtime and one with it.
     more = max(after - before for before, after in (mode.waits[-2:] for mode in modes))
     if more > 0:
         raise RankError(f"with the runtime {more} calls more wait for the GPU")
+    # What the noise hides is said, so that a good figure is not taken for proof.
     text += throughput_problem(*times_s)
     known_s = [error_s for error_s in errors_s if error_s is not None]
     if not known_s:
@@ -419,9 +437,11 @@ def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) ->
     found = _Trainings()
     on_cuda = rank.device.type == "cuda"
     iterations = _BY_PLAN if not in_turn else 10 if on_cuda else 3
+    # In turn, without and with, so that a steady drift counts little.
     turns = (False, True, True, False, False, True) if in_turn and on_cuda else (False, True)
     with rank.process_group(), open_gpu(rank.gpu) as gpu:
         for by_plan in turns:
+            # A new training each time, so that all begin with equal weights.
             training = Training(rank)
             with training.running(plan if by_plan else None, **options) as runtime:
                 runs = found.by_plan if by_plan else found.plain
@@ -449,14 +469,17 @@ def _traced(training: Training) -> tuple[int, list[Span]]:
     """Return how often CUDA was waited for, and when the GPU computed, in seconds since the epoch;
     empty if torch's profiler does not say it.
     """
+    # What was queued before the trace is none of its kernels.
     torch.cuda.synchronize(training.device)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(_PROFILED):
             training.iterate()
     events = trace.profiler.kineto_results.events()
+    # Names are those of CUDA's calls that wait, such as cudaStreamSynchronize.
     waits = sum(event.name().startswith("cu") and "ynchronize" in event.name() for event in events)
     spans = [
         (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
+        # Copies and collectives are no computations, so marks need not lie around them.
         for event in events
         if event.device_type() == torch.autograd.DeviceType.CUDA
         and not any(name in event.name().lower() for name in ("nccl", "memset", "memcpy"))
@@ -522,6 +545,7 @@ def _check_profile(acceptance: Acceptance) -> Finding:
     before, after = (max((peaks[number] for peaks in found), default=0) for number in (0, 1))
     memory = f"; peak memory {si(before, 'B')} before and {si(after, 'B')} after" if after else ""
     observed = f"; clocks: not checked, as {_READ_ONLY}" if acceptance.rank.read_only else ""
+    # Nothing is waited for on one rank, so the power of waiting is that of an idle GPU.
     if acceptance.layout.ranks < STAGES:
         observed += "; the power of waiting: not checked, as no stage has a neighbour"
     return Finding(
@@ -575,11 +599,13 @@ def _check_plan(acceptance: Acceptance) -> Finding:
     acceptance.refuse_to_set()
     profile = acceptance.need(acceptance.profile, "profile")
     path = acceptance.rank.folder / "plan.yaml"
+    # Planned with what clock changes cost here, if that was measured.
     if acceptance.change is not None:
         profile = replace(profile, clock_change=acceptance.change)
     acceptance.rank.everywhere(_solve, profile, path)
     acceptance.plan, predicted = path, Plan.load(path)
     found = _trainings(acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False)
+    # A plan that was not followed is no measurement of it.
     if problems := {each.problem for each in found if each.problem is not None}:
         raise GpuError("; ".join(sorted(problems)))
     before = [each.plain[0] for each in found]
@@ -644,22 +670,28 @@ def _check_deaths(acceptance: Acceptance) -> Finding:
     acceptance.need(acceptance.plan, "plan")
     this = acceptance.rank
     uuids = [seen.uuid for seen in acceptance.nodes]
+    # A training of its own for each death, as the first one goes on and the second does not.
     with _training_by_plan(acceptance) as iterations:
         begin_s = time.monotonic()
         begin = iterations()
+        # One controller serves all GPUs of the node, so rank 0 kills it for all.
         if this.rank == 0:
             _kill(_owners(uuids[0])[:1])
+        # The guardian outlives its controller, and must reset what that had set.
         reset_s = _all(
             this,
             _after(lambda: not _records(uuids), begin_s),
             "was not reset by the guardian of a killed controller; run `planner reset`",
         )
+        # Training needs no controller, so it must go on at full clocks.
         goes_on = _after(lambda: iterations() > begin + 1, begin_s)
         _all(this, goes_on, "trains no longer, as its controller was killed")
     with _training_by_plan(acceptance):
         if this.rank == 0:
+            # Without guardian and controller nobody resets, so a record is all that is left.
             _kill(_owners(uuids[0])[::-1])  # the guardian first, so that it resets nothing
         this.gather(None)
+    # A command of its own, as a user would type it.
     if this.rank == 0:
         command = [sys.executable, "-m", "perseus_planner", "reset"]
         subprocess.run(command, env=child_environment(), stdout=subprocess.DEVNULL, check=False)
@@ -667,6 +699,7 @@ def _check_deaths(acceptance: Acceptance) -> Finding:
     if left := _records(uuids):
         raise GpuError(f"`planner reset` left {left[0]}; run it again, and see what it says")
     clocks_mhz = this.everywhere(_look_unlocked)
+    # No record left does not yet mean that no clock is locked, so GPUs run under load again.
     for seen, clock_mhz in zip(acceptance.runs, clocks_mhz, strict=True):
         if _is_below(clock_mhz, seen.runs[0]):
             raise GpuError(f"{seen.gpu} still runs at {clock_mhz:.0f} MHz; run `planner reset`")
@@ -692,8 +725,10 @@ def _training_by_plan(acceptance: Acceptance) -> Iterator[Callable[[], int]]:
         return 0
 
     process, _ = this.start(_train_on, acceptance.plan, progress)
+    # Also after an error, as the training never ends by itself.
     try:
         uuid = acceptance.nodes[this.rank].uuid
+        # Leased and begun, so that there is something to reset.
         begun = _after(lambda: bool(_records([uuid])) and iterations() > 1, 0.0, _LEASED_S)
         _all(this, begun, "was not leased by a training")
         yield iterations
