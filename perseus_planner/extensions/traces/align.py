@@ -52,28 +52,34 @@ def find_offsets(schedule: Schedule, begins_s: Floats, ends_s: Floats) -> Offset
     computations = list(schedule.computations())
     place = {computation: number for number, computation in enumerate(computations)}
     rank_of = [rank for rank, row in enumerate(schedule.ranks) for _ in row]
+    # A computation without work has no kernels, so when it ran is not known.
     has_work = (ends_s - begins_s).max(axis=0) > 0.0
     # bounds[a, b]: the most by which the clock of b can be ahead of that of a.
     bounds = np.full((ranks, ranks), np.inf)
     np.fill_diagonal(bounds, 0.0)
     for number, computation in enumerate(computations):
         other = dependency_of(computation, place, schedule.stages - 1)
+        # On one rank both are of one clock, which tells nothing of offsets.
         if other is None or rank_of[place[other]] == rank_of[number]:
             continue
         if not has_work[number] or not has_work[place[other]]:
             continue  # when it ran is not recorded
         sender = rank_of[place[other]]
         receiver = rank_of[number]
+        # The smallest distance over all steps is the tightest bound.
         ahead_s = float((begins_s[:, number] - ends_s[:, place[other]]).min())
         bounds[sender, receiver] = min(bounds[sender, receiver], ahead_s)
+    # What holds between a and b, and b and c, bounds a and c as well.
     for middle in range(ranks):
         through = bounds[:, middle, None] + bounds[None, middle, :]
         bounds = np.minimum(bounds, through)
+    # A cycle of negative length has no solution, whatever the offsets are.
     if float(np.diag(bounds).min()) < -_SLACK_S:
         raise UsageError(
             "a rank begins computations before what they wait for has ended, whatever the offsets "
             "of the clocks: the traces are of different steps; trace the same steps on all ranks"
         )
+    # The first rank's clock is the reference, so its own row and column bound all others.
     most_s = bounds[0]
     least_s = -bounds[:, 0]
     middle_s = (most_s + least_s) / 2

@@ -79,12 +79,15 @@ def analyse(job: TracedJob) -> Analysis:
     uses = _uses(job, slowdowns)
     slow = tuple(use for use in uses if use.slowdown >= _SLOW)
     # Pipelines side by side wait for the slowest.
+    # A step is as long as its slowest pipeline.
     lengths_s = job.iterations_s.max(axis=0)
     iteration_s = float(np.median(lengths_s))
+    # If means explain the iterations, a plan of means can be believed.
     by_means_s = replay_s(job, mean_times_s(job), gaps)
     replay_error = float(np.mean(by_means_s) / np.mean(job.iterations_s) - 1.0)
     jitter = _jitter(job)
     slow_cost = _slow_cost(job, gaps) if slow else 0.0
+    # Times of hosts vary by the hosts, which says nothing of microbatches.
     varies = jitter > _VARIES and job.has_gpu_times
     analysis = Analysis(
         iteration_s=iteration_s,
@@ -141,8 +144,10 @@ def _uses(job: TracedJob, slowdowns: Floats) -> tuple[RankUse, ...]:
         for rank, row in enumerate(job.schedule.ranks):
             own = rank_of == rank
             busy_s = job.times_s[pipeline][:, own].sum(axis=1)
+            # The share is of the job's iteration, in which faster pipelines wait.
             busy_share = float(np.mean(busy_s / job.iterations_s.max(axis=0)))
             host_share = None
+            # What a computation lasts without a kernel, it waits for its host.
             if job.has_computing_times:
                 computing_s = job.computing_s[pipeline][:, own].sum()
                 host_share = float(1.0 - computing_s / busy_s.sum())
@@ -177,6 +182,7 @@ def _jitter(job: TracedJob) -> float:
 
 def _even_bubble_share(job: TracedJob) -> float:
     """Return the bubbles if all stages took equally long, at the mean times of each kind."""
+    # No gaps and no differences between stages, so that the order alone is left.
     times_s = np.zeros((1, 1, len(job.computations)))
     for kind in {kind for _, kind in job.keys}:
         places = [place for place, each in enumerate(job.computations) if each.kind == kind]
@@ -187,6 +193,7 @@ def _even_bubble_share(job: TracedJob) -> float:
 
 def _bottleneck(job: TracedJob, uses: tuple[RankUse, ...]) -> str:
     ranks = range(len(job.schedule.ranks))
+    # Over all pipelines, so that one slow worker makes no bottleneck of its rank.
     shares = [
         float(np.mean([use.busy_share for use in uses if use.rank == each])) for each in ranks
     ]
@@ -194,6 +201,7 @@ def _bottleneck(job: TracedJob, uses: tuple[RankUse, ...]) -> str:
     others = (sum(shares) - shares[most]) / max(1, len(shares) - 1)
     stages = next(use.stages for use in uses if use.rank == most)
     word = "stages" if "," in stages else "stage"
+    # Differences this small say nothing of the stages.
     if len(shares) == 1 or shares[most] < _LONGER * others:
         return "none: the ranks compute equally long, and wait by the order of the schedule"
     return (
@@ -206,7 +214,9 @@ def _slow_cost(job: TracedJob, gaps: Gaps) -> float:
     """Return the share of an iteration that some slow workers cost."""
     slowdowns = _slowdowns(job)
     rank_of = np.array(job.iteration.rank_of[: len(job.computations)])
+    # Slow workers are made as fast as their peers, and fast ones stay as they are.
     healed_s = job.times_s / np.maximum(slowdowns, 1.0)[:, None, :][..., rank_of]
+    # Both are replayed, so that what the replay leaves out cancels.
     as_is = replay_s(job, job.times_s, gaps).max(axis=0).mean()
     healed = replay_s(job, healed_s, gaps).max(axis=0).mean()
     return float(1.0 - healed / as_is)
@@ -216,12 +226,15 @@ def _rest_s(job: TracedJob) -> float:
     """Return what an iteration takes beside the replay of the healthy workers' mean times, as a
     plan replays it: without gaps.
     """
+    # Means of healthy workers, as the plan is for these.
     times_s = np.zeros((1, 1, len(job.computations)))
     for key, of_key_s in healthy_times_s(job).items():
         times_s[:, :, job.places(key)] = of_key_s.mean()
     replayed_s = float(replay_s(job, times_s, Gaps(0.0, 0.0, 0.0))[0, 0])
+    # Pipelines with a slow worker are longer for another reason.
     healthy = (_slowdowns(job) < _SLOW).all(axis=1)
     iterations_s = job.iterations_s[healthy] if healthy.any() else job.iterations_s
+    # Noise may make the replay longer, and nothing takes less than no time.
     return max(0.0, float(np.median(iterations_s)) - replayed_s)
 
 
@@ -245,6 +258,7 @@ def _with_remarks(job: TracedJob, seen: Analysis) -> Analysis:
             "something beside the computations takes time. Trace more steps, without other work "
             "on the nodes, before you believe a plan's time."
         )
+    # Of all workers the one that waits the most is named, as the remedy is the same for all.
     bound = [use for use in seen.ranks if (use.host_share or 0.0) >= _HOST_BOUND]
     if bound:
         worst = max(bound, key=lambda use: use.host_share or 0.0)

@@ -91,6 +91,7 @@ class _Job:
         from perseus_planner.extensions.traces.analysis import healthy_times_s
         from perseus_planner.extensions.traces.saving import SecondClock
 
+        # Options of the second traces mean nothing without them.
         if not self.slower:
             for option, given in (
                 ("--slower-clock", self.slower_clock),
@@ -101,6 +102,7 @@ class _Job:
             return None
         job = self.read(self.slower)
         seen = self.seen(self.slower_power, job, gpu)
+        # What the user gives counts before what a log shows.
         clock_mhz = self.slower_clock
         if clock_mhz is None and seen is not None:
             clock_mhz = seen.clock_mhz
@@ -145,10 +147,12 @@ def trace(
     from perseus_planner.extensions.traces.summary import summarize_trace, trace_text
 
     if output is not None:
+        # The folder is checked before the files are read, so that nothing is read in vain.
         check_folder(output, "--output")
     job = of.read(files)
     seen = analyse(job)
     saving: Saving | None = None
+    # Neither times of hosts nor unlike microbatches can be planned by means.
     if job.has_gpu_times and not seen.varies:
         gpu = find_gpu(of.gpu, job.gpu)
         guess = guess_gpu(gpu, [kind for _, kind in job.keys], of.seen(of.power, job, gpu))

@@ -98,6 +98,7 @@ class TracedJob:
 
     def busy_spans(self) -> list[list[tuple[float, float]]]:
         """Return when each GPU computed: begin and end of each computation."""
+        # What lies beyond the computations in an iteration has no traced times.
         rank_of = np.array(self.iteration.rank_of[: len(self.computations)])
         spans = []
         for pipeline in range(self.pipelines):
@@ -151,12 +152,14 @@ def read_kineto_job(
     for path in paths:
         trace = read_trace(path)
         rank = rank_steps(trace)
+        # Kernels of a graph belong to no operation, so their computations would look empty.
         if trace.graph_kernels:
             raise UsageError(
                 f"{path}: {counted(trace.graph_kernels, 'kernel')} were launched by CUDA graphs, "
                 "which record no operations, so they belong to no computation; trace a run without "
                 "graphs (without torch.compile's reduce-overhead, or Megatron's --cuda-graph-impl)"
             )
+        # Kept apart, as ranks with and without kernels cannot be compared.
         (without if trace.kernels is None else with_kernels).append(rank.name)
         if trace.gpu is not None:
             gpus.append(trace.gpu)
@@ -171,6 +174,7 @@ def read_kineto_job(
             f"{without[0]} has no kernels and {with_kernels[0]} has; trace all ranks with "
             "ProfilerActivity.CPU and ProfilerActivity.CUDA"
         )
+    # By number in the job, as files are named in any order.
     ranks.sort(key=lambda rank: (rank.rank is None, rank.rank or 0, rank.name))
     _check_ranks(ranks)
     layout = find_layout(ranks, pipelines) if grid is None else with_grid(ranks, grid, pipelines)
@@ -201,6 +205,7 @@ def _job(
     remarks: list[str],
 ) -> TracedJob:
     """Put the ranks of each pipeline together, in the steps that all of them traced."""
+    # Steps are compared between ranks, so only those that all have traced whole are used.
     common = set.intersection(*(set(rank.numbers) for rank in ranks))
     if not common:
         first, *others = ranks
@@ -213,6 +218,8 @@ def _job(
     lost = max(len(rank.numbers) for rank in ranks) - len(numbers)
     if lost:
         remarks.append(f"{counted(lost, 'step')} that not all ranks traced whole are left out.")
+    # Each pipeline's arrays have its ranks one after the other, as the schedule has its
+    # computations.
     tables = [
         [_table(ranks[place], numbers) for place in pipeline] for pipeline in layout.pipelines
     ]
@@ -220,6 +227,7 @@ def _job(
         np.array([np.concatenate([table[field] for table in row], axis=1) for row in tables])
         for field in range(3)
     )
+    # All ranks see the same iteration, each by its own clock, so their mean has the least error.
     iterations_s = np.array(
         [
             np.mean([_iterations(ranks[place], numbers) for place in pipeline], axis=0)
@@ -233,6 +241,7 @@ def _job(
         try:
             offsets = find_offsets(layout.schedule, begins_s[number], ends_s[number])
         except UsageError:
+            # With kernels the times are those of the GPU, and then the order must hold.
             if has_kernels:
                 raise
             # Hosts that run ahead of their GPUs begin computations before their input is there.
@@ -245,6 +254,7 @@ def _job(
         assert widths_s is not None
         offsets_s[number] = offsets.middle_s
         widths_s[number] = offsets.width_s
+        # From here on all times of a pipeline are by its first rank's clock.
         begins_s[number] -= offsets_s[number][rank_of]
         ends_s[number] -= offsets_s[number][rank_of]
     workers = tuple(tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines)

@@ -148,6 +148,7 @@ class _Columns:
             elif category in ("user_annotation", "cpu_instant_event"):
                 self.ranges.append(Range(event.name, event.ts, event.ts + event.dur))
             elif category in ("cuda_runtime", "cuda_driver", "Runtime"):
+                # A call without a correlation has launched nothing.
                 if event.args is not None and event.args.correlation is not None:
                     self.launches_us.append(event.ts)
                     self.launched.append(event.args.correlation)
@@ -162,6 +163,7 @@ class _Columns:
             return
         self._begins[thread] = event.ts
         self._ends[thread] = end
+        # Names repeat, so each is looked at once.
         kind = self._kinds.get(event.name)
         if kind is None:
             kind = _kind_of(event.name)
@@ -204,6 +206,7 @@ def read_trace(path: Path) -> Trace:
     columns = _Columns()
     head = _Head()
     with reading(path, UsageError):
+        # Events are taken out before the rest is kept, so that memory holds one piece at a time.
         for part in _parts(path):
             columns.add(part.traceEvents)
             part.traceEvents = []
@@ -213,6 +216,7 @@ def read_trace(path: Path) -> Trace:
             f"{path}: has no operations of the host; record it with torch.profiler.profile, with "
             "ProfilerActivity.CPU among its activities"
         )
+    # Since 2024 times count from a base that differs from file to file.
     offset_us = (head.baseTimeNanoseconds or 0) / 1e3
     kernels, unlaunched = _kernels(columns, offset_us)
     return Trace(
@@ -256,6 +260,7 @@ def _decoded(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[_Head]:
     events = msgspec.json.Decoder(list[_Event])
     whole = msgspec.json.Decoder(_Head)
     text = file.read(_CHUNK)
+    # The file may also be a bare list of events.
     begin = _EVENTS.search(text)
     if begin is None and not text.lstrip().startswith(b"["):
         raise UsageError(
@@ -268,10 +273,12 @@ def _decoded(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[_Head]:
         text = text[begin.end() :]
     else:
         text = text.lstrip()[1:]
+    # One piece is kept behind, as the last one also has what stands after the events.
     while True:
         more = file.read(_CHUNK)
         if not more:
             break
+        # Cut at a gap between events, so that each piece is a list of its own.
         gap = _last_gap(text)
         if gap is not None:
             try:
@@ -282,6 +289,7 @@ def _decoded(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[_Head]:
                 if len(text) > _LONGEST:
                     raise UsageError(_cut(path, "an event has no end")) from None
         text += more
+    # A bare list is made an object, so that both sorts are read alike.
     if begin is None:
         text = text.rstrip().removesuffix(b"]") + b"]}"
     try:
@@ -344,6 +352,7 @@ def _operations(columns: _Columns, offset_us: float) -> Operations:
     kept: list[Integers] = []
     for thread in np.unique(numbers["thread"]):
         (of_thread,) = np.nonzero(numbers["thread"] == thread)
+        # By begin, and of equal begins the longest first, which contains the others.
         of_thread = of_thread[np.lexsort((-end[of_thread], begin[of_thread]))]
         # The latest end of what began before: an operation that ends by then is inside another.
         reached = np.maximum.accumulate(end[of_thread])
@@ -363,10 +372,12 @@ def _operations(columns: _Columns, offset_us: float) -> Operations:
 
 def _kernels(columns: _Columns, offset_us: float) -> tuple[Kernels | None, int]:
     """Return the kernels with their launches, and how many have none."""
+    # No kernel at all means that the GPU was not traced, and not that nothing was launched.
     correlation = np.frombuffer(columns.correlations, dtype=np.int64)
     if not len(correlation):
         return None, 0
     launched = np.frombuffer(columns.launched, dtype=np.int64)
+    # Launches and kernels are joined by their number, as their order in the file is not the same.
     order = np.argsort(launched, kind="stable")
     place = np.searchsorted(launched[order], correlation)
     place = np.minimum(place, max(0, len(launched) - 1))
@@ -376,6 +387,7 @@ def _kernels(columns: _Columns, offset_us: float) -> tuple[Kernels | None, int]:
     launch_us = np.frombuffer(columns.launches_us)[order[place[is_found]]]
     begin_us = np.frombuffer(columns.kernels["begin"])[is_found]
     end_us = np.frombuffer(columns.kernels["end"])[is_found]
+    # In the order of launches, in which operations are looked up.
     in_time = np.argsort(launch_us, kind="stable")
     return (
         Kernels(

@@ -61,11 +61,14 @@ def find_layout(ranks: Sequence[RankSteps], pipelines: int | None = None) -> Lay
 
 
 def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
+    # Replicas hold the same stages, so those are one group, a file for each pipeline.
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, rank in enumerate(ranks):
         stages = tuple(sorted({stage for _, stage, _ in rank.order if stage is not None}))
         groups.setdefault(stages, []).append(place)
+    # The first pipeline's order stands for all, which is checked below.
     first_ranks = [places[0] for _, places in sorted(groups.items())]
+    # Every stage is needed, as each waits for its neighbours.
     held = sorted(stage for stages in groups for stage in stages)
     missing = sorted(set(range(held[-1] + 1)) - set(held))
     if missing:
@@ -79,6 +82,7 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
             f"--pipelines: is {pipelines}, but the traces are of {min(counts)} for each stage; "
             "leave it out"
         )
+    # What has a stage is a computation, in the order in which it ran.
     rows = tuple(
         tuple(
             Computation(stage, kind, number)
@@ -93,7 +97,9 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
             f"{ranks[first_ranks[flaw.rank]].name}: {flaw.text.split(';')[0]}, so its trace is "
             "incomplete or was read wrongly; trace it again, with all ranks in the same steps"
         )
+    # A schedule is named only if all pipelines ran it.
     _check_alike(ranks, groups)
+    # The name of a generator that makes this very order, if there is one.
     names = tuple(name for name, schedule in _candidates_like(rows) if schedule.ranks == rows)
     schedule = Schedule(names[0] if names else "traced", rows)
     whole = min(counts)
@@ -123,6 +129,7 @@ def _candidates_like(rows: Sequence[Sequence[Computation]]) -> Iterator[tuple[st
 
 
 def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
+    # Pipelines have equal numbers of microbatches, so ranks of one job run as many forwards.
     forwards = [sum(kind == "F" for kind, _, _ in rank.order) for rank in ranks]
     if len(set(forwards)) > 1:
         least = forwards.index(min(forwards))
@@ -131,6 +138,7 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
             f"{ranks[least].name} runs {counted(forwards[least], 'forward')} in a step and "
             f"{ranks[most].name} {forwards[most]}; name traces of one job and of the same steps"
         )
+    # Without a number of pipelines, each that divides the files is tried, the least first.
     wanted = (
         [pipelines]
         if pipelines
@@ -156,25 +164,30 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
 def _fitting(ranks: Sequence[RankSteps], pipelines: int, forwards: int) -> Layout | None:
     """Return the layout if the ranks are so many pipelines side by side, stage by stage."""
     size = len(ranks) // pipelines
+    # Files are in the order of ranks, where those of one stage lie side by side.
     places = tuple(
         tuple(stage * pipelines + number for stage in range(size)) for number in range(pipelines)
     )
     orders = [[(kind, number) for kind, _, number in rank.order] for rank in ranks]
+    # Pipelines side by side run one order; if they do not, this is not their number.
     for pipeline in places[1:]:
         if [orders[place] for place in pipeline] != [orders[place] for place in places[0]]:
             return None
     seen = [orders[place] for place in places[0]]
     fits: dict[tuple[tuple[Computation, ...], ...], list[str]] = {}
     found: dict[tuple[tuple[Computation, ...], ...], Schedule] = {}
+    # Forwards are microbatches times chunks of a rank, so each divisor is tried.
     for virtual in range(1, _MOST_CHUNKS + 1):
         if forwards % virtual:
             continue
         for name, schedule in _candidates(size, virtual, forwards // virtual):
             if [_by_forward(row) for row in schedule.ranks] == seen:
+                # Several generators may make one order, which is one schedule with several names.
                 fits.setdefault(schedule.ranks, []).append(name)
                 found.setdefault(schedule.ranks, schedule)
     if not fits:
         return None
+    # Orders that differ only in what is not seen cannot be told apart.
     if len(fits) > 1:
         texts = " or ".join(str(schedule) for schedule in found.values())
         raise UsageError(
@@ -192,6 +205,7 @@ def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | N
     """
     check_pipeline(schedule)
     size = len(schedule.ranks)
+    # A grid says how many ranks a pipeline has, so the files must be a multiple of that.
     if len(ranks) % size or (pipelines is not None and len(ranks) != pipelines * size):
         raise UsageError(
             f"--schedule: has {counted(size, 'rank')}, and there are {len(ranks)} traces; give "
@@ -202,6 +216,7 @@ def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | N
     for pipeline in places:
         for row, place in zip(schedule.ranks, pipeline, strict=True):
             rank = ranks[place]
+            # Annotated ranks tell stages as well; of others only kinds and forwards are known.
             if rank.is_labelled:
                 ran = [(kind, stage, number) for kind, stage, number in rank.order]
                 wanted = [(c.kind, c.stage, c.microbatch) for c in row]
@@ -236,6 +251,7 @@ def _candidates(ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[s
         if virtual == 1 and generator.virtual_stages is None:
             continue  # with one stage on each rank, it is another one of these
         groups: list[int | None] = [None]
+        # Groups of other sizes than the ranks are another order.
         if name == "interleaved-1f1b" and virtual > 1:
             groups += [group for group in range(1, microbatches + 1) if group != ranks]
         for group in groups:

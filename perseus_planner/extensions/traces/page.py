@@ -41,6 +41,7 @@ class _Bar(NamedTuple):
 def page(job: TracedJob, saving: Saving | None, summary: dict[str, Any]) -> str:
     """Return the page. Texts are escaped, whatever they contain."""
     styles = [page_file("theme.css"), page_file("report.css")]
+    # Both charts have one scale, so that lengths can be compared by eye.
     traced, length_s = _traced_bars(job)
     charts = [("As it ran", "one step of the first pipeline, as traced", traced)]
     if saving is not None:
@@ -74,6 +75,7 @@ def page(job: TracedJob, saving: Saving | None, summary: dict[str, Any]) -> str:
 
 def _traced_bars(job: TracedJob) -> tuple[list[_Bar], float]:
     """Return the bars of the step whose time is the median, and its length, seconds."""
+    # A middle step, as the mean of steps is none that ran.
     order = job.iterations_s[0].argsort()
     step = int(order[len(order) // 2])
     zero_s = float(job.begins_s[0, step].min())
@@ -96,6 +98,7 @@ def _planned_bars(saving: Saving) -> list[_Bar]:
     for place, computation in enumerate(plan.iteration.computations):
         span = plan.timeline.spans[str(computation)]
         clock = plan.clocks[str(computation)]
+        # Paler is lower; a plan of one clock is all at full opacity.
         share = 1.0 if highest == lowest else (clock - lowest) / (highest - lowest)
         title = f"{computation}, {si(span.time_s, 's', 3)} at {clock} MHz"
         rank = plan.iteration.rank_of[place]

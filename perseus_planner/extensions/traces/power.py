@@ -68,6 +68,7 @@ def read_power(path: Path) -> list[Samples]:
         UsageError: If it cannot be read, or has no power.
     """
     text = read_text(path, UsageError, "a log of power")
+    # The first character tells the three sorts apart.
     begin = text.lstrip()[:1]
     if begin == "{":
         rows = _prometheus(path, text)
@@ -80,6 +81,7 @@ def read_power(path: Path) -> list[Samples]:
         by_gpu.setdefault(gpu, []).append((time_s, power_w, clock_mhz))
     found = []
     for gpu, of_gpu in sorted(by_gpu.items()):
+        # Logs may be out of order, and samples without power are of no use.
         table = np.array(sorted(of_gpu))
         table = table[np.isfinite(table[:, 1])]
         if not len(table):
@@ -100,6 +102,7 @@ Rows = list[tuple[str, float, float, float]]
 
 def _query(path: Path, text: str) -> Rows:
     lines = [line for line in text.splitlines() if line.strip()]
+    # Names have their units behind them, and columns stand in the order that was asked for.
     header = [name.strip().split(" ")[0] for name in lines[0].split(",")]
     power = next((name for name in header if name.startswith("power.draw")), None)
     if power is None or "timestamp" not in header:
@@ -107,12 +110,14 @@ def _query(path: Path, text: str) -> Rows:
             f"{path}, line 1: {shown(lines[0])} has no timestamp and power.draw; log with "
             "nvidia-smi --query-gpu=timestamp,index,power.draw.instant,clocks.sm --format=csv"
         )
+    # nvidia-smi knows the clock by two names.
     at_clock = next((name for name in ("clocks.current.sm", "clocks.sm") if name in header), None)
     at_gpu = next((name for name in ("index", "uuid", "pci.bus_id") if name in header), None)
     rows: Rows = []
     for number, line in enumerate(lines[1:], 2):
         cells = dict(zip(header, (cell.strip() for cell in line.split(",")), strict=False))
         if len(cells) < len(header):
+            # A log that was cut off is no error, but a short line in its middle is.
             if number == len(lines):
                 break  # the log ended inside its last line
             raise UsageError(
@@ -131,6 +136,7 @@ def _dmon(path: Path, text: str) -> Rows:
     header: list[str] | None = None
     for number, line in enumerate(text.splitlines(), 1):
         cells = [cell for cell in re.split(r"[,\s]+", line.strip().lstrip("#")) if cell]
+        # Its header comes again and again, with units below it.
         if line.lstrip().startswith("#"):
             names = [cell.lower() for cell in cells]
             if "gpu" in names:
@@ -160,8 +166,10 @@ def _prometheus(path: Path, text: str) -> Rows:
             column = {"DCGM_FI_DEV_POWER_USAGE": 0, "DCGM_FI_DEV_SM_CLOCK": 1}.get(name)
             if column is None:
                 continue
+            # Without a UUID, node and number together name a GPU.
             gpu = labels.get("UUID") or f"{labels.get('Hostname', '')}:{labels.get('gpu', '0')}"
             for time_s, value in each["values"]:
+                # Power and clock come as series of their own, joined by GPU and time.
                 row = found.setdefault((gpu, float(time_s)), [np.nan, np.nan])
                 row[column] = float(value)
     except (ValueError, KeyError, TypeError) as error:
@@ -209,8 +217,10 @@ def fit_power(
     """
     samples = sum(len(log.times_s) for log in logs)
     share = _mean_share(busy, span_s)
+    # The median, as pauses of logging are no step.
     steps_s = [after - before for log in logs for before, after in pairwise(log.times_s.tolist())]
     step_s = float(np.median(steps_s)) if steps_s else np.inf
+    # A log from another time tells means only.
     inside = [
         log for log in logs if np.any((log.times_s >= span_s[0]) & (log.times_s <= span_s[1]))
     ]
@@ -221,6 +231,7 @@ def fit_power(
             f"are too few for its watts; log at least {_LEAST_SAMPLES} in training, at 5 a second"
         )
     clock_mhz = _clock_mhz(logs)
+    # Fitted only where samples are close enough, and as many logs as traced GPUs.
     if inside and step_s <= _LONGEST_S and len(logs) == len(busy):
         fitted = _fitted(logs, busy, span_s, step_s)
         if fitted is not None:
@@ -234,6 +245,7 @@ def fit_power(
                 samples,
                 f"fitted to {samples} samples, {step_s:.1f} s apart",
             )
+    # The mean power is that of computing and waiting by their shares, of which one is assumed.
     mean_w = float(np.mean(np.concatenate([log.power_w for log in logs])))
     computing_w = (mean_w - (1.0 - share) * assumed_waiting_w) / share
     # Waiting watts off by a fifth are off by so much while computing.
@@ -277,6 +289,7 @@ def _fitted(
     """Return computing and waiting watts, and their standard errors, at the offset of clocks that
     fits best; None if the busy shares of samples are all alike.
     """
+    # The log's clock and the traces' may differ by seconds, so offsets are tried in quarter steps.
     grid = np.arange(-2.0, 2.0, step_s / 4)
     best: tuple[float, Floats, Floats, Floats] | None = None
     for offset_s in grid.tolist():
@@ -284,13 +297,16 @@ def _fitted(
         watts: list[Floats] = []
         for log, spans in zip(logs, busy, strict=True):
             times_s = log.times_s + offset_s
+            # A sample is a mean over the step before it, so that must lie in the trace.
             is_inside = (times_s - step_s >= span_s[0]) & (times_s <= span_s[1])
             shares.append(_shares(spans, times_s[is_inside], step_s))
             watts.append(log.power_w[is_inside])
         share = np.concatenate(shares)
         power = np.concatenate(watts)
+        # Without different shares, computing and waiting cannot be told apart.
         if len(share) < _LEAST_SAMPLES or float(share.std()) < 0.02:
             continue
+        # Power is linear in the busy share, from waiting to computing.
         design = np.stack([share, 1.0 - share], axis=1)
         found = np.linalg.lstsq(design, power, rcond=None)[0].astype(np.float64)
         misfit = float(np.mean((design @ found - power) ** 2))
@@ -299,10 +315,12 @@ def _fitted(
     if best is None:
         return None
     misfit, found, design, power = best
+    # Three numbers were fitted: two powers and the offset.
     freedom = max(1, len(power) - 3)
     covariance = misfit * len(power) / freedom * np.linalg.inv(design.T @ design)
     errors = np.sqrt(np.diag(covariance))
     computing_w, waiting_w = found.tolist()
+    # No GPU draws more while it waits, so such a fit tells nothing.
     if not 0.0 < waiting_w < computing_w:
         return None
     return computing_w, waiting_w, (float(errors[0]), float(errors[1]))
@@ -325,5 +343,6 @@ def _shares(spans: Sequence[tuple[float, float]], times_s: Floats, step_s: float
         done: Floats = before[place] - over
         return done
 
+    # The difference of two sums is what was busy between two moments.
     share: Floats = (until(times_s) - until(times_s - step_s)) / step_s
     return share

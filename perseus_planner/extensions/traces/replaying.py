@@ -34,6 +34,7 @@ def learn_gaps(job: TracedJob) -> Gaps:
     iteration = job.iteration
     own: list[Floats] = []
     transfer: list[Floats] = []
+    # Each computation waits for the one before it on its rank, and for its input from others.
     for place, waits in enumerate(iteration.waits):
         rank = iteration.rank_of[place]
         of_own = [job.ends_s[..., other] for other, _ in waits if iteration.rank_of[other] == rank]
@@ -46,10 +47,13 @@ def learn_gaps(job: TracedJob) -> Gaps:
         # What was there last is what it waited for.
         waited = others_s > own_s
         if of_own:
+            # The gap counts only after the one that it waited for, as the other was there long
+            # before.
             own.append((begins_s - own_s)[~waited])
         if of_others:
             transfer.append((begins_s - others_s)[waited])
     gaps = Gaps(_median(own), _median(transfer), 0.0)
+    # What is left of the iterations after their own replay is the rest.
     rest_s = float(np.median(job.iterations_s - replay_s(job, job.times_s, gaps)))
     return Gaps(gaps.own_s, gaps.transfer_s, rest_s)
 

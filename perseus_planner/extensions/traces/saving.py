@@ -61,6 +61,8 @@ class Spread(NamedTuple):
         if self.most <= self.least:
             return self.usual
         turn = (self.usual - self.least) / (self.most - self.least)
+        # The inverse of the triangular distribution, rising to the usual number and falling after
+        # it.
         if share < turn:
             rise = np.sqrt(share * (self.most - self.least) * (self.usual - self.least))
             return self.least + float(rise)
@@ -118,11 +120,13 @@ def find_gpu(name: str | None, device: str | None) -> str:
     """
     from perseus_planner.gpu.simulated.model import CATALOG, find_model
 
+    # What the user gives counts, and must be known.
     if name is not None:
         return find_model(name.removeprefix("simulated:"), name, "kind of GPU", "{}").name
     words = re.split(r"[^a-z0-9]+", (device or "").lower())
     found: dict[str, int] = {}
     for known in CATALOG:
+        # The chip must be named, and of its forms the one with the most words in common counts.
         chip, *form = known.split("-")
         if chip in words:
             found[known] = sum(any(word.startswith(part) for word in words) for part in form)
@@ -144,6 +148,7 @@ def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
     model = CATALOG[name]
     sources = []
     top_mhz = model.clocks_mhz[0]
+    # A clock that was seen has a small spread, and one that was not lies below the highest.
     if seen is not None and seen.clock_mhz is not None:
         clock = seen.clock_mhz
         clock_mhz = Spread((1 - _CLOCK_SPREAD) * clock, clock, (1 + _CLOCK_SPREAD) * clock)
@@ -151,6 +156,7 @@ def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
     else:
         clock_mhz = Spread(*(share * top_mhz for share in _UNSEEN_CLOCK))
         sources.append(f"clock assumed: {clock_mhz.usual:.0f} MHz, of {top_mhz} at most")
+    # Two standard errors on both sides are the least and the most.
     if seen is not None:
         computing = Spread(
             seen.computing_w - 2 * seen.computing_error_w,
@@ -166,6 +172,7 @@ def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
     else:
         computing = Spread(*(share * model.power_limit_w for share in _COMPUTING_SHARE))
         sources.append(f"power assumed: {computing.usual:.0f} W computing")
+    # A log tells the watts of waiting only where its samples differ in their busy shares.
     if seen is not None and seen.waiting_w is not None:
         error_w = 2 * (seen.waiting_error_w or 0.0)
         waiting = Spread(seen.waiting_w - error_w, seen.waiting_w, seen.waiting_w + error_w)
@@ -225,9 +232,11 @@ def estimate_saving(
         second: a trace at a lower clock.
         draws: how many draws make the interval.
     """
+    # Slow workers are to be mended first, so the saving is that of the healthy ones.
     times_s = healthy_times_s(job)
     if second is not None:
         gpu = _with_second(gpu, times_s, second)
+    # The middle is at the usual numbers, which are not the mean of the draws.
     usual = _Numbers(
         gpu.clock_mhz.usual,
         next(iter(gpu.computing_w.values())).usual,
@@ -239,6 +248,7 @@ def estimate_saving(
     profile = _profile(job, gpu, usual, times_s, jitter, rest_s)
     frontier, plan = _planned(job, profile)
     shares = []
+    # Each draw is a whole plan, as savings do not follow from the numbers in a line.
     for numbers in _drawn(gpu, draws):
         drawn = _profile(job, gpu, numbers, times_s, jitter, rest_s)
         _, drawn_plan = _planned(job, drawn)
@@ -246,8 +256,10 @@ def estimate_saving(
     shares.sort()
     least, most = np.quantile(shares, _ENDS).tolist() if shares else (0.0, 0.0)
     middle = _share(plan)
+    # The plan is of one pipeline, and the power is of all.
     power_w = plan.baseline_energy_j / plan.baseline_time_s * job.pipelines
     profile = _with_evidence(profile, gpu, times_s)
+    # The usual numbers may lie outside of few draws.
     least = min(least, middle)
     most = max(most, middle)
     conditions = {
@@ -299,6 +311,7 @@ def _drawn(gpu: GpuGuess, count: int) -> list[_Numbers]:
     if gpu.below is not None:
         spreads.append(gpu.below.exponent)
     columns = []
+    # One draw in each of equally likely parts, in random order, so that few draws cover all.
     for spread in spreads:
         shares = (random.permutation(count) + random.random(count)) / count
         columns.append([spread.at(float(share)) for share in shares])
@@ -315,17 +328,21 @@ def _profile(
 ) -> Profile:
     """Return the profile at one choice of numbers."""
     measurements: dict[Key, tuple[Measurement, ...]] = {}
+    # A draw may have waiting above computing, which no GPU does.
     waiting_w = min(numbers.waiting_w, 0.9 * numbers.computing_w)
     traced_mhz, clocks_mhz = _clocks(gpu, numbers.clock_mhz)
     for key, of_key_s in times_s.items():
         time_s = float(of_key_s.mean())
+        # A computation without work has one row of nothing.
         if time_s <= 0.0:
             measurements[key] = (Measurement(traced_mhz, 0.0, 0.0),)
             continue
         rows = []
         for clock_mhz in clocks_mhz:
+            # Only a share of the time follows the clock; memory does not.
             slower = numbers.clock_share * traced_mhz / clock_mhz + 1.0 - numbers.clock_share
             lower = _lower(gpu, numbers, clock_mhz, traced_mhz)
+            # Power above waiting falls with the clock, and waiting is drawn at any.
             power_w = waiting_w + (numbers.computing_w - waiting_w) * lower
             rows.append(Measurement(clock_mhz, time_s * slower, power_w * time_s * slower))
         measurements[key] = tuple(rows)
@@ -362,6 +379,7 @@ def _with_evidence(profile: Profile, gpu: GpuGuess, times_s: Mapping[Key, Floats
     """Return the profile with standard errors: of the traced row its own, of the others those of
     the numbers that they were estimated with.
     """
+    # The standard deviation of a triangle is its width over the root of 24, if it is symmetric.
     share_error = (gpu.clock_share.most - gpu.clock_share.least) / np.sqrt(24)
     exponent_error = (gpu.power_exponent.most - gpu.power_exponent.least) / np.sqrt(24)
     measurements = {}
@@ -370,10 +388,12 @@ def _with_evidence(profile: Profile, gpu: GpuGuess, times_s: Mapping[Key, Floats
             measurements[key] = rows
             continue
         of_key_s = times_s[key]
+        # The traced row has the error of its own mean.
         own_s = float(of_key_s.std() / np.sqrt(len(of_key_s)))
         traced_mhz = rows[0].clock_mhz
         marked = []
         for row in rows:
+            # At other clocks the share of the time adds its error, the more the lower they are.
             slower_s = rows[0].time_s * share_error * (traced_mhz / row.clock_mhz - 1.0)
             time_error_s = float(np.hypot(own_s, slower_s))
             power_error = exponent_error * np.log(traced_mhz / row.clock_mhz)
@@ -396,6 +416,7 @@ def _with_second(gpu: GpuGuess, times_s: Mapping[Key, Floats], second: SecondClo
     Raises:
         UsageError: If the second clock is not lower, or of other stages.
     """
+    # Two clocks that are near each other tell no slope.
     ratio = gpu.clock_mhz.usual / second.clock_mhz
     if ratio < 1.05:
         raise UsageError(
@@ -404,12 +425,14 @@ def _with_second(gpu: GpuGuess, times_s: Mapping[Key, Floats], second: SecondClo
         )
     if times_s.keys() != second.times_s.keys():
         raise UsageError("--slower: has other stages than FILE; trace the same job at both clocks")
+    # Each stage and kind tells a share of its own, and their spread is the error.
     found = []
     for key, of_key_s in times_s.items():
         before_s = float(of_key_s.mean())
         if before_s > 0.0:
             slower = float(second.times_s[key].mean()) / before_s
             found.append((slower - 1.0) / (ratio - 1.0))
+    # Noise may put a share out of its range.
     share = float(np.clip(np.median(found), 0.0, 1.0))
     spread = 2 * float(np.std(found)) / np.sqrt(len(found)) + _CLOCK_SPREAD
     shares = Spread(max(0.0, share - spread), share, min(1.0, share + spread))
@@ -423,6 +446,7 @@ def _with_second(gpu: GpuGuess, times_s: Mapping[Key, Floats], second: SecondClo
     waiting_w = gpu.waiting_w.usual
     computing_w = next(iter(gpu.computing_w.values())).usual
     fall = (second.computing_w - waiting_w) / (computing_w - waiting_w)
+    # Power falls at least in proportion to the clock, and no faster than with its third power.
     exponent = float(np.clip(np.log(max(fall, 1e-3)) / np.log(1.0 / ratio), 1.0, 3.0))
     # Where the voltage falls no more, power is in proportion to the clock. That begins at about
     # 75 % of the highest clock, near the second one, and nothing was seen below it.

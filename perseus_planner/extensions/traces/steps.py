@@ -87,6 +87,7 @@ def rank_steps(trace: Trace) -> RankSteps:
         UsageError: If the trace has no computations, or its steps differ.
     """
     name = f"rank {trace.rank}" if trace.rank is not None else trace.path.name
+    # Annotations tell stages and microbatches, so they are used where there are any.
     is_labelled = any(_actions(each) for each in trace.ranges)
     found = list(_labelled(trace)) if is_labelled else list(_segments(trace))
     if not found:
@@ -94,6 +95,7 @@ def rank_steps(trace: Trace) -> RankSteps:
             f"{trace.path}: has no forwards with backwards; trace whole training steps, with the "
             "activities of the CPU"
         )
+    # The host begins a computation in its step, though the GPU may run it in the next one.
     windows = _windows(trace)
     by_step: list[list[Ran]] = [[] for _ in windows]
     begins = [begin_us / 1e6 for _, begin_us, _ in windows]
@@ -102,6 +104,7 @@ def rank_steps(trace: Trace) -> RankSteps:
         place = bisect_right(begins, each.host_begin_s) - 1
         if place >= 0 and each.host_begin_s < ends[place]:
             by_step[place].append(each)
+    # Without annotations, a forward's number counts those of its step.
     if not is_labelled:
         by_step = [_numbered(step) for step in by_step]
     # The first and the last step may be cut: those like most are kept.
@@ -112,6 +115,7 @@ def rank_steps(trace: Trace) -> RankSteps:
             f"{trace.path}: no forward lies in a step; trace whole steps, and call the profiler's "
             "step() after each"
         )
+    # The order that most steps have is the training's; two may be cut at the ends.
     usual, count = common.most_common(1)[0]
     kept = [place for place, order in enumerate(orders) if order == usual]
     if count < sum(common.values()) - 2:
@@ -146,6 +150,7 @@ def _actions(of: Range) -> list[tuple[str, int, int]]:
 def _labelled(trace: Trace) -> Iterator[Ran]:
     """Yield the computations of a trace that annotates them, in the order of time."""
     operations = trace.operations
+    # Transfers and collectives in a range belong to the wait, and not to the computation.
     is_own = np.isin(operations.kind, (FORWARD, BACKWARD))
     for annotated in trace.ranges:
         actions = _actions(annotated)
@@ -176,11 +181,13 @@ def _times_s(
         assert within is not None
         # It has no work; its range began before its input was there, and ended behind it.
         return within.end_us / 1e6, within.end_us / 1e6, 0.0
+    # Operations are in the order of begins, and their ends may be in another one.
     begin_us = float(operations.begin_us[places[0]])
     end_us = float(operations.end_us[list(places)].max())
     if trace.kernels is None:
         return begin_us / 1e6, end_us / 1e6, (end_us - begin_us) / 1e6
     kernels = trace.kernels
+    # Kernels belong to the operations in whose time they were launched.
     first, behind = np.searchsorted(kernels.launch_us, (begin_us, end_us)).tolist()
     launched = np.arange(first, behind)
     if len(launched) and len(places) < places[-1] - places[0] + 1:
@@ -204,6 +211,7 @@ def _segments(trace: Trace) -> Iterator[Ran]:
     forwards: list[_Block] = []
     firsts: list[int] = []
     owners: list[tuple[_Block, int]] = []
+    # Numbers of the graph tell which forward a backward belongs to.
     for block in blocks:
         numbers = sequence[block.first : block.behind]
         numbers = numbers[numbers >= 0]
@@ -217,11 +225,14 @@ def _segments(trace: Trace) -> Iterator[Ran]:
             firsts.append(int(numbers.min()))
             forwards.append(block)
             continue
+        # The highest number of a backward lies in its own forward, the last that begins below it.
         owner = bisect_right(firsts, _root(trace, block)) - 1
         if owner >= 0:
             owners.append((block, forwards[owner].first))
+    # A forward without a backward is none of training, or was cut off.
     owned = {first for _, first in owners}
     runs = [(block, block.first, "F") for block in forwards if block.first in owned]
+    # Two backwards of one forward are the two parts of it.
     counts = Counter(first for _, first in owners)
     seen: Counter[int] = Counter()
     for block, first in owners:
@@ -229,8 +240,10 @@ def _segments(trace: Trace) -> Iterator[Ran]:
         kind = "B" if counts[first] == 1 else "IW"[min(seen[first], 1)]
         seen[first] += 1
         runs.append((block, first, kind))
+    # In the order in which they ran, as forwards and backwards were found apart.
     for block, first, kind in sorted(runs, key=lambda run: run[0].first):
         places = range(block.first, block.behind)
+        # Operations of another kind inside the run are not its own.
         own = [place for place in places if trace.operations.kind[place] == block.kind]
         begin_s, end_s, computing_s = _times_s(trace, own, None)
         host_s = float(trace.operations.begin_us[block.first]) / 1e6
@@ -251,12 +264,15 @@ def _root(trace: Trace, block: _Block) -> int:
 def _blocks(trace: Trace) -> Iterator[_Block]:
     """Yield the runs of operations of one kind, between transfers and outside the optimizer."""
     operations = trace.operations
+    # What the optimizer runs looks like forwards, and is none.
     is_outside = np.ones(len(operations.begin_us), dtype=bool)
     for each in trace.ranges:
         if _OPTIMIZER.match(each.name):
             first, behind = np.searchsorted(operations.begin_us, (each.begin_us, each.end_us))
             is_outside[first:behind] = False
+    # Counted as a transfer, as it ends a run too.
     kinds = np.where(is_outside, operations.kind, TRANSFER).tolist()
+    # A step ends a run as well, as two steps are never one computation.
     begins_us = [begin_us for _, begin_us, _ in _windows(trace)]
     is_first = set(np.searchsorted(operations.begin_us, begins_us).tolist())
     first = None
@@ -287,6 +303,7 @@ def _numbered(step: Sequence[Ran]) -> list[Ran]:
 
 def _windows(trace: Trace) -> list[tuple[int, float, float]]:
     """Return number, begin and end of each step on the host, microseconds."""
+    # The profiler's steps count first, as several optimizers may step in one iteration.
     marked: dict[int, Range] = {}
     for each in trace.ranges:
         match = _STEP.match(each.name)
@@ -309,20 +326,24 @@ def _iterations_s(
     steps: Sequence[Sequence[Ran]], numbers: Sequence[int], windows_s: Sequence[float]
 ) -> tuple[float, ...]:
     """Return how long each step took: until the next one begins; of the last as in its window."""
+    # Begins of computations, as the host may be ahead by more in one step than in another.
     firsts = [min(each.begin_s for each in step) for step in steps]
     spans = [
         max(each.end_s for each in step) - first for step, first in zip(steps, firsts, strict=True)
     ]
     found: list[float | None] = [None] * len(steps)
     for place in range(len(steps) - 1):
+        # A step that follows at once tells the length; after a gap in numbers none does.
         if numbers[place + 1] == numbers[place] + 1:
             found[place] = firsts[place + 1] - firsts[place]
+    # The median of what passes after computations stands for steps without a next one.
     rests = [known - span for known, span in zip(found, spans, strict=True) if known is not None]
     rest_s = float(np.median(rests)) if rests else None
     for place, known in enumerate(found):
         if known is None and rest_s is not None:
             found[place] = spans[place] + rest_s
         elif known is None:
+            # A window without a begin has no length, so the computations' own must do.
             window_s = windows_s[place]
             found[place] = window_s if np.isfinite(window_s) else spans[place]
     return tuple(float(each) for each in found if each is not None)

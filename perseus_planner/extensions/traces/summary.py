@@ -32,6 +32,7 @@ def summarize_trace(job: TracedJob, seen: Analysis, saving: Saving | None) -> di
         "bottleneck": seen.bottleneck,
         "jitter": seen.jitter,
         "replay_error": seen.replay_error,
+        # Times of one clock have no width of alignment, and those of hosts cannot be aligned.
         "alignment_width_s": None if job.widths_s is None else float(job.widths_s.max()),
         "slow_workers": [
             {"worker": use.worker, "stages": use.stages, "slowdown": use.slowdown}
@@ -80,6 +81,7 @@ def rank_sheet(summary: dict[str, Any]) -> Sheet:
     """Return the table of the ranks, with what is to be said about the iteration."""
     rows = summary["ranks"]
     notes = []
+    # More rows than a terminal shows are told as means over pipelines.
     if len(rows) > _FEW:
         notes.append(f"Means over {counted(summary['pipelines'], 'pipeline')}.")
         rows = [_mean(rows, rank) for rank in sorted({row["rank"] for row in rows})]

@@ -85,6 +85,7 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
         worker.setdefault(row.step, []).append(row)
     stages = 1 + max(stage for stage, _ in by_worker)
     replicas = sorted({replica for _, replica in by_worker})
+    # Every stage of every replica is needed, as each waits for its neighbours.
     for replica in replicas:
         for stage in range(stages):
             if (stage, replica) not in by_worker:
@@ -96,6 +97,7 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
     remarks = []
     if lost:
         remarks.append(f"{counted(lost, 'step')} in which workers ran other computations are out.")
+    # A number for some rows alone could not be put in order with the rest.
     is_numbered = all(row.microbatch is not None for row in rows)
     ranks = [
         _rank(stage, replica, by_worker[stage, replica], steps, is_numbered)
@@ -122,9 +124,11 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
         layout.schedule,
         begins_s,
         ends_s,
+        # Tables do not know when kernels ran inside of computations.
         np.zeros_like(begins_s),
         ends_s.max(axis=2) - begins_s.min(axis=2),
         tuple(tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines),
+        # All times are of one clock, so nothing is aligned.
         None,
         None,
         True,
@@ -139,6 +143,7 @@ def _whole_steps(
     """Return the steps in which all workers have equally many computations, and how many not."""
     everywhere = set.intersection(*(set(steps) for steps in by_worker.values()))
     anywhere = set.union(*(set(steps) for steps in by_worker.values()))
+    # A step is whole if all workers have what they have in most steps.
     counts = {step: tuple(len(steps[step]) for steps in by_worker.values()) for step in everywhere}
     if not counts:
         raise UsageError("no step is there for all workers; give tables of the same steps")
@@ -174,6 +179,7 @@ def _rank(
         True,
         tuple(table),
         tuple(steps),
+        # Rows tell no time beside computations, so a step is what it ran.
         tuple(max(e.end_s for e in ran) - min(e.begin_s for e in ran) for ran in table),
     )
 
@@ -239,6 +245,7 @@ def _row(where: str, cells: Mapping[str, Any]) -> _Row | None:
         )
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where}: {error}; write numbers, as in {_HEADER}") from None
+    # A chunk has its own stage, which these tables do not number.
     if int(cells.get("chunk") or 0):
         raise UsageError(
             f"{where}: is of a second chunk of its rank; number the stages of the pipeline "

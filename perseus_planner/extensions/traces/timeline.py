@@ -21,6 +21,7 @@ def write_timeline(job: TracedJob, path: Path) -> None:
     trace = PerfettoTrace(job.pipelines)
     for pipeline in range(job.pipelines):
         trace.begin(f"pipeline {pipeline}, as traced", job.workers[pipeline])
+        # Each pipeline begins at 0, as their clocks are not aligned with each other.
         zero_s = float(job.begins_s[pipeline].min())
         place = 0
         for rank, row in enumerate(job.schedule.ranks):
@@ -36,6 +37,7 @@ def write_timeline(job: TracedJob, path: Path) -> None:
                         "step": step,
                     }
                     begin_ns = round(1e9 * begin_s)
+                    # Rounding must not make a slice end before it begins.
                     end_ns = max(begin_ns, round(1e9 * end_s))
                     slices.append(Slice(str(computation), "computation", begin_ns, end_ns, details))
             trace.add_slices(rank, slices)

@@ -33,6 +33,7 @@ def write_job(
     grid = folder / "schedule.csv"
     save_grid(job.schedule, grid)
     written = [grid]
+    # Without a saving there is no profile, as times of hosts tell none.
     if saving is not None:
         profile = folder / "profile.yaml"
         saving.profile.save(profile)
