@@ -136,12 +136,14 @@ class _Pipeline:
             recomputation=self.recompute,
             attention=self.attention,
         )
+        # A layout names the modules of each stage, so it says the layers too.
         if self.layout is not None:
             if self.layers is not None:
                 raise UsageError("--layers: says what --layout says; give one of them")
             layout = read_layout(self.layout, layers=transformer.layers, stages=self.stages)
             predictions = layout.predictions if any(layout.predictions) else ()
             return Configuration(transformer, layout.layers, 1, 1, predictions=predictions)
+        # Stages are shared evenly, or their layers are given; both could contradict each other.
         if (self.stages is None) == (self.layers is None):
             raise UsageError(
                 "give either --stages, the number of stages, --layers, the layers of each, or "
@@ -204,16 +206,19 @@ def estimate(
     refuse_same([Path(model)], output)
     system = of.system().limited(power_limit_w)
     job = pipeline.of(model)
+    # A link that is given counts for the tensor group alone.
     if pipeline.link is not None:
         system = with_link(system, pipeline.link * 1e9)
     calibration = None
     if calibrate is not None:
+        # Saving would overwrite what is to be read, or the table beside it.
         for target in (output, output.with_suffix(".csv")):
             refuse_same([calibrate, calibrate.with_suffix(".csv")], target)
         # A CSV does not contain the blocking power, so that of the GPU model is used.
         is_csv = calibrate.suffix.lower() == ".csv"
         measured = Profile.load(calibrate, system.gpu.blocking_power_w if is_csv else None)
         calibration = calibration_of(measured, job, system, str(calibrate))
+    # B is the sum of I and W, so a split backward has rows of all three.
     kinds = "FBIW" if split_backward else "FB"
     profile = estimating(job, system, calibration, kinds=kinds)
     profile.save(output)
@@ -376,6 +381,7 @@ def explore(
             system,
             job_gpus.choices(),
             objective,
+            # Without a terminal there is no progress to show, but it is called all the same.
             update or (lambda solved, total: None),
         )
     result = views.exploration_view(name_of(model), job_gpus.gpus, explored, vars(run))
@@ -412,6 +418,8 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     system = system_of(options.gpu)
     shape = named_transformer(str(options.kernels))
     layer = None if options.layer is None else StageBuilder.load(options.layer).function
+    # The layer that is measured by default has none of these, so its times would be of another
+    # model.
     for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
         if layer is None and getattr(shape, name) != measured:
             raise UsageError(
@@ -428,6 +436,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         import torch
 
         rank, ranks = group or (0, 1)
+        # By default the node as one group is measured, and a single GPU.
         degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
         for degree in degrees:
             if ranks % degree:
@@ -440,15 +449,18 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
                 "planner: torch finds no GPU, so processors are measured, which may take hours",
                 err=True,
             )
+        # Sorted, so that all ranks measure the same shapes in one order, as they meet in each.
         shapes = [
             shared_by(shape, degree, microbatch=size, recomputation=options.recompute)
             for degree in sorted(degrees)
             for size in sorted(set(options.microbatch))
         ]
         system = measure_kernels(shapes, system, layer)
+        # All ranks measure, and one of them writes.
         if rank:
             return
     usual = system_of(options.gpu)
+    # Only what differs from the catalogue was measured, and the file holds nothing else.
     names = tuple(name for name in NUMBERS if getattr(system, name) != getattr(usual, name))
     save_system(system, output, names)
     view = system_view(system, names)

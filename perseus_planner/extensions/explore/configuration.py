@@ -127,13 +127,16 @@ class Configuration:
         shape = self.shape
         layers = np.bincount(self.stage_ranks, self.held_layers)
         words = shape.vocabulary * shape.hidden
+        # Experts are divided among more GPUs than the rest, so they are counted apart.
         experts = layers * (shape.expert_parameters / shape.expert_degree)
         others = layers * (shape.layer_parameters - shape.expert_parameters)
         first = self.stage_ranks[0]
         last = self.stage_ranks[-1]
+        # The embedding is on the first rank, the final norm and the head on the last.
         others[first] += words
         others[first] += shape.sequence * shape.hidden if shape.positions == "learned" else 0
         others[last] += shape.hidden * (2 if shape.biases else 1)
+        # A tied head on the first rank shares the matrix of the embedding; elsewhere it has a copy.
         others[last] += words if len(self.split) > 1 or not shape.tied else 0
         return np.stack([experts, others / shape.tensor_degree])
 
@@ -167,19 +170,23 @@ class Configuration:
         and, if weights are shared too, whose weights are gathered while the one before does (Zhao
         et al., "PyTorch FSDP", 2023).
         """
+        # A layer's weights on one GPU are what is gathered and scattered for it.
         shape = self.shape
         experts = shape.expert_parameters / shape.expert_degree
         held = np.array(
             [experts, (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree]
         )
+        # Half of a sum's traffic, as a gather or a scatter is one of its two halves.
         gather_s, scatter_s = (
             float(self._sum_s(held, size / 2, system))
             for size in (shape.narrow_bytes or _WEIGHT, shape.gradient_bytes)
         )
+        # Weights are gathered only if they are shared.
         gather_s = gather_s if self.sharding == 3 else 0.0
         traffic_s = {"F": gather_s, "B": gather_s + scatter_s, "I": gather_s, "W": scatter_s}
         return {
             kind: phases
+            # Only what a computation does not hide takes time of its own.
             + Phases(exchange_s=max(0.0, traffic_s[kind] - phases.time_s(system.top_mhz)))
             for kind, phases in layer.items()
         }
@@ -196,6 +203,8 @@ class Configuration:
             (shape.expert_degree, shape.tensor_degree),
             strict=True,
         ):
+            # Within a node the ring takes the links between GPUs, beyond it the network of the
+            # nodes.
             if groups * replicas <= system.gpus_per_node:
                 few = min(replicas, 2)  # in a node eight were measured to take as long as two
                 seconds += (parameters > 0) * sum_s(size * parameters, few, system)
@@ -253,16 +262,19 @@ class Configuration:
                 for one stage. What is first in the model, the embedding too, has nothing to hide
                 behind.
         """
+        # Without overlap nothing hides the sums, so all of them come after the last computation.
         sums_s = self.reduction_s(system)
         if self.overlap_reduction:
             shape = self.shape
             virtual = self.virtual_stages
+            # What is first in the model, a layer and the embedding, has nothing to hide behind.
             bare = np.full(
                 self.ranks,
                 (shape.layer_parameters - shape.expert_parameters) / shape.tensor_degree
                 + shape.expert_parameters / shape.expert_degree,
             )
             bare[0] += shape.vocabulary * shape.hidden / shape.tensor_degree
+            # With virtual stages the last backwards of more microbatches can hide sums.
             window = (self.ranks * (virtual - 1) + 1) / virtual
             share = np.minimum(1.0, bare / self.rank_parameters.sum(axis=0))
             sums_s = np.maximum(sums_s * share, sums_s - window * microbatch_s)
@@ -356,6 +368,7 @@ def balanced(
     """Return the configuration with its layers where the slowest rank is fastest, of those that fit
     in memory, or of all; None if there is none.
     """
+    # Layers are alike, and all else of a stage is a constant that no split changes.
     layer_s, beside_s = _stage_parts_s(job, system, times)
     room = dict[str, list[float]]()
     if within_memory:
@@ -423,12 +436,14 @@ def _rank_bytes(job: Configuration) -> Floats:
     shape = job.shape
     counts = _counts_in_flight(job)
     kept = kept_layer_bytes(shape)
+    # Full recomputation holds one layer's activations again, whatever is kept otherwise.
     again = (
         _all_layer_bytes(shape, scores=shape.attention == "plain")
         if shape.recomputation == "full"
         else 0.0
     )
     in_flight = np.multiply(counts, job.held_layers)
+    # A rank keeps as many microbatches of each of its stages as the schedule has in flight.
     activations = again + kept * np.bincount(job.stage_ranks, in_flight)
     # Logits are in bf16 and float32, once more for each module of multi-token prediction.
     logits = 6 * shape.tokens * shape.vocabulary_per_gpu
@@ -463,11 +478,15 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
     """Return the bytes of all activations of a layer: in bf16 what norms, attention and the
     activation read, and in `precision` what products read.
     """
+    # Products read narrow inputs where the precision has them, and all else is 2 bytes wide.
     low = shape.narrow_bytes or 2.0
     inner = shape.heads * shape.head_size
+    # The activation reads one or two tensors, and writes one.
     wide = 2 * (2 if shape.gated else 1)
+    # Latent attention makes keys and values for all heads.
     keys_values = 2 * (shape.heads if shape.kv_latent else shape.kv_heads) * shape.head_size
     shared = 2 * (2 * inner + keys_values) + (low if shape.narrow_bytes else 0) * inner
+    # Layers with and without experts differ, so the mean counts by their share.
     dense = 1 - shape.expert_share
     shared += (dense * shape.ffn + shape.expert_share * shape.shared_ffn) * (wide + low)
     if scores:
@@ -475,6 +494,7 @@ def _all_layer_bytes(shape: Transformer, *, scores: bool) -> float:
     # Experts keep the copies of tokens that they read and wrote.
     routed = shape.expert_ffn * (wide + low) + (low + 2) * shape.hidden
     shared += shape.expert_share * shape.experts_used * routed
+    # Norms and residuals are divided by sequence parallelism alone.
     residual = (4 + 2 * low) * shape.hidden / shape.stream_degree
     return shape.tokens * (residual + shared / shape.tensor_degree)
 
@@ -485,6 +505,7 @@ def _in_flight(
 ) -> tuple[int, ...]:
     """Return the microbatches of each stage whose activations its rank keeps when it keeps most."""
     kept = [0] * stages
+    # A microbatch is kept until the last computation that reads it.
     last = "W" if schedule in SPLIT_BACKWARD else "B"
     for program in schedule_of(schedule, stages, microbatches, virtual_stages).ranks:
         counts = dict.fromkeys({computation.stage for computation in program}, 0)
@@ -494,6 +515,7 @@ def _in_flight(
             more = (computation.kind == "F") - (computation.kind == last)
             counts[computation.stage] += more
             total += more
+            # Stages of one rank have their most at different times, so only the rank's most counts.
             if total > most:
                 most = total
                 for stage, count in counts.items():

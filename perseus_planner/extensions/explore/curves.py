@@ -88,12 +88,14 @@ def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
     if phases == Phases():  # an empty stage
         return np.stack([clocks, *np.zeros((2, len(clocks)))])
     load = phases.load(system)
+    # Clocks above what the power limit allows are all achieved as one, for which the lowest stands.
     top_mhz = load.achieved_mhz(clocks[0])
     set_mhz = clocks[max(0, np.count_nonzero(clocks > top_mhz) - 1) :]
     achieved: Any = np.minimum(set_mhz, top_mhz)
     times_s: Any = load.free_time_s(achieved)
     energies_j: Any = load.free_power_w(achieved) * times_s
     places = np.arange(len(set_mhz))
+    # Points that are slower than that of least effective energy are never part of a plan.
     if count:
         least = int(np.argmin(energies_j - gpu.blocking_power_w * times_s))
         places = np.unique(np.linspace(0, least, count).round().astype(int))
@@ -121,15 +123,20 @@ class Bound:
 
     def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the least joules at each of `times_s`; infinite where that is too short."""
+        # Floats of the least time may differ in the last bits.
         enough = times_s >= self.least_s * (1 - 1e-9)
         if not enough.any():
             return np.full(len(times_s), np.inf)
         total_j = np.zeros(len(times_s))
+        # Ranks with equal computations have equal bounds, so each group is looked up once.
         for computations, (fixed_s, counts, others) in self.parts.items():
             spare_s, effective_j = self.hull_of(computations)
+            # What the pipeline leaves of the time is shared by the microbatches of the rank.
             each_s = (times_s - fixed_s[..., np.newaxis]) / counts[..., np.newaxis]
             each_j = np.interp(each_s, spare_s, effective_j) * counts[..., np.newaxis]
+            # Each of the two counts is a bound by itself, so the larger one holds.
             total_j += (each_j + others[..., np.newaxis] * effective_j[-1]).max(0).sum(0)
+        # Energies are above waiting, which all GPUs draw for the whole time.
         energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
         return np.where(enough, energy_j, np.inf)
 
@@ -165,25 +172,32 @@ class CurveMaker:
         # Of which each has every so many-th stage
         kinds = job.kinds
         ranks = job.ranks
+        # A rank computes all its stages for every microbatch, at full clocks at best.
         all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
         forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
         trip_s = self._top_s(stages[-ranks:], kinds[:2])
         hop_s = job.transfer_s(self.system)
         count = job.microbatches
         end_s = self.ends_s(job, stages)
+        # After its last backward the ranks before it run one each, and then have an end of their
+        # own.
         if kinds == "FB":  # else gradients of weights may wait
             back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
             end_s = back_s + np.maximum.accumulate(end_s - back_s)
+        # Before its first forward the ranks before it run one each.
         fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
         after = np.arange(ranks)[::-1]
+        # Only of these two schedules it is known that ranks wait so.
         waits = np.where(job.schedule in ("1f1b", "zb-h1") and count > after + 1, after, 0)
         wait_s = (trip_s.sum() - np.cumsum(trip_s) + 2 * hop_s * after) * (waits > 0)
+        # One of its two waits may be filled by the computations that it runs beside.
         waited_s = wait_s + np.maximum(wait_s, waits * (all_s - forward_s))
         least_s = fixed_s + np.maximum(count * all_s, waited_s + (count - waits) * all_s)
         none = np.zeros(ranks)
         parts = np.array(
             [[fixed_s, fixed_s + waited_s], [none + count, count - waits], [none, waits]]
         )
+        # Ranks of equal stages have one hull, so they are kept together.
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(ranks):
             alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
@@ -213,19 +227,25 @@ class CurveMaker:
         one, two = (self._solved(candidate, count) for count in few)
         # In many microbatches the least of energy - slope * time is linear in their number, at
         # every slope.
+        # Slopes are the prices of time, at which both curves are read.
         slopes = np.quantile(
             np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES)
         )
+        # At each price, the least of energy minus price times time.
         values = [
             np.min(curve.energies_j - slopes[:, np.newaxis] * curve.times_s, axis=1)
             for curve in (one, two)
         ]
+        # Each further microbatch adds the same at every price.
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])
+        # Ends of the curve grow with the microbatches as well.
         ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
+        # Equal slopes meet nowhere.
         apart = np.diff(slopes) > 0
         turns_s = (np.diff(-value)[apart] / np.diff(slopes)[apart]).clip(*ends_s)
         times_s = np.unique([ends_s[0], *turns_s, ends_s[1]])
+        # Back from prices to times: the upper envelope of the lines.
         return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
 
     def _solved_counts(self, job: Configuration) -> list[int]:
@@ -274,15 +294,20 @@ class CurveMaker:
             for kind in job.kinds:
                 load = phases[kind].load(self.system)
                 clock = load.achieved_mhz(self.system.top_mhz)
+                # Dynamic power grows with the clock and the square of the voltage.
                 square = clock * load.voltage(clock) ** 2
+                # Time that waits for memory, apart from that of traffic.
                 still_s = phases[kind].memory_s
                 parts["arithmetic"] += (
                     load.megacycles / clock * (load.static_w + load.arithmetic_w_per_mhz * square)
                 )
                 parts["memory"] += still_s * (load.static_w + gpu.memory_w_per_mhz * square)
+                # What GPUs exchange counts half as much in memory, as the model of the system has
+                # it.
                 parts["traffic"] += (load.memory_s - still_s) * load.static_w + phases[
                     kind
                 ].exchange_s * 0.5 * gpu.memory_w_per_mhz * square
+        # Solved iterations are of few microbatches, and shares do not depend on how many.
         per_gpu = self._solved_counts(job)[0] * job.shape.tensor_degree * job.shape.context_degree
         shares = {name: j * per_gpu / frontier.baseline_energy_j for name, j in parts.items()}
         return {**shares, "waiting": 1 - sum(shares.values())}
@@ -316,6 +341,7 @@ class CurveMaker:
                 CONDITION: str(job.layout),
             },
         )
+        # Rows are of one GPU until here, and a profile's are of all GPUs of a stage.
         return on_each_gpu(one_gpu, shape.tensor_degree * shape.context_degree)
 
     def dag(self, candidate: Candidate, microbatches: int | None = None) -> PipelineDag:
@@ -353,6 +379,7 @@ class CurveMaker:
         """Return the lower convex hull of seconds, rising, and of energy less what waiting for that
         long would take, falling, of computations that run one after the other.
         """
+        # A sum of hulls has the segments of all, in the order of their slopes.
         if len(parts) > 1:  # their segments, the steepest first
             every = [self._hull((part,)) for part in parts]
             steps = np.concatenate([np.diff(hull) for hull in every], axis=1)
@@ -361,11 +388,13 @@ class CurveMaker:
             return np.cumsum(np.hstack([first, steps[:, order]]), axis=1)
         _, times_s, energies_j = self._points(*parts)
         effective_j = energies_j - self._gpu.blocking_power_w * times_s
+        # Of equal times the cheapest first, so that the others drop out.
         order = np.lexsort((effective_j, times_s))
         front: list[tuple[float, float]] = []
         for time_s, joules in zip(
             times_s[order].tolist(), effective_j[order].tolist(), strict=True
         ):
+            # A point that is slower and not cheaper is never part of a plan.
             if not front or joules < front[-1][1]:
                 front.append((time_s, joules))
         return np.array(lower_hull(front)).T
@@ -398,6 +427,7 @@ def estimate(
     gpus = profile.gpus_per_stage
     rows = {}
     for stage, kind in profile.measurements:
+        # The measured GPU may have had another power limit, so its own load is asked for.
         load = calibration.load(stages[stage][kind], system)
         clocks = system.gpu.clocks_mhz
         rows[stage, kind] = tuple(
@@ -456,18 +486,23 @@ def calibration_of(
             energies.
     """
     shape = job.shape
+    # The profile may be of another number of stages, which then share the layers evenly.
     if profile.stages != len(job.split):
         job = replace(job, split=split_layers(shape.layers, profile.stages))
+    # The middle stage has neither embedding nor head.
     stage = (profile.stages - 1) // 2
     gpus = profile.gpus_per_stage
+    # Ratios are by clock, and limits have no fixed one.
     if profile.control == "power-limit":
         raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
+    # Energies are of one GPU or of all of a stage, and nothing in between.
     if gpus not in (1, shape.tensor_degree):
         raise UsageError(
             f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
             "give the tensor degree that was measured"
         )
     phases = job.stage_phases(system)[stage]
+    # More power than the limit allows shows that the measured GPU had another one.
     most_w = max(
         (
             row.energy_j / gpus / row.time_s
@@ -481,8 +516,10 @@ def calibration_of(
     ratios = {}
     for kind in "FBIW":
         rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
+        # Gradients of inputs and weights may be missing, and those of B stand for them.
         if not rows and kind in "IW":
             continue
+        # A level needs a forward and a backward with their energies at one clock at least.
         if not rows or any(row.energy_j == 0 for row in rows):
             raise UsageError(
                 f"{source}: a {word_of(kind)} of stage {stage} is missing, or its energy; measure "
@@ -491,6 +528,7 @@ def calibration_of(
         load = phases[kind].load(system)
         if not is_limited:
             load = replace(load, power_limit_w=math.inf)
+        # Measured over modelled, so that factors correct any other stage.
         ratios[kind] = np.array(
             [
                 (

@@ -77,6 +77,7 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
         UsageError: If there are none; the text names the memory that is missing, or the option that
             allows none.
     """
+    # Narrow products need hardware that is faster with them.
     speedup = {"fp8": system.fp8_speedup, "nvfp4": system.fp4_speedup}
     if model.precision == "mxfp8":  # what has FP4 has scales of blocks too
         speedup["mxfp8"] = system.fp4_speedup
@@ -84,11 +85,13 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
         raise UsageError(
             f"--precision: {system.gpu.name} has no {model.precision}; give bf16 or fp16"
         )
+    # Flash attention keeps no scores, so there is nothing to recompute selectively.
     if model.attention != "plain" and tuple(choices.recomputations) == ("selective",):
         raise UsageError(
             f"--recompute: {model.attention} attention keeps no scores that selective could "
             "recompute; give none or full, or --attention plain"
         )
+    # A layout by hand is checked before pipelines are, as an error in it fits none.
     if choices.layout is not None and "=" not in choices.layout:
         read_layout(choices.layout, layers=model.layers)
     fitting = list[Candidate]()
@@ -97,14 +100,17 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     for job, times in _configurations(model, system, choices):
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
         needed = memory(job, system)
+        # Sharing more saves memory and sends more, so it is tried only if less does not fit.
         for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
             if not needed.fits:  # each sends more
                 job = replace(job, sharding=sharding)
                 needed = memory(job, system)
         if needed.fits:
             fitting.append(Candidate(job, times, needed))
+        # If nothing fits, the one that needs the least tells how much is missing.
         elif least is None or needed.total < least[1].total:
             least = job, needed
+    # Kernels that were measured for another model would be silently unused.
     if unmeasured:
         raise UsageError(
             f"--system: its kernels are of no configuration of this model in {model.precision}, "
@@ -137,6 +143,7 @@ def split_choices(
     keeps its modules of multi-token prediction.
     """
     if given is not None:
+        # A layout that is given keeps its modules of prediction.
         predictions = given.predictions if any(given.predictions) else ()
         job = replace(job, split=given.layers, predictions=predictions)
         even = [job]
@@ -144,9 +151,11 @@ def split_choices(
         even = [replace(job, split=split_layers(job.shape.layers, len(job.split)))]
     if len(job.split) == 1:
         return even
+    # Embedding and head take time, so stages with them should have fewer layers.
     parts_s = times.training_s(system.top_mhz)
     by_stage = [] if given else [_balanced(job.shape.layers, len(job.split), *parts_s)]
     found = [*even, *(replace(job, split=split) for split in by_stage)]
+    # Ranks with several stages are balanced by their sums, without regard to memory first.
     by_rank = balanced(job, system, times, within_memory=False)
     if by_rank is None:
         return list(dict.fromkeys(found))
@@ -154,6 +163,7 @@ def split_choices(
     least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
     if slowest_rank_s(by_rank, system, times) < least_s:
         found.append(by_rank)
+    # A rank with more layers may not fit, so the best split that does is tried as well.
     if not memory(found[-1], system).fits:
         fitting = balanced(job, system, times)
         found += [] if fitting is None else [fitting]
@@ -173,6 +183,7 @@ def _balanced(
         for stage, beside_s in enumerate([first_s, *[0.0] * (stages - 2), last_s])
     ]
     heapq.heapify(free)
+    # Every stage has a layer, and the others go to the stage that is the fastest so far.
     split = [1] * stages
     for _ in range(layers - stages):
         least_s, stage = free[0]
@@ -197,6 +208,7 @@ def _configurations(
                 if recomputation == "selective" and model.attention != "plain":
                     continue  # flash attention keeps no scores
                 shape = replace(shared, microbatch=microbatch, recomputation=recomputation)
+                # Times depend on the shape alone, so they are computed once for all pipelines.
                 times = layer_times(shape, system)
                 yield from ((job, times) for job in _pipelines(shape, system, times, choices))
 
@@ -206,6 +218,7 @@ def _groups(model: Transformer, system: System, gpus: int) -> Iterator[tuple[int
     for tensor in range(1, min(gpus, system.gpus_per_node, _MAX_TENSOR) + 1):
         if not _shares(model, tensor):
             continue
+        # Sequences are divided from some thousand tokens on, and evenly.
         for context in _powers(min(gpus // tensor, model.sequence // _CONTEXT)):
             if model.sequence % context == 0:
                 for expert in _powers(min(gpus, model.experts)):
@@ -220,16 +233,20 @@ def _pipelines(
     for ranks in _RANKS:
         if ranks > min(shape.layers, choices.gpus // group):
             break
+        # Data-parallel pipelines have equal numbers of microbatches, so they divide the batch.
         for data in _divisors(choices.batch // shape.microbatch):
             if group * ranks * data > choices.gpus:
                 break
             if group * data % shape.expert_degree:
                 continue
             count = choices.batch // (data * shape.microbatch)
+            # State is shared and sums are overlapped wherever there are replicas.
             shared = data * shape.context_degree > 1
             kinds = [("1f1b", 1)]
+            # Without a pipeline all schedules are one.
             if ranks > 1:
                 kinds = [(name, 1) for name in choices.schedules if name != "interleaved-1f1b"]
+                # Interleaved pipelines need microbatches in multiples of the ranks.
                 if "interleaved-1f1b" in choices.schedules and count % ranks == 0:
                     kinds += [
                         ("interleaved-1f1b", virtual_stages)
@@ -238,6 +255,7 @@ def _pipelines(
                     ]
             for name, virtual in kinds:
                 given = None
+                # Only pipelines that can have the given layout are compared with it.
                 if choices.layout is not None:
                     given = _given(choices.layout, shape.layers, ranks * virtual, virtual)
                     if given is None:
@@ -311,6 +329,7 @@ class Objective:
         """Return the time and energy of the best point of a curve, or None if it has none."""
         times_s = curve.times_s
         energies_j = curve.energies_j
+        # Bounds are infinite where an iteration is too short.
         finite = np.isfinite(energies_j)
         times_s = times_s[finite]
         energies_j = energies_j[finite]
@@ -319,6 +338,7 @@ class Objective:
         if self.deadline_s is not None:
             if times_s[0] > self.deadline_s:
                 return None
+            # The deadline itself is a point too, as energy is linear between points.
             until = np.append(
                 times_s[times_s <= self.deadline_s], min(self.deadline_s, times_s[-1])
             )
@@ -413,6 +433,7 @@ class Exploration:
         given = None
         if self.layout is not None:
             given = _given(self.layout, job.shape.layers, stages, job.virtual_stages)
+        # Without a layout of one's own, the comparison is with even layers.
         even = job.layout.with_layers(split_layers(job.shape.layers, stages))
         before = given or even
         other = replace(job, split=before.layers)
@@ -459,6 +480,7 @@ def explore(
         raise UsageError(search.out_of_reach())
     solved = len(search.curves)
     gap = search.gap()
+    # Few points suffice to compare, and what remains is solved with all clocks.
     search.solve_again(CurveMaker(system))
     return Exploration(
         maker=search.maker,
@@ -493,13 +515,16 @@ class _Search:
         self.objective = objective
         bounds = [maker.bound(candidate) for candidate in found]
         fastest_s = min(bound.least_s for bound in bounds)
+        # A deadline may lie beyond what is compared otherwise.
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)
         self.grid_s = np.geomspace(fastest_s, slowest_s, _GRID)
         bounds_j = np.array([bound.at(self.grid_s) for bound in bounds])
+        # An iteration may always take longer at no more energy than a shorter one.
         self.least_j = np.minimum.accumulate(bounds_j, axis=1)
         self.curves: dict[int, Curve] = {}
         self.exact_values: dict[int, tuple[float, float]] = {}
         self.envelope_j = np.full(_GRID, np.inf)
+        # A bound has a value by the objective like a curve, so both can be ranked.
         self.values = [
             objective.value(_bound_curve(bound.least_s, self.grid_s, row))
             for bound, row in zip(bounds, bounds_j, strict=True)
@@ -544,16 +569,20 @@ class _Search:
         open_places = [place for place in self.order if place not in self.curves]
         if not open_places:
             return None
+        # The nearest bound may beat what was found, so it is next.
         nearest = open_places[0]
         exact = self.exact_values.values()
         if not exact or self.values[nearest] < min(exact):
             return nearest
+        # The best of another tensor degree is worth measuring too, if it is near.
         near = {self._degree(place): place for place in reversed(open_places)}
         for place in sorted(near.values(), key=self.values.__getitem__):
             if place in self._picked(place):
                 return place
+        # Too few are known to measure three.
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
+        # Last, whatever could lower the frontier by enough.
         with np.errstate(invalid="ignore"):
             bounds_j = self.least_j
             gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(
@@ -633,6 +662,7 @@ class _Search:
 
     def _frontier(self) -> list[tuple[float, float, int]]:
         """Return time, energy and configuration of the points of the frontier."""
+        # Sorted by time, so a point stays only if it is cheaper than all faster ones.
         kept: list[tuple[float, float, int]] = []
         for point in sorted(
             (float(time_s), float(energy_j), place)
@@ -671,6 +701,7 @@ def _within_power(
     within = np.nonzero(powers_w <= power_w)[0]
     if len(within) == 0:
         return None
+    # Points rise in time, and power falls along them.
     place = int(within[0])
     if place == 0:
         return float(times_s[0]), float(energies_j[0])
@@ -678,6 +709,7 @@ def _within_power(
         times_s[place - 1 : place + 1],
         energies_j[place - 1 : place + 1],
     )
+    # Between two points energy is linear, so the time at which power is met follows.
     slope_w = (high_j - low_j) / (high_s - low_s)
     time_s = float((low_j - slope_w * low_s) / (power_w - slope_w))
     return time_s, power_w * time_s
@@ -707,6 +739,7 @@ def forecast(
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
     beside_w = system.node_overhead_w, system.node_overhead_most_w
     nodes = job.gpus / system.gpus_per_node  # parts of a node count as such
+    # The power beside GPUs is known as least and most, so all that follows is too.
     kwh = [(gpu_kwh + w * nodes * seconds / _J_PER_KWH) * pue for w in beside_w]
     return {
         "tokens": tokens,

@@ -56,8 +56,10 @@ def measure_kernels(
 
 def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
     device, dtype = _device()
+    # All ranks measure at once, as in a job, so that links carry what they carry there.
     group = _group(shape.tensor_degree)
     head = _Head(shape, group)
+    # Sequence parallelism gives each GPU a part of the tokens.
     hidden = torch.randn(
         shape.microbatch,
         shape.sequence // (shape.tensor_degree if shape.sequence_parallel else 1),
@@ -70,6 +72,7 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
         shape.vocabulary_per_gpu, (shape.microbatch, shape.sequence), device=device
     )
 
+    # Several layers in a row, so that launches overlap as in training.
     def layers() -> torch.Tensor:
         value = hidden
         for _ in range(_LAYERS):
@@ -79,6 +82,7 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
                 value = layer(value)
         return value
 
+    # A layer of the user may fail, and the message says that it is theirs.
     try:
         layer = kind(shape, group)
         forward_s, backward_s = _timed(layers)
@@ -86,6 +90,7 @@ def _measure_shape(shape: Transformer, kind: Callable[..., Any]) -> KernelTimes:
         raise
     except Exception as error:  # of the user
         raise UsageError(f"layer: {describe_error(error)}; correct it") from error
+    # The head is run once for a microbatch, so both directions count together.
     head_s = sum(_timed(lambda: head.run(words)))
     return KernelTimes(forward_s / _LAYERS, backward_s / _LAYERS, head_s)
 
@@ -95,14 +100,17 @@ def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
     forwards = []
     backwards = []
     for turn in range(_REPETITIONS + 3):
+        # Ranks begin together, as a group is as slow as its slowest.
         _barrier()
         begin_s = time.perf_counter()
         out = run()
+        # The host runs ahead, so the device is waited for before the time is read.
         _wait()
         middle_s = time.perf_counter()
         out.backward(torch.ones_like(out))
         _wait()
         end_s = time.perf_counter()
+        # The first turns compile, choose kernels and allocate.
         if turn >= 3:
             forwards.append(middle_s - begin_s)
             backwards.append(end_s - middle_s)
@@ -134,10 +142,12 @@ class _Layer:
         queries, keys, values = (
             part.unflatten(-1, (-1, shape.head_size)).transpose(1, 2) for part in parts
         )
+        # Grouped queries share keys and values, which are repeated for the heads that read them.
         repeated = shape.heads_per_gpu // shape.kv_heads_per_gpu
         if repeated > 1:
             keys = keys.repeat_interleave(repeated, 1)
             values = values.repeat_interleave(repeated, 1)
+        # Plain attention writes all scores to memory, which is what is to be measured.
         if shape.attention == "plain":
             attended = (queries @ keys.transpose(-1, -2) * shape.head_size**-0.5).softmax(
                 -1
@@ -147,6 +157,7 @@ class _Layer:
             attended = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=causal
             )
+        # The output of each half is summed over the group.
         hidden = hidden + summed(functional.linear(attended.transpose(1, 2).flatten(-2), self._out))
         normed = into(functional.layer_norm(hidden, (shape.hidden,), self._norms[1]))
         wide = functional.linear(normed, self._up)
@@ -239,10 +250,13 @@ def _with_links(system: System, ranks: int) -> System:
     """
     device, _ = _device()
     values = [torch.ones(size // 4, device=device) for size in _EXCHANGES]
+    # Two sizes tell a fixed time and a bandwidth.
     times_s = [_median_s(partial(dist.all_reduce, value)) for value in values]
     few, many = _EXCHANGES
+    # A larger sum cannot be faster, so noise must not make the bandwidth infinite.
     per_byte_s = max(times_s[1] - times_s[0], 0.01 * times_s[1]) / (many - few)
     fixed_s = max(times_s[0] - few * per_byte_s, 1e-6)
+    # Fixed times grow with the group in the catalogue's proportion, of which this is one point.
     usual_s = system.exchange_s + system.exchange_gpu_s * (ranks - 2)
     return replace(
         system,

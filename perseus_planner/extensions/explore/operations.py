@@ -274,6 +274,7 @@ def load_system(path: Path) -> System:
     """
     document = read_document(path, _FORMAT, _VERSION, ("gpu",), ("kernels", *NUMBERS), UsageError)
     system = system_of(document.text("gpu"))
+    # A file may change any number, and leaves all others as the catalogue has them.
     changes = {
         name: document.number(name, COUNT if name == "gpus_per_node" else TIME)
         for name in NUMBERS
@@ -283,6 +284,7 @@ def load_system(path: Path) -> System:
     if document.values.get("kernels", []) != []:
         names = [each.name for each in fields(Transformer)]
         for entry in document.sections("kernels", (*_DIMENSIONS, *_TIMES), names):
+            # Kernels are found by the shape that they were measured for.
             times = KernelTimes(*(entry.number(name, TIME) for name in _TIMES))
             try:
                 key = transformer_of({k: v for k, v in entry.values.items() if k not in _TIMES})
@@ -354,9 +356,11 @@ Operations: TypeAlias = "Mapping[str, tuple[Operation, ...]]"
 
 def layer_operations(shape: Transformer) -> Operations:
     """Return the operations of one layer; of layers that differ the mean."""
+    # Products with weights, whose kinds follow from those of the forward.
     linear = (*_linear(shape), *_expert_products(shape))
     core = _attention(shape)
     activation = shape.tokens * shape.hidden * shape.element_bytes
+    # Two sums in each direction, after attention and after the feed-forward block.
     traffic = (Exchange(activation, 2.0),) if shape.tensor_degree > 1 else ()
     # The gather before the products is repeated for the gradients of weights (Korthikanti et al.,
     # section 4.2.2).
@@ -381,6 +385,7 @@ def layer_operations(shape: Transformer) -> Operations:
     )
     if shape.attention != "plain":
         products += tuple(operation for operation in core if isinstance(operation, Product))[:1]
+    # The gradient of the inputs has the product of the same size, with its sides exchanged.
     backward = (
         *(product._replace(n=product.k, k=product.n) for product in linear),
         *products,
@@ -392,10 +397,12 @@ def layer_operations(shape: Transformer) -> Operations:
         *passed_on,
         *passed_on,
     )
+    # What is recomputed runs before the gradients that need it.
     again = {"none": (), "selective": core, "full": forward}[shape.recomputation]
     return {
         "F": forward,
         "I": (*again, *backward, *gathered),
+        # The gradient of a weight has the same size again, and is added to its sum.
         "W": (
             *(product._replace(m=product.k, n=product.n, k=product.m) for product in linear),
             Accumulation(sum(each.n * each.k * each.number for each in linear)),
@@ -422,6 +429,7 @@ def head_operations(shape: Transformer) -> Operations:
     """Return the operations of the final norm, the language-model head and the loss, on the last
     stage.
     """
+    # The vocabulary is shared by the tensor group, so each GPU has its part of the logits.
     element = shape.tokens * shape.hidden * shape.element_bytes
     logits = shape.tokens * shape.vocabulary_per_gpu
     tokens = shape.tokens
@@ -453,6 +461,7 @@ def _linear(shape: Transformer) -> tuple[Product, ...]:
         copied = 2 * shape.head_size * (shape.kv_heads_per_gpu - shape.kv_heads / degree)
     products = []
     for place, (n, k, number) in enumerate(shape.linear_widths):
+        # The first product of a pair is divided by columns, the second by rows, as in Megatron.
         if k == shape.hidden and n != shape.hidden:
             products.append(
                 Product(shape.tokens, n / degree + (copied if place == 0 else 0), k, number)
@@ -468,12 +477,15 @@ def _expert_products(shape: Transformer) -> tuple[Product, ...]:
     """
     if not shape.experts:
         return ()
+    # Tokens are divided among the tensor group before they are sent to experts.
     tokens = shape.tokens / shape.tensor_degree
     share = shape.expert_share
+    # Each expert of a GPU meets its share of the tokens of the whole expert group.
     rows = tokens * shape.experts_used * shape.expert_degree / shape.experts
     local = share * shape.experts / shape.expert_degree
     wide = (2 if shape.gated else 1) * shape.expert_ffn
     return (
+        # The router is as wide as there are experts, and stays in bf16.
         Product(tokens, shape.experts, shape.hidden, share, weights=False),
         Product(rows, wide, shape.hidden, local, grouped=True),
         Product(rows, shape.hidden, shape.expert_ffn, local, grouped=True),
@@ -566,16 +578,19 @@ def _passes(
     tensors and writes one; tokens are copied for their experts, sorted on arrival, and summed.
     Backward: norms and activation also read their inputs.
     """
+    # Tokens of experts are divided, and each is sent to several of them.
     used = shape.experts_used / shape.tensor_degree
     share = shape.expert_share
     inside = (1 - share) * shape.ffn_per_gpu + share * (
         shape.shared_ffn / shape.tensor_degree + used * shape.expert_ffn
     )
+    # Rotary positions turn queries and keys, or the rotary part of them.
     rotated = (
         (shape.heads_per_gpu + shape.kv_heads_per_gpu) * (shape.rotary_size or shape.head_size)
         if shape.positions == "rotary"
         else 0
     )
+    # Sequence parallelism divides norms and residuals.
     stream = residual * shape.hidden / shape.stream_degree
     widths = stream + inside * (gated if shape.gated else plain) + rotary * rotated
     return Pass(shape.tokens * shape.element_bytes * (widths + share * moved * used * shape.hidden))
@@ -596,6 +611,7 @@ def stage_totals(shape: Transformer, split: Sequence[int]) -> list[dict[str, Tot
     The first stage also has the embedding; the last has the final norm, the language-model head and
     the loss.
     """
+    # Parts add up to stages: layers, and embedding or head where they are.
     parts = layer_operations(shape), embedding_operations(shape), head_operations(shape)
     stages = []
     for stage, layers in enumerate(split):
@@ -619,6 +635,7 @@ def _total(parts: Iterable[tuple[int, Iterable[Operation]]], shape: Transformer)
                 moved += times * each.bytes
             elif isinstance(each, Exchange) and each.group == "tensor":
                 sent += times * each.bytes * each.sums
+    # A ring sends twice the tensor, but for each GPU's own part of it.
     return Total(flops, moved, 2 * (1 - 1 / shape.tensor_degree) * sent)
 
 
@@ -682,6 +699,7 @@ class LayerTimes:
 
         Such a module counts as a layer and the head once more; its projection is left out.
         """
+        # Stages of equal layers are one object, by which equal ranks are found.
         alike = {
             layers: {kind: layer * layers for kind, layer in self.layer.items()}
             for layers in set(split)
@@ -714,9 +732,11 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
         on = replace(system, passes=1.0) if name == "embedding" else system
         parts[name] = {kind: phases_of(some, shape, on) for kind, some in operations.items()}
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
+    # Times of the host are known of layers alone.
     parts["layer"] = {
         kind: _with_host(phases, kind, shape, system) for kind, phases in parts["layer"].items()
     }
+    # What was measured replaces what is modelled.
     return _measured(LayerTimes(**parts), shape, system)
 
 
@@ -729,6 +749,7 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
         if isinstance(operation, Product):
             narrow = shape.narrow_bytes if operation.weights else None
             cycles = product_megacycles(operation, system, shape.precision)
+            # A product loads its factors and writes its result, unless it stays on the chip.
             size = (
                 0.0
                 if operation.fused
@@ -736,12 +757,15 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
                 + shape.element_bytes * operation.m * operation.n
             )
             load_s = operation.number * size / bytes_per_s
+            # The longer of loading and computing counts, as one hides the other.
             if load_s * system.top_mhz > cycles:
                 memory_s += load_s
             else:
                 megacycles += cycles
+            # Attention draws less power, so its cycles are known apart.
             if operation.fused:
                 fused += cycles
+            # Every kernel has a fixed time, whatever it does.
             idle_s += system.launch_s
         elif isinstance(operation, Pass):
             memory_s += system.passes * operation.bytes / bytes_per_s
@@ -755,6 +779,8 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
             exchange_s["expert"] += operation.sums * dispatch_s(operation.bytes, shape, system)
         else:
             near = shape.tensor_degree * shape.context_degree <= system.gpus_per_node
+            # Within a node keys and values go over its links, beyond it over each GPU's part of the
+            # network.
             ring_s += operation.bytes / (
                 system.link_bytes_per_s if near else system.node_bytes_per_s / system.gpus_per_node
             )
@@ -836,12 +862,15 @@ def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTim
     if measured is None:
         return times
     wanted_s = {"F": measured.layer_forward_s, "B": measured.layer_backward_s}
+    # Phases keep their shares, so clocks act on the measured time as on the modelled one.
     ratios = {
         kind: seconds / _top_s(times.layer[kind], system) for kind, seconds in wanted_s.items()
     }
+    # I and W have no measurement of their own, so they follow B.
     layer = {
         kind: phases * ratios["F" if kind == "F" else "B"] for kind, phases in times.layer.items()
     }
+    # Head and embedding were measured as one, so they have one factor.
     ends_s = sum(
         _top_s(part[kind], system) for part in (times.embedding, times.head) for kind in "FB"
     )

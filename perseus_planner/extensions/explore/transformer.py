@@ -185,8 +185,10 @@ class Transformer(Checked):
         """Outputs, inputs and number of the products of a layer with weights that a tensor group
         shares, but for those of experts; of layers that differ the mean.
         """
+        # Outputs of all heads, and twice the width for gated blocks.
         inner = self.heads * self.head_size
         wide = 2 if self.gated else 1
+        # Layers with experts have the shared ones only, so both kinds count by their share.
         dense = 1 - self.expert_share
         blocks = ((self.ffn, dense), (self.shared_ffn, self.expert_share))
         return (
@@ -205,12 +207,15 @@ class Transformer(Checked):
         heads = self.heads
         hidden = self.hidden
         rotary = self.rotary_size
+        # Without latents, queries, keys and values are one product.
         if not self.kv_latent:
             return (((heads + 2 * self.kv_heads) * self.head_size, hidden, 1),)
+        # Queries may pass through a latent of their own.
         queries = heads * (self.head_size + rotary)
         narrow = self.query_latent
         return (
             *(((narrow, hidden, 1), (queries, narrow, 1)) if narrow else ((queries, hidden, 1),)),
+            # Keys and values come from one latent, beside the rotary part that all heads share.
             (self.kv_latent + rotary, hidden, 1),
             (2 * heads * self.head_size, self.kv_latent, 1),
         )
@@ -237,22 +242,26 @@ class Transformer(Checked):
         return weights + 4 * self.hidden + sum(n * number for n, _, number in self.linear_widths)
 
     def _check_shares(self) -> None:
+        # Heads and the inner width are divided evenly in a tensor group.
         for name in ("heads", "ffn"):
             if getattr(self, name) % self.tensor_degree:
                 raise UsageError(
                     f"tensor_degree: {self.tensor_degree} GPUs cannot share {name} of "
                     f"{getattr(self, name)}; choose a degree that divides it"
                 )
+        # Each head of keys and values serves as many queries.
         if self.heads % self.kv_heads:
             raise UsageError(
                 f"kv_heads: {self.kv_heads} does not divide heads of {self.heads}; choose one that "
                 "does"
             )
+        # Fewer heads of keys and values than GPUs are copied, so one must divide the other.
         if self.kv_heads % self.tensor_degree and self.tensor_degree % self.kv_heads:
             raise UsageError(
                 f"tensor_degree: {self.tensor_degree} GPUs cannot share kv_heads of "
                 f"{self.kv_heads}; choose a degree that divides it, or a multiple of it"
             )
+        # Each GPU of a context group needs two parts of a sequence, for as many pairs on each.
         if (2 if self.context_degree > 1 else 1) * self.context_degree > self.sequence or (
             self.sequence % self.context_degree
         ):
@@ -265,6 +274,7 @@ class Transformer(Checked):
                 f"dense_layers: {self.dense_layers} of {self.layers} layers have no experts; give "
                 "less, or leave experts out"
             )
+        # A model with experts must say how many a token is sent to, and how wide they are.
         if self.experts and not (1 <= self.experts_used <= self.experts and self.expert_ffn):
             raise UsageError(
                 f"experts: {self.experts} experts need experts_used, from 1 to {self.experts}, and "
@@ -443,11 +453,13 @@ def read_transformer(path: Path) -> Transformer:
     }
     hidden = values["hidden"]
     heads = values["heads"]
+    # Without a size of heads, they divide the hidden width.
     counts = COUNT.accept(hidden) is not None and COUNT.accept(heads) is not None
     if counts and "head_size" not in values and hidden % heads:
         raise document.refusal(
             "heads", f"{heads} does not divide hidden of {hidden}; give head_size too"
         )
+    # The error names an attribute, and the file has it on a line.
     try:
         return transformer_of(values)
     except UsageError as error:
@@ -587,6 +599,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
         outer = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
         inner = f"{config.get('model_type')}".removesuffix("_text") + "_text"
         config = {**outer, **config["text_config"], "model_type": inner}
+    # Kinds differ in what they do without saying so, so an unknown one is refused.
     kind: Any = config.get("model_type") if isinstance(config, dict) else None
     if kind not in _KINDS:
         raise UsageError(
@@ -597,6 +610,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
     keys = {**_SIZES, **own}
     if config.get("use_sliding_window") is False:  # Qwen: the width stands there all the same
         config.pop("sliding_window", None)
+    # A key that the kind is not known to have may change what is computed, so it is not ignored.
     for key, value in config.items():
         if (
             value
@@ -607,12 +621,14 @@ def read_dimensions(path: Path) -> dict[str, Any]:
                 f"{path}: {key} of {shown(value)} is not known of a model_type of {kind!r}; give a "
                 ".yaml file with the dimensions"
             )
+    # Falcon derives its width and its heads of keys and values from other keys.
     if kind == "falcon":
         config = {"ffn_hidden_size": 4 * config.get("hidden_size", 0), **config}
         if config.get("multi_query") and not config.get("new_decoder_architecture"):
             config["num_kv_heads"] = 1
     found = dict(fixed)
     for name, key in keys.items():
+        # Sizes are at least 1, and the others may be 0.
         rule = COUNT if name in _SIZES else INDEX
         if config.get(key) is not None:
             found[name] = config[key]
@@ -620,6 +636,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
                 raise UsageError(f"{path}: {key} of {shown(config[key])} is not {rule.wanted}")
         elif name in _SIZES and name not in (*fixed, "kv_heads", "head_size"):
             raise UsageError(f"{path}: has no {key}; add it")
+    # These must be equal in pairs, as `Transformer` has one number for both.
     for name, key in (("value_size", "qk_nope_head_dim"), ("hidden", "word_embed_proj_dim")):
         if name in found and config.get(key, found[name]) != found[name]:
             raise UsageError(
@@ -639,6 +656,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
 
 def _with_experts(found: dict[str, Any]) -> dict[str, Any]:
     shared = found.pop("shared_experts", 0)
+    # A model may have experts in every so many-th layer, which counts as fewer layers with experts.
     every = found.pop("expert_every", 1)
     if not found.get("experts"):
         unused = ("experts_used", "expert_ffn", "shared_ffn", "dense_layers", "routed_nodes")
@@ -656,6 +674,7 @@ def _with_windows(found: dict[str, Any], config: Mapping[str, Any], path: Path) 
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         return found
+    # Windows are said by how often a layer has none, which a list says only if it is regular.
     whole = kinds.count("full_attention")
     every = found["layers"] // whole if whole else 0
     if len(kinds) != found["layers"] or (every and found["layers"] // every != whole):

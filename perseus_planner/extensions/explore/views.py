@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:
     """Summarize a profile that was estimated for a pipeline."""
     computations = _computations(profile, job)
+    # A stage's forward and backward alternate in the steady phase, so their sum is its load.
     both_s = [
         sum(
             row["time_s"]
@@ -145,6 +146,7 @@ def system_text(view: dict[str, Any]) -> str:
 
 def _computations(profile: Profile, job: Configuration) -> list[dict[str, Any]]:
     totals = stage_totals(job.shape, job.split)
+    # At the highest clock, where the balance of stages is that of their work.
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {
         kind: min(
@@ -215,6 +217,7 @@ def exploration_view(
         "solved": found.solved,
         "gap": found.gap,
         "first": [
+            # Balances are of the first configurations only, as each takes a solve.
             {**row_view, "balance": _balance_view(found.balance(row))}
             for row, row_view in zip(found.first, view, strict=False)
         ],
@@ -294,6 +297,7 @@ def exploration_text(view: dict[str, Any]) -> str:
         "",
         table(_table(view["frontier"], view["gpus"])),
     ]
+    # Bounds that were not closed are said, as the best is not proved then.
     if view["gap"] > 0:
         lines += [
             "",
@@ -348,9 +352,11 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     """
     job = row.candidate.job
     maker = found.maker
+    # The profile lies beside the job file, which names it without a folder.
     profile_path = path.with_name(f"{path.stem}-profile.yaml")
     stages = job.stage_phases(found.maker.system, row.candidate.times)
     maker.profile(job, stages).save(profile_path)
+    # Transfers and the end of an iteration are part of the graph that was explored.
     hop_s = job.transfer_s(found.maker.system)
     ends_s = maker.ends_s(job, stages)
     content: dict[str, object] = {
@@ -374,6 +380,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     ]
     if job.data_degree > 1:
         content["replicas"] = [{"count": job.data_degree}]
+    # The file says that it is an estimate, wherever it is copied to.
     head = (
         f"# {job.name}: layers {','.join(map(str, job.split))}; estimated, measure it with "
         "`planner profile`\n"
@@ -385,6 +392,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
 def _row_view(row: Row, found: Exploration, run: Mapping[str, Any]) -> dict[str, Any]:
     job = row.candidate.job
     shape = row.candidate.job.shape
+    # Shares and clocks are of the plan at this point of the curve.
     slowdown = row.time_s / float(row.curve.times_s[0])
     return {
         "configuration": job.name,
