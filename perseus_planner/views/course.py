@@ -37,13 +37,16 @@ class RunCourse:
 def course_of(run: Run) -> RunCourse:
     """Return the course of what all ranks of a run have recorded."""
     by_rank = [{row.iteration: row for row in rank.iterations} for rank in run.ranks]
+    # Ranks may have kept different iterations, and a point needs all of them.
     common = sorted(set.intersection(*map(set, by_rank)))
+    # So many iterations share a point that a long run has no more points than can be seen.
     each = max(1, math.ceil(len(common) / MOST_POINTS))
     groups = [common[place : place + each] for place in range(0, len(common), each)]
     rows = [[[rank[number] for rank in by_rank] for number in group] for group in groups]
     return RunCourse(
         each,
         tuple(group[0] for group in groups),
+        # An iteration is as long as on its slowest rank.
         tuple(fmean(max(row.time_s for row in ranks) for ranks in point) for point in rows),
         tuple(_mean([_energy_j(ranks) for ranks in point]) for point in rows),
         tuple(_mean([_clock(ranks) for ranks in point]) for point in rows),

@@ -94,6 +94,7 @@ def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRan
         len(rows),
         rows[0],
         rows[-1],
+        # Without work or energy an error has nothing to be relative to.
         time_error=max(
             (
                 evidence.time_stderr_s / row.time_s
@@ -120,6 +121,7 @@ def profile_text(summary: ProfileSummary) -> str:
     """
     context = summary.context
     rows = summary.computations
+    # Errors are known of all rows or of none, by how the profile was made.
     has_errors = any(row.time_error is not None for row in rows)
     columns = [
         *lay_out(
@@ -139,6 +141,7 @@ def profile_text(summary: ProfileSummary) -> str:
         columns += lay_out(
             rows, Column("+- %", "energy_error", "%"), Column("throttled", "throttled")
         )
+    # What was not measured on a GPU must not be taken for it.
     origin = {"simulated": "simulated: no GPU was touched", "unknown": "of unknown origin"}.get(
         context.origin, context.origin
     )
@@ -151,8 +154,10 @@ def profile_text(summary: ProfileSummary) -> str:
         f" of {context.gpus_per_stage} GPUs" if context.gpus_per_stage > 1 else ""
     )
     title = f"Profile of {stages}, {context.gpu or 'unknown GPU'} ({origin}); "
+    # Most conditions are for the record, and some are warnings that every reader needs.
     warnings = [(name, text) for name, text in summary.conditions.items() if name in _WARNINGS]
     warnings += [("remark", text) for text in summary.remarks]
+    # What rows of a stage have in common does not show in the errors of each.
     if summary.shared_time_error or summary.shared_energy_error:
         drift = (
             f"{summary.shared_time_error:.2%} of time, {summary.shared_energy_error:.2%} of energy"
@@ -191,11 +196,13 @@ def calibration_text(result: Calibration) -> str:
         f"Predicted iteration time of {'these plans' if several else 'this plan'}: {before} "
         f"before, {now} now."
     )
+    # A plan that was not fitted is the only test of a prediction.
     if result.left_out_error is not None:
         lines.append(
             "From the other plans, the time of a plan is predicted within "
             f"{100 * result.left_out_error:.2f} %, mean."
         )
+    # An overhead is added to all plans alike, which is wrong if computations really take longer.
     if result.overhead_share > _LARGE_OVERHEAD:
         lines.append(
             f"Warning: {100 * result.overhead_share:.0f} % of the iteration is overhead, which "
@@ -377,6 +384,7 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
         if marks and _is_same(time_s, marks[-1][0]):
             mark = f"{marks.pop()[1]}; {mark}"
         marks.append((time_s, mark))
+    # Times beyond that of least energy take more energy, so no ratio of them is asked for.
     asked = [
         (ratio * baseline_s, "") for ratio in _RATIOS if ratio * baseline_s < least_s * (1 - _NEAR)
     ]
@@ -390,12 +398,15 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
     waiting_w = frontier.dag.waiting_w
     least_s = frontier.least_energy_time_s
     most_s = frontier.max_time_s
+    # Beyond the time of least energy a plan pays only beside a straggler.
     times_s = [ratio * frontier.baseline_time_s for ratio in _STRAGGLER_RATIOS]
     asked = [
         (time_s, "") for time_s in times_s if least_s * (1 + _NEAR) < time_s < most_s * (1 - _NEAR)
     ]
+    # Later than its slowest useful time, a plan only waits.
     last = [(most_s, "then it waits")] if most_s > least_s * (1 + _NEAR) else []
     for time_s, mark in [*asked, *last]:
+        # A fair baseline waits for the same straggler at its own power.
         waiting_j = frontier.baseline_energy_j + waiting_w * (time_s - frontier.baseline_time_s)
         comparison = compare(
             time_s,
@@ -404,6 +415,7 @@ def _beside_stragglers(frontier: Frontier) -> Iterator[FrontierPoint]:
             waiting_j,
             f"{baseline_name(frontier.profile)}, then waiting",
         )
+        # The ratio is that of the straggler, as both wait for it.
         yield FrontierPoint(
             **{**vars(comparison), "time_ratio": time_s / frontier.baseline_time_s}, mark=mark
         )
@@ -437,11 +449,14 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
             "Modes are chosen for each plan, within memory and with what ties them to each other; "
             "the bound leaves these ties out."
         )
+    # Stages may wait at different powers, and the largest is the one that could mislead.
     most_waiting_w = max(map(profile.blocking_w, range(profile.stages)))
     power = si(most_waiting_w, "W", 6)
+    # One clock for each computation leaves nothing to choose, so nothing else is to be said.
     if all(len(rows) == 1 for rows in profile.measurements.values()):
         yield "Every computation has a single clock, so there is a single plan."
         return
+    # A hull of one point says that no slower clock is worth its time.
     if all(len(front) == 1 for front in options.values()):
         yield (
             "Slower clocks never pay: a slower computation costs more than finishing early and "
@@ -454,6 +469,7 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
             f"The blocking power of {power} is so large that the fastest iteration takes the "
             "least energy. Slower iterations pay only beside a straggler."
         )
+    # Waiting that draws more than computing is an error of the given power, most likely.
     most_w = max(row.power_w for rows in profile.measurements.values() for row in rows)
     if most_waiting_w > most_w:
         yield (

@@ -87,12 +87,14 @@ def chart_plan(name: str, plan: Plan, note: str) -> GanttChart:
     """Return the chart of a plan's replay."""
     timeline = plan.timeline
     spans = list(timeline.spans.values())
+    # Spare time tells a critical path, as in the plan's own graph.
     spare_us = [round(_US * slack_s) for slack_s in spare_s(plan.iteration, spans)]
     lanes = []
     for program, waiting_w in zip(plan.iteration.programs, plan.rank_waiting_w, strict=True):
         gaps_us, times_us = _gaps_and_times_us(
             [(spans[place].start_s, spans[place].end_s) for place in program]
         )
+        # Operations of fixed time have no clock.
         clocks = tuple(plan.clocks.get(plan.iteration.names[place]) for place in program)
         powers_w = tuple(round(spans[place].power_w) for place in program)
         spare = tuple(spare_us[place] for place in program)
@@ -111,11 +113,14 @@ def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
     take as long as now.
     """
     end_s = max(span.end_s for span in spans)
+    # Nothing may end later than the iteration does now.
     latest_s = [end_s] * len(spans)
+    # Backward, so that all that wait for a node are known before it.
     for place in reversed(iteration.order):
         start_s = latest_s[place] - spans[place].time_s
         for other, lag_s in iteration.waits[place]:
             latest_s[other] = min(latest_s[other], start_s - lag_s)
+    # Rounding of spans may make a slack negative.
     return [max(0.0, latest - span.end_s) for latest, span in zip(latest_s, spans, strict=True)]
 
 
@@ -129,6 +134,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
     Raises:
         RunError: If there is no such iteration whose computations all ranks have kept.
     """
+    # A run without a plan has no order to have kept, so its last iteration is shown.
     number, version = last_as_planned(run) if run.versions else (last_kept(run), None)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
     by = "without a plan" if version is None else f"by plan {run.plan_name(version)}"
@@ -137,8 +143,10 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         rows = [next(row for row in rank.iterations if row.iteration == number) for rank in ranks]
         plan = None if version is None else run.plan(version, pipeline)
+        # What was achieved is in MHz, also where power limits were set.
         in_mhz = plan is None or plan.control != "power-limit"
         lanes = list[Lane]()
+        # Ranks keep times by their own clocks, so each counts from the begin of its iteration.
         programs = list[str]()
         for rank, row in zip(ranks, rows, strict=True):
             records = rank.computations[number]
@@ -149,6 +157,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
         origin = "times measured"
+        # Ranks of different origins have none in common to name.
         origins = {row.origin for row in rows}
         if len(origins) == 1 and (of_clocks := origins.pop()):
             origin += f", clocks {of_clocks}"
@@ -229,6 +238,7 @@ def _recorded_lane(
         [(row.begin_s - begin_s, row.end_s - begin_s) for row in rows]
     )
     achieved = [row.achieved_mhz if in_mhz else None for row in rows]
+    # The achieved clock counts where it is known, as a request may be late.
     clocks = tuple(
         row.clock if mhz is None else mhz for row, mhz in zip(rows, achieved, strict=True)
     )
@@ -335,6 +345,7 @@ def draw_frontier(chart: FrontierChart) -> Figure:
     from matplotlib.figure import Figure
 
     if not chart.times_s:
+        # Other planners and points have a meaning beside a bound only.
         raise UsageError("--figure points: needs a frontier; name one, or add it with --beside")
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.subplots()
@@ -343,11 +354,13 @@ def draw_frontier(chart: FrontierChart) -> Figure:
     count = sum(time_s <= end_s for time_s in chart.times_s)
     label = "bound: least energy of any plan"
     series = _series_colours()
+    # The first kind lies on top, so that the own plan is never hidden.
     kinds = list(_LOOKS)
     bound = series[_LOOKS["landmark"][1]]
     axes.plot(chart.times_s[:count], chart.energies_j[:count], color=bound, label=label, zorder=1)
     peers = [point.name for point in chart.points if point.kind == "peer"]
     for point in sorted(chart.points, key=lambda point: kinds.index(point.kind)):
+        # Other planners differ by colour, as they have one marker.
         marker, colour = _LOOKS[point.kind]
         if point.kind == "peer":
             colour = _PEERS[peers.index(point.name) % len(_PEERS)]
@@ -397,6 +410,7 @@ def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") ->
         by: what the bars are coloured by, "power" or "clock".
     """
     shades = [[_shades(lane, by) for lane in chart.lanes] for chart in charts]
+    # All charts share one scale, so that colours can be compared between them.
     known_shades = [
         shade for of_chart in shades for lane in of_chart for shade in lane if shade is not None
     ]
@@ -404,6 +418,7 @@ def draw_gantt(charts: Sequence[GanttChart], control: str, by: str = "clock") ->
     figure, rows = _stack_axes(charts)
     for axes, chart, values in zip(rows, charts, shades, strict=True):
         _draw_chart(axes, chart, values, colours)
+    # The longest chart sets the axis, so that lengths can be compared as well.
     last_us = max(
         max(chart.time_us, *(sum(lane.gaps_us + lane.times_us) for lane in chart.lanes))
         for chart in charts
@@ -463,6 +478,7 @@ def _draw_chart(
         place = (row - _HEIGHT / 2, _HEIGHT)
         axes.broken_barh([(0.0, chart.time_us / 1e6)], place, facecolors=_WAITING)
         axes.broken_barh(spans, place, facecolors=fill, edgecolors="black", linewidth=0.2)
+        # Bars are small in large pipelines, so marks are lines across them.
         critical = [
             span for span, spare in zip(spans, lane.spare_us or (), strict=False) if spare == 0
         ]

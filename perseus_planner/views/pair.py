@@ -51,6 +51,7 @@ class RunPair:
 
 def figures_of(run: Run, name: str) -> RunFigures:
     """Return what is compared of a run."""
+    # An iteration counts by the newest plan, as earlier ones ran by others.
     iteration_s = planned_s = None
     deviations = 0
     if run.versions:
@@ -59,6 +60,7 @@ def figures_of(run: Run, name: str) -> RunFigures:
         iteration_s = summary.current.time_s
         planned_s = summary.current.planned_time_s
         deviations = sum(deviation.times for deviation in summary.deviations)
+    # Without a plan, first iterations and those after evaluations are no measure.
     else:
         gpu = summarize_unplanned(run).gpu
         iteration_s = max(fmean(row.time_s for row in rank.typical) for rank in run.ranks)
@@ -85,6 +87,7 @@ def pair_text(pair: RunPair) -> str:
             if run.is_dry_run
         ),
     ]
+    # Other GPUs differ by more than plans do.
     if pair.first.gpu != pair.second.gpu or pair.first.ranks != pair.second.ranks:
         notes.append("The runs have other GPUs, or another number of them: compare with care.")
     return Sheet(f"{pair.first.name} beside {pair.second.name}", "", columns, notes).text()

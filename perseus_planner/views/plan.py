@@ -168,6 +168,7 @@ def summarize_timeline(plan: Plan) -> TimelineSummary:
 
 
 def _rank(plan: Plan, number: int) -> RankSummary:
+    # Modes are no part of the schedule, so clocks are looked up by the computation.
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
     spans = [
         plan.timeline.spans[plan.iteration.names[place]]
@@ -175,6 +176,7 @@ def _rank(plan: Plan, number: int) -> RankSummary:
     ]
     busy_s = math.fsum(span.time_s for span in spans)
     busy_j = math.fsum(span.energy_j for span in spans)
+    # What a rank does not compute in the iteration, it waits.
     energy_j = busy_j + plan.rank_waiting_w[number] * (plan.timeline.time_s - busy_s)
     return RankSummary(number, min(clocks), max(clocks), plan.changes[number], busy_s, energy_j)
 
@@ -210,6 +212,7 @@ def plan_text(summary: PlanSummary) -> str:
     columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
     most = counted(summary.most_changes, "time")
     changes = f" more than {most} per iteration" if summary.most_changes else ""
+    # Beside a straggler both wait, so the saving is told against waiting too.
     beside = summary.beside_straggler
     notes = [
         f"It saves {saving_text(summary)} compared with {summary.baseline}, at "
@@ -268,11 +271,13 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
     else:
         limit = f"draws at most {si(sure.limit_power_w or 0.0, 'W', 6)}"
     notes = [f"It{expected} {limit} with a probability of {probability} or more."]
+    # Beside a straggler a plan's own saving is of no interest.
     if not waits:
         notes.append(
             f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
             f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved."
         )
+    # No margin was found, so the plan is the fastest one.
     if sure.margin is None:
         notes.append(
             "No plan with lower clocks is that sure; measure more, or allow a longer time."
@@ -287,10 +292,12 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             f"{sure.interpolated} of its {sure.points} operating points were not measured but "
             "estimated."
         )
+    # What is assumed of errors is said, as a measured one could be smaller or larger.
     if not sure.has_errors:
         notes.append(
             "The profile has no standard errors: its noise is taken from how its rows scatter."
         )
+    # The spread of GPUs is often an assumption, which a reader may replace.
     if sure.gpu_spread:
         source = (
             "assumed, as one GPU of each stage was measured (--gpu-spread of `planner solve`)"
@@ -301,6 +308,7 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             f"GPUs are taken to differ from the profiled ones by {100 * sure.gpu_spread:g} % of "
             f"time (standard deviation): {source}."
         )
+    # Without jitter, each computation counts as if it took its mean time.
     if not sure.jitter:
         notes.append(
             "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."

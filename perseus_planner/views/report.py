@@ -120,6 +120,7 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
     """
     charts, left_out = chart_iterations(sources)
     savings = savings_of(sources, rates, size)
+    # Sentences are about savings, so expectations of traces come after them.
     where = where_energy_goes(sources, savings)
     where = replace(where, sentences=(*where.sentences, *_expectations(sources)))
     return EnergyReport(
@@ -155,11 +156,13 @@ def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[st
         note = "before: the baseline of every saving"
         charts.append(chart_plan(ALL_MAXIMUM, sources.before, note))
     charts += [chart_plan(name, plan, "as planned") for name, plan in sources.plans.items()]
+    # A run may have kept no iteration that can be drawn, and then says why.
     for name, run in sources.runs.items():
         try:
             charts.append(chart_run(name, run)[0])
         except RunError as error:
             left_out.append(str(error))
+    # A plan has the numbers of full clocks, but not their computations.
     if sources.plans and sources.frontier is None:
         left_out.append(
             f"The iteration before, with {ALL_MAXIMUM}, is not known from a plan alone; add the "
@@ -177,9 +180,11 @@ def chart_sources(sources: Sources) -> FrontierChart:
         time_s = run.current.time_s
         energy_j = run.current.energy_j
         if time_s is not None and energy_j is not None:
+            # A run may be of several pipelines, and the frontier is of one.
             energy_j /= run.pipelines_of_plan
             iteration_points.append(IterationPoint(name, "run", time_s, energy_j, run.origin))
     frontier = sources.frontier
+    # Without a frontier there is no bound, but a plan knows its baseline's time and energy.
     if frontier is None:
         if (plan := sources.any_plan) is not None:
             baseline = _point_of(ALL_MAXIMUM, "baseline", plan)
@@ -188,9 +193,11 @@ def chart_sources(sources: Sources) -> FrontierChart:
             iteration_points.insert(0, replace(baseline, time_s=time_s, energy_j=energy_j))
         return FrontierChart("", (), (), tuple(iteration_points))
     first = next(iter(sources.plans.values()), None)
+    # Other planners get the time that the plan had, or took.
     deadline_s = frontier.baseline_time_s if first is None else max(first.time_s, first.deadline_s)
     peers = list[IterationPoint]()
     left_out = list[str]()
+    # The extension with other planners may be missing, and the rest of the report is not.
     try:
         other_planners = extensions.offer("other planners")
     except UsageError as error:
@@ -227,6 +234,7 @@ def report_text(report: EnergyReport) -> str:
     they assume.
     """
     dry_runs = "".join(f"{name}: {text}.\n" for name, text in report.dry_runs.items())
+    # A run that cannot be compared with its plan has no saving to show.
     unlike = [run.unlike_plan for run in report.runs.values() if run.unlike_plan is not None]
     if unlike:
         return f"{dry_runs}{unlike[0]}.\n"
@@ -235,6 +243,7 @@ def report_text(report: EnergyReport) -> str:
     )
     kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
     unplanned = "".join(f"{name}: {unplanned_text(run)}" for name, run in report.unplanned.items())
+    # Without savings there may still be runs without a plan, and plans of others.
     if not report.savings:
         return verdicts + (
             unplanned + kareus
@@ -304,11 +313,13 @@ def page(report: EnergyReport) -> str:
     A content security policy in the page allows only its own scripts and styles, by their digests,
     and loads nothing.
     """
+    # Everything stands inside the page, as it has to open offline.
     styles = [Markup(page_file(f"{name}.css")) for name in ("theme", "report")]
     scripts = [Markup(page_file(f"{name}.js")) for name in ("charts", "report")]
     unit = _unit(report)
     environment = page_environment()
     environment.filters |= {
+        # Tables escape their own cells, and so are safe here.
         "table": lambda columns: Markup(html_table(columns)),
         "tables_of_run": tables_of_run,
         "tables_of_unplanned": partial(tables_of_unplanned, unit=unit),
@@ -334,11 +345,13 @@ def page(report: EnergyReport) -> str:
         unit=unit,
         styles=styles,
         scripts=scripts,
+        # The policy names exactly these scripts and styles, so that no others run.
         policy=content_policy(scripts, styles),
         multiples=_multiples(report.curves),
         has_errors=any(
             point.energy_stderr_j is not None for curve in report.curves for point in curve.points
         ),
+        # Escaped for a script, so that no name can end it.
         data=htmlsafe_json_dumps(_data(report), dumps=json.dumps, separators=(",", ":")),
     )
 
@@ -409,7 +422,9 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
             row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
+            # A day and a power count what passes between iterations as well.
             row |= {"power_w": energy_j / (time_s + saving.between_s), **efficiency}
+            # Several plans share one baseline, which is shown once.
             if row not in rows:
                 rows.append(row)
     names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
@@ -479,6 +494,7 @@ def _multiples(curves: Sequence[MeasuredCurve]) -> dict[str, list[tuple[str, int
     """Return kind of computation -> names of the stages whose curves are equal, and the index of
     the first of them.
     """
+    # Stages with equal curves share a picture, as a pipeline has many of them.
     alike: dict[str, dict[object, list[int]]] = {}
     for index, curve in enumerate(curves):
         of_kind = alike.setdefault(curve.computation, {})

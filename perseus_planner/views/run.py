@@ -165,10 +165,12 @@ class RunSummary:
 
 def summarize_run(run: Run) -> RunSummary:
     """Summarize a run."""
+    # The newest plan may have no iteration that counts yet.
     version = max(
         (number for number in run.versions if run.time_s(number) is not None),
         default=run.newest_version,
     )
+    # Pipelines of a job may have plans of their own, and any of this version will do.
     plan = run.plan(
         version, next(rank.pipeline for rank in run.ranks if rank.iterations_by(version))
     )
@@ -176,9 +178,11 @@ def summarize_run(run: Run) -> RunSummary:
     ranks = {number: tuple(_ranks(run, number)) for number in run.versions}
     plans = tuple(_plan(run, *of_plan) for of_plan in ranks.items())
     accounts = {rank.rank: rank.ran for rank in ranks[version]}
+    # A dry run ran at full clocks, so it is judged by the plan of full clocks.
     if run.is_dry_run:
         accounts = {rank: _beside_baseline(account, plan) for rank, account in accounts.items()}
     name = run.plan_name(version)
+    # What the plan was to save, at the plan's own time.
     foreseen_share = 1.0 - plan.energy_j / plan.baseline_j(plan.time_s)
     return RunSummary(
         context=context_of_plan(plan),
@@ -238,6 +242,7 @@ def _plan(run: Run, version: int, ranks: Sequence[RankOfRun]) -> PlanOfRun:
         counted=max(rank.ran.windows for rank in ranks),
         time_s=run.time_s(version),
         planned_time_s=_planned_time_s(run, version),
+        # A sum with a rank missing would be too small.
         energy_j=math.fsum(energies_j) if len(energies_j) == len(ranks) else None,
         planned_energy_j=math.fsum(rank.planned_energy_j for rank in ranks),
     )
@@ -255,10 +260,12 @@ def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
     planned: dict[int, list[Account]] = {}
     for rank in run.ranks:
         if rank.iterations_by(version):
+            # Pipelines of one kind share a plan, which is replayed once.
             if rank.pipeline not in planned:
                 planned[rank.pipeline] = _planned_ranks(
                     run.plan(version, rank.pipeline), _planned_time_s(run, version)
                 )
+            # Iterations without a change of clock have no latency.
             latencies_s = (
                 [
                     value
@@ -287,12 +294,14 @@ def _planned_ranks(plan: Plan, time_s: float) -> list[Account]:
     planned = []
     for rank, computations, waiting_w in ranks:
         changes = change_statistics(computations)
+        # Beside a slower pipeline the rank waits for longer than its own plan says.
         energy_j = rank.energy_j + waiting_w * (time_s - plan.time_s)
         planned.append(
             Account(
                 windows=1,
                 gpu_s=time_s,
                 busy_s=math.fsum(computation.duration_s for computation in computations),
+                # Accounts are of one GPU.
                 energy_j=energy_j / plan.gpus_per_stage,
                 changes_late=changes["changes_late"],
                 off_clock_s=changes["off_clock_s"],
@@ -313,6 +322,7 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
         Deviation(reason, len(rows), tuple(sorted({rank for _, rank in rows})), min(rows)[0])
         for reason, rows in by_reason.items()
     )
+    # The most frequent first, and of equals the earliest.
     return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))
 
 
@@ -321,6 +331,7 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
     number 0.
     """
     spans = plan.timeline.spans
+    # Calls are those that a rank would make, with what each takes.
     calls = clock_calls(plan)
     ranks = []
     for number, program in enumerate(plan.schedule.ranks):
@@ -330,10 +341,12 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
         ]
         clocks = [plan.clocks[str(computation)] for computation in program]
         of_rank = [call for call in calls if call.rank == number]
+        # The clock of the iteration before is that of its last computation, as iterations repeat.
         previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
         changes = [
             _change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)
         ]
+        # The first request may come before the iteration begins.
         asked_s = min([0.0, *(call.requested_s for call in of_rank)])
         ranks.append(
             match_changes(
@@ -426,6 +439,7 @@ def run_text(summary: RunSummary) -> str:
     count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns = [Column("rank", "rank"), *several]
+    # What every reader wants comes first, and all else behind details.
     known = [
         *([] if summary.dry_run is None else [f"{summary.dry_run}."]),
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
@@ -438,10 +452,12 @@ def run_text(summary: RunSummary) -> str:
         table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
         f"{_changes_heading(summary)}, in all {count} iterations that count:",
         table(lay_out(summary.ranks, *rank_columns, *_clock_columns(summary))),
+        # A dry run set nothing, so terms of setting have no meaning.
         *([] if summary.dry_run else [_CHANGE_TERMS]),
         *_deviations_text(summary),
         *_cut_off_text(summary.cut_off),
         *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
+        # Without a comparison there is nothing that was foreseen for this run.
         *(
             []
             if summary.unlike_plan
@@ -527,12 +543,14 @@ def _clock_columns(summary: RunSummary) -> list[Column]:
         Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
         Column("changes", "ran.changes_asked"),
     ]
+    # A dry run has requests alone.
     if summary.dry_run is not None:
         return asked
     return [
         *asked,
         Column("set", "ran.changes_set"),
         Column("late", "ran.changes_late"),
+        # The plan expects late changes too, of which each counted iteration has as many.
         Column("planned", lambda rank: rank.planned.changes_late * rank.ran.windows),
         Column("overtaken", "ran.changes_overtaken"),
         Column("off clock %", lambda rank: _share(rank.ran.off_clock_s, rank.ran.busy_s), "%"),
@@ -596,8 +614,10 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
 
 def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], list[Column]]:
     """Return the rows and the columns of the table of `totals_text`."""
+    # Attempts are told without their plans, which are told elsewhere.
     attempts = list(fold(replace(entry, version=None) for entry in totals))
     shown = attempts[-_MOST_ATTEMPTS:]
+    # Old attempts are added up, so that the table stays short.
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
         shown.insert(0, reduce(Entry.__add__, older))
     if len(shown) > 1:
@@ -610,6 +630,7 @@ def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], lis
             return "all"
         return "older" if entry.attempt == 0 else attempt_path(Path(), entry.attempt).name
 
+    # An energy that is known of a part of the time would look like all of it.
     def if_known(field: str) -> Callable[[Entry], float | None]:
         return lambda entry: getattr(entry, field) if entry.energy_is else None
 
@@ -636,20 +657,24 @@ def account_text(account: Account, *, saves: bool) -> str:
     if saves and account.energy_is is not None:
         text = saved_text(account)
         parts.append(f"{text[0].upper()}{text[1:]}.")
+        # A part that was not judged may have saved something else.
         if account.is_judged and account.judged_j < _ALL_JUDGED * account.energy_j:
             known = 100 * account.judged_j / account.energy_j
             parts.append(f"What was saved is known of {known:.1f} % of the energy.")
+    # What passes between iterations belongs to the run, and to no iteration.
     if account.gpu_s:
         share = 100 * account.between_s / account.gpu_s
         text = f"Between iterations, as for the optimizer and data: {share:.1f} % of the time"
         if account.energy_j:
             text += f", {100 * account.between_j / account.energy_j:.1f} % of the energy"
         parts.append(f"{text}.")
+    # Pauses are told apart, as a mean over them would say nothing.
     if account.pause_s:
         used = f", {si(account.pause_j, 'J')}" if account.energy_is else ""
         parts.append(
             f"Pauses, which are in no other figure: {si(account.pause_s, 's')} of GPUs{used}."
         )
+    # Counters may have been read in a part of the time only.
     if account.metered_s < (1 - 1e-9) * account.gpu_s:
         known = 100 * account.metered_s / account.gpu_s
         parts.append(f"The energy of {known:.1f} % of the time is known.")
@@ -722,6 +747,7 @@ def summarize_unplanned(run: Run) -> UnplannedRun:
                 rank.rank,
                 rank.pipeline,
                 rank.pipeline_rank,
+                # The first iteration and those after evaluations are not typical.
                 sum(
                     (Account.of(row, is_first=rank.rank == 0) for row in rank.typical),
                     Account(),

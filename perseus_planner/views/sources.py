@@ -84,6 +84,7 @@ class Sources:
                 "a report needs a profile, a frontier, a plan or the folder of a run; name at "
                 "least one"
             )
+        # Numbers of different profiles or schedules must not stand in one table.
         for place, wrong in enumerate(_WRONG):
             values = {
                 name: part[place] for name, part in self._parts.items() if part[place] is not None
@@ -92,6 +93,7 @@ class Sources:
             for name, value in values.items():
                 if value != values[first]:
                     raise UsageError(f"{name}: {wrong} than {first}; {_ONE_KIND}")
+        # Read once here, so that a job file that does not fit is refused at once.
         _ = self.pipelines
 
     @cached_property
@@ -102,6 +104,7 @@ class Sources:
         parts: dict[str, tuple[str, Iteration | None]] = {}
         if self.frontier is not None:
             parts["the frontier"] = self.frontier.profile.digest, self.frontier.dag.iteration
+        # Modes are chosen by a plan, so plans with others are still of one iteration.
         for name, plan in self.plans.items():
             parts[name] = plan.profile_digest, plan.iteration.without_modes
         if self.profile is not None:
@@ -200,6 +203,7 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         PlannerError: If a file cannot be read, there are two of a kind of which only one can be
             given, or the files do not belong together.
     """
+    # One reader for each kind of file, by which files are grouped.
     readers: dict[str | None, Callable[[Path], Any]] = {
         "run": Run.load,
         "frontier": Frontier.load,
@@ -213,11 +217,13 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
         names.append(name := _short_name(path, names))
         reader = readers.get(kind_of(path), Plan.load)  # which refuses other files with the reason
         sources[reader][name] = reader(path)
+    # All that is not known is taken for a plan, and the rest are as the readers stand.
     runs, frontiers, profiles, jobs, kareus = (sources[reader] for reader in readers.values())
     plans = sources[Plan.load]
     job = _only(jobs, "job file")
     profile = _only(profiles, "profile")
     is_planned = any(run.versions for run in runs.values())
+    # Without anything else, the job's own profile is what there is to report.
     if profile is None and job is not None and not (frontiers or plans or is_planned):
         if len(job.profiles) > 1:
             kinds = len(job.profiles)
@@ -381,18 +387,22 @@ def _run_saving(
 ) -> Iterator[Saving]:
     """Yield the saving of a run, if the energy of an iteration is known."""
     current = summary.current
+    # Without an energy or a judged part, no saving can be stated.
     share = run.total.saved_share
     if current.time_s is None or current.energy_j is None or share is None:
         return
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
     total = run.total
+    # The energy is known of a part of the time, and is scaled to the whole.
     part = total.gpu_s / total.metered_s / total.iterations
     energy_j = part * total.energy_j
+    # The share was judged iteration by iteration, so the baseline follows from it.
     compared = compare(current.time_s, energy_j, plan.baseline_time_s, energy_j / (1.0 - share))
     between_s = total.mean_iteration_s - current.time_s
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
     pipelines = summary.pipelines_of_plan
+    # Tokens are of all pipelines, of which these are a part.
     part = pipelines / size.pipelines
     of_run = IterationSize(
         pipelines,
@@ -401,6 +411,7 @@ def _run_saving(
         run.total.iterations,
     )
     saving = _saving(name, compared, origins, rates, of_run, between_s)
+    # What was saved in all was added up, and is no mean times a number.
     yield replace(saving, is_run=True, per_run=rates.cost(run.total.saved_j))
 
 
@@ -423,6 +434,7 @@ def _saving(
         baseline_origin=origins[2],
         per_iteration=rates.cost(compared.saved_j),
         between_s=between_s,
+        # A day has whole iterations, with what passes between them.
         per_day=rates.cost(compared.saved_j * _DAY_S / (compared.time_s + between_s)),
         iterations=iterations,
         per_run=None if iterations is None else rates.cost(compared.saved_j * iterations),
@@ -521,9 +533,11 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         sources: what the report is made of.
         savings: what each run and plan saves; the sentences are about the first.
     """
+    # Without a comparison no picture of what was saved can be right.
     if sources.unlike_plan:
         return WhereEnergyGoes((), None, ())
     before = bottleneck = None
+    # Only a frontier has the iteration at full clocks with its computations.
     if sources.frontier is not None and sources.before is not None:
         before = energy_of_plan(ALL_MAXIMUM, sources.before, "baseline")
         bottleneck = find_bottleneck(sources.frontier, sources.before, before)
@@ -532,6 +546,7 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
         _energy_of_run(name, run, sources.summaries[name])
         for name, run in sources.planned_runs.items()
     )
+    # The first run whose energy is known, as not every one has it.
     ran = next(filter(None, runs), None)
     sentences = _sentences(savings, before, planned, ran, bottleneck)
     iterations = tuple(filter(None, (before, planned, ran)))
@@ -548,6 +563,7 @@ def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy
     clocks = []
     for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
         in_order = [spans[place] for place in program]
+        # Operations of fixed time have no clock and no kind, so phases are told by computations.
         computed = [
             (iteration.computations[place].kind, plan.clocks[iteration.names[place]], spans[place])
             for place in program
@@ -555,6 +571,7 @@ def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy
         ]
         ends_s = _phase_ends_s([(kind, span) for kind, _, span in computed], time_s)
         uses.append(list(_phases(in_order, ends_s, waiting_w)))
+        # Busy is all that runs, and clocks are of computations alone.
         busy_s.append(math.fsum(span.time_s for span in in_order))
         computed_s = math.fsum(span.time_s for _, _, span in computed)
         clocks.append(math.fsum(clock * span.time_s for _, clock, span in computed) / computed_s)
@@ -606,6 +623,7 @@ def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy 
     computations at the blocking power of the plan, and the rest is that of computing.
     """
     time_s = summary.current.time_s
+    # Without time or energy there is nothing to divide.
     if time_s is None or summary.current.energy_j is None:
         return None
     plan = run.plan(summary.version, summary.ranks[0].pipeline)
@@ -618,6 +636,7 @@ def _energy_of_run(name: str, run: Run, summary: RunSummary) -> IterationEnergy 
         own_s = fmean(rank.mean("inside_s") or 0.0 for rank in ranks)
         waiting_j = waiting_w * max(0.0, own_s - busy_s[-1])
         energy_j = math.fsum(rank.energy_j or 0.0 for rank in ranks)
+        # Ranks of several pipelines are added up, and the picture is of one.
         energy_j /= summary.pipelines_of_plan
         uses.append(EnergyUse(energy_j - waiting_j, waiting_j))
     return IterationEnergy(
@@ -636,6 +655,7 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
     """Return the busiest ranks with all clocks at maximum, and the iteration time if all ranks
     were equally busy.
     """
+    # Ranks that are about as busy as the busiest share the bottleneck.
     most_s = max(before.busy_s)
     mean_s = fmean(before.busy_s)
     ranks = tuple(
@@ -648,6 +668,7 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
             plan.iteration.computations, plan.iteration.rank_of, strict=False
         )
     ]
+    # If most ranks are that busy, none of them is to blame.
     bottleneck = Bottleneck(
         ranks if 2 * len(ranks) <= len(before.busy_s) else (),
         most_s,
@@ -655,6 +676,7 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
         max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
         before.time_s,
     )
+    # The profile says which layout was measured, if its job did.
     text = frontier.dag.profile.conditions.get(CONDITION)
     return bottleneck if text is None else _with_layouts(bottleneck, text, frontier.dag, plan)
 
@@ -664,13 +686,16 @@ def _with_layouts(found: Bottleneck, text: str, dag: PipelineDag, plan: Plan) ->
     schedule = dag.schedule
     computations = plan.iteration.computations
     times_s = [plan.measurement(computation).time_s for computation in computations]
+    # Per microbatch, as layers are moved for all of them.
     stage_s = [0.0] * schedule.stages
     kind_s = dict.fromkeys(schedule.kinds, 0.0)
     for computation, time_s in zip(computations, times_s, strict=True):
+        # A layer's share of each kind is that of all computations.
         stage_s[computation.stage] += time_s / schedule.microbatches
         kind_s[computation.kind] += time_s / math.fsum(times_s)
     layout = read_layout(text, stages=schedule.stages)
     better = rebalance(layout, stage_s, schedule.stage_ranks)
+    # No layout with these layers is faster.
     if better is None:
         return found
     # What a stage gains or loses is layers, whose kinds share time as those of all stages do.
@@ -696,6 +721,7 @@ def _sentences(
     ran: IterationEnergy | None,
     bottleneck: Bottleneck | None,
 ) -> Iterator[str]:
+    # What was measured counts before what was planned.
     after = ran or planned
     if savings:
         yield from _saving_sentences(savings[0], before, after)
@@ -709,6 +735,7 @@ def _sentences(
         yield from _bottleneck_sentences(bottleneck, before, planned)
         if bottleneck.layouts is not None:
             yield f"{_move_text(bottleneck)}."
+    # The phases of a run are not known, so they are told of plans.
     if before is not None and planned is not None and savings:
         yield from _phase_sentences(before, planned)
 
@@ -722,6 +749,7 @@ def _saving_sentences(
     time_share = 100 * (saving.time_ratio - 1)
     slower = (
         f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
+        # Differences that are rounded to none are none.
         if abs(time_share) >= 0.05
         else "as long"
     )
@@ -755,6 +783,7 @@ def _bottleneck_sentences(
     busy = f"{si(found.busy_s, 's', 3)} of {si(found.time_s, 's', 3)}"
     if len(before.ranks) == 1:
         return
+    # Waiting comes from the schedule then, and not from a rank.
     if not found.ranks:
         yield (
             f"No rank is the bottleneck: most compute for about as long ({busy}). They wait "
@@ -777,6 +806,7 @@ def _bottleneck_sentences(
         text += (
             f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
         )
+    # A plan leaves the bottleneck fast and slows the others, which is why it saves.
     if planned is not None:
         parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
         others = [part for rank, part in enumerate(parts) if rank not in found.ranks]

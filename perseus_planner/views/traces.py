@@ -214,8 +214,10 @@ def _add_plan(trace: PerfettoTrace, name: str, plan: Plan) -> None:
     trace.begin(name, (f"rank {rank}{gpus}" for rank in range(len(slices))))
     for rank, of_rank in enumerate(slices):
         trace.add_slices(rank, of_rank)
+    # Arrows show what each computation waited for from another rank.
     for flow in _transfers(plan):
         trace.add_flow(*flow)
+    # Power is an average of each computation, so it steps where they begin.
     powers = {
         rank: steps(((each.start_ns, each.details["watts"]) for each in row), row[-1].end_ns)
         for rank, row in enumerate(slices)
@@ -239,10 +241,12 @@ def _transfers(plan: Plan) -> Iterator[tuple[str, tuple[int, int], tuple[int, in
     for place, computation in enumerate(iteration.computations):
         for other in iteration.predecessors[place]:
             ranks = iteration.rank_of[other], iteration.rank_of[place]
+            # Within a rank, the order says what waits for what.
             if other >= len(iteration.computations) or ranks[0] == ranks[1]:
                 continue
             from_ns = _ns(spans[other].end_s)
             to_ns = _ns(spans[place].start_s)
+            # A computation without work has no slice that an arrow could begin at.
             if from_ns > _ns(spans[other].start_s):
                 name = "activations" if computation.kind == "F" else "gradients"
                 name += f" of microbatch {computation.microbatch}"
@@ -259,6 +263,7 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
         joules = watts * (end_s - start_s)
         yield from _waiting(name, _ns(start_s), _ns(end_s), joules=joules, watts=watts)
 
+    # Waiting is what lies between two slices.
     done_s = 0.0
     for place in iteration.programs[rank]:
         name = iteration.names[place]
@@ -274,6 +279,7 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
         yield from waiting("waiting", done_s, span.start_s)
         yield Slice(name, category, _ns(span.start_s), _ns(span.end_s), details)
         done_s = span.end_s
+    # The overhead comes after all ranks have ended.
     replayed_s = max(span.end_s for span in timeline.spans.values())
     yield from waiting("waiting", done_s, replayed_s)
     yield from waiting("calibrated overhead", replayed_s, timeline.time_s)
@@ -291,6 +297,7 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
         RunError: If there is no iteration whose computations all ranks have kept.
         UsageError: If the file cannot be written.
     """
+    # Times are compared by eye, so only iterations that all ranks have kept count.
     kept = set.intersection(*({row.iteration for row in _kept(rank, 0)} for rank in run.ranks))
     if not kept:
         raise RunError(
@@ -329,6 +336,7 @@ def _kept(rank: RankRecord, first: int) -> list[IterationRecord]:
 def _add_run(
     trace: PerfettoTrace, name: str, run: Run, ranks: Sequence[RankRecord], first: int
 ) -> None:
+    # The number in the job is said only where it differs from that in the pipeline.
     names = {
         rank.pipeline_rank: "" if rank.rank == rank.pipeline_rank else f" (of the job: {rank.rank})"
         for rank in ranks
@@ -344,6 +352,7 @@ def _add_run(
             for row in rows
             if row.energy_j is not None and row.time_s > 0
         ]
+        # A sum over ranks with gaps would look like less power.
         if len(spans) == len(rows):  # it is known for all iterations
             end_ns = _ns(rows[-1].end_s - rows[0].begin_s)
             powers[rank.pipeline_rank] = steps(spans, end_ns)
@@ -366,8 +375,11 @@ def _add_recorded_clock(
             continue
         plan = run.plan(row.version, rank.pipeline)
         for record in rank.computations[row.iteration]:
+            # A change that was overtaken was never in force.
             if record.clock is not None and not record.is_overtaken:
+                # A clock counts from when it was set, and not from when it was asked for.
                 set_s = max(record.begin_s, record.set_end_s or record.begin_s)
+                # Measured times may overlap, and a counter must not go back.
                 spans.append((max(spans[-1][0] if spans else 0, _ns(set_s - zero_s)), record.clock))
     if plan is not None and spans:
         end_ns = max(spans[-1][0], _ns(rows[-1].end_s - zero_s))
@@ -387,11 +399,13 @@ def _recorded_slices(
         plan = None if row.version is None else run.plan(row.version, rank.pipeline)
         done_ns = max(done_ns, _ns(row.begin_s - zero_s))
         for record in rank.computations[row.iteration]:
+            # Slices of one thread must not overlap, so each begins where the last one has ended.
             start_ns = max(done_ns, _ns(record.begin_s - zero_s))
             yield from _waiting(rest, done_ns, start_ns, iteration=row.iteration)
             done_ns = max(start_ns, _ns(record.end_s - zero_s))
             details = _details(row, record, plan)
             yield Slice(str(record.computation), "computation", start_ns, done_ns, details)
+        # The rest of an iteration is waiting, or what is no computation.
         end_ns = _ns(row.end_s - zero_s)
         yield from _waiting(rest, done_ns, end_ns, iteration=row.iteration)
         done_ns = max(done_ns, end_ns)
@@ -405,8 +419,10 @@ def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None)
         **record.computation._asdict(),
         "achieved_mhz": record.achieved_mhz,
     }
+    # Without a plan it is not known whether a number is a clock or a limit.
     if plan is not None:
         details[setting_of(plan.control)] = record.clock
+    # What did not run as planned has no prediction.
     if plan is not None and row.is_as_planned:
         planned = plan.measurement(record.computation)
         details["planned_seconds"] = planned.time_s
