@@ -49,6 +49,7 @@ class PipelineDag:
                 "profile the stages of this schedule, or make the schedule for "
                 f"{self.profile.stages}"
             )
+        # Each computation has to have a cost, so the first one without is named with its remedy.
         for key, computation in zip(self.iteration.keys, self.computations, strict=True):
             if key not in self.profile.measurements:
                 other = (
@@ -60,6 +61,7 @@ class PipelineDag:
                     f"the profile has no {key[1]} of stage {key[0]}, which {computation} needs; "
                     f"measure it, or {other}"
                 )
+        # A rank's GPUs wait at one power, whichever of its stages they wait for.
         for rank, program in enumerate(self.schedule.ranks):
             if len({self.profile.blocking_w(c.stage) for c in program}) > 1:
                 raise ProfileError(
@@ -149,11 +151,13 @@ class PipelineDag:
 
         Computations come in the order of the profile. An operation has one point, at clock 0.
         """
+        # A profile may have kinds that this iteration does not run.
         used = set(self.iteration.keys)
         points = {}
         for key, measurements in self.profile.measurements.items():
             if key in used:
                 points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))
+                # While modes are open, a point is kept if it is best in any of them.
                 if self.has_open_modes:
                     points[key] = undominated(
                         point for mode in self.mode_points(key).values() for point in mode
@@ -161,6 +165,8 @@ class PipelineDag:
         for key, operation in zip(
             self.keys[len(self.computations) :], self.iteration.operations, strict=True
         ):
+            # An operation without an energy draws what waiting draws, and so costs nothing beside
+            # that.
             power_w = self.rank_waiting_w[operation.rank]
             energy_j = (
                 power_w * operation.time_s if operation.energy_j is None else operation.energy_j
@@ -212,6 +218,7 @@ class PipelineDag:
 
         nodes = (*self.computations, *map(str, self.iteration.operations))
         graph: nx.DiGraph[Any] = nx.DiGraph()
+        # Ranks are attributes, as a graph has no order of its own.
         for node, rank in zip(nodes, self.iteration.rank_of, strict=True):
             graph.add_node(node, rank=rank)
         for computation, (_, kind) in zip(self.computations, self.iteration.keys, strict=True):
@@ -220,6 +227,7 @@ class PipelineDag:
         for operation in self.iteration.operations:
             energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
             graph.add_node(str(operation), time_s=operation.time_s, **energy)
+        # A lag of 0 is left out, as the reader takes it for 0.
         for place, waits in enumerate(self.iteration.waits):
             for other, lag_s in waits:
                 graph.add_edge(nodes[other], nodes[place], **({"lag_s": lag_s} if lag_s else {}))
@@ -239,10 +247,12 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
         raise ScheduleError(
             f"graph: {type(graph).__name__} is of the wrong type; give a networkx.DiGraph"
         )
+    # Nodes and ranks are read first, so that a wrong node is named before the order is.
     nodes = {node: _node(node, attributes) for node, attributes in graph.nodes(data=True)}
     ranks = {node: _rank(work, graph.nodes[node], len(nodes)) for node, work in nodes.items()}
     programs: list[list[Hashable]] = [[] for _ in range(1 + max(ranks.values(), default=-1))]
     previous_of = dict[Hashable, Hashable]()
+    # The order of a rank follows from the graph, in which its nodes must form a chain.
     for node, previous in _one_order(graph, ranks):
         previous_of[node] = previous
         if isinstance(nodes[node], Computation):
@@ -305,6 +315,7 @@ def _one_order(
     """Return the nodes in topological order, each with the previous one on its rank."""
     import networkx as nx
 
+    # A cycle is shown with its nodes, as it is what the user has to break.
     try:
         order = list(nx.topological_sort(graph))
     except nx.NetworkXUnfeasible:
@@ -313,6 +324,7 @@ def _one_order(
         raise ScheduleError(
             f"the graph has the cycle {cycle}; nothing on it can ever start"
         ) from None
+    # One bit for each node, so that all that lie before a node fit into one number.
     bit = {node: 1 << i for i, node in enumerate(order)}
     ahead: dict[
         Hashable, int
@@ -323,6 +335,8 @@ def _one_order(
         ahead[node] = bit[node]
         for other in graph.pred[node]:
             ahead[node] |= ahead[other]
+        # Two nodes of a rank without a path between them have no order, and a rank runs one at a
+        # time.
         previous = last.get(ranks[node])
         if previous is not None and not ahead[node] & bit[previous]:
             raise ScheduleError(

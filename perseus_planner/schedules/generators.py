@@ -62,11 +62,14 @@ def alternating_order(
         delay: number of backwards by which a weight gradient comes later than the backward it
             belongs to.
     """
+    # As many forwards as are in flight before the first backward comes back.
     order = list(forwards[:warmup])
     for step, backward in enumerate(backwards):
+        # One forward for each backward keeps the activations in flight constant.
         order += [*forwards[warmup + step : warmup + step + 1], backward]
         if step >= delay:
             order += weights[step - delay : step - delay + 1]
+    # What was delayed runs at the end, where nothing waits for it.
     return (*order, *weights[max(0, len(backwards) - delay) :])
 
 
@@ -204,8 +207,11 @@ def interleaved_1f1b(
         hop = 2
     orders = []
     for rank in range(ranks):
+        # A rank's stages take turns, group by group, and backwards go through them in reverse.
         forwards = _looped(rank, ranks, range(virtual_stages), microbatches, group, "F")
         backwards = _looped(rank, ranks, range(virtual_stages)[::-1], microbatches, group, "B")
+        # Ranks nearer to the end of the pipeline get gradients sooner, so they warm up for less
+        # long.
         warmup = hop * (ranks - 1 - rank) + (virtual_stages - 1) * group
         orders.append(alternating_order(forwards, backwards, warmup))
     return Schedule("interleaved-1f1b", tuple(orders))
@@ -232,7 +238,9 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
     ranks, virtual_stages, microbatches = check_sizes(
         ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches
     )
+    # With one stage groups do not matter, so any number of microbatches will do.
     rounds = 1 if virtual_stages == 1 else max(1, microbatches // ranks)
+    # Torch makes equal groups, so a rest cannot be run.
     group, rest = divmod(microbatches, rounds)
     if rest:
         fewer = microbatches - rest
@@ -246,6 +254,7 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
         backwards = _looped(rank, ranks, range(virtual_stages)[::-1], microbatches, group, "I")
         weights = [backward._replace(kind="W") for backward in backwards]
         warmup = ranks - 1 - rank + (virtual_stages - 1) * group
+        # Weight gradients fill what would be waiting; those of rank r come r input gradients late.
         orders.append(alternating_order(forwards, backwards, warmup, weights, delay=rank))
     return Schedule("interleaved-zb", tuple(orders))
 
@@ -369,7 +378,9 @@ def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
     for _ in range(ranks - rank):  # until its gradient has come all the way round
         here.run(up, "F")
         here.run_parts(up)
+    # From here on each forward is followed by a backward in two parts.
     while here.started(up) < microbatches:
+        # The last forwards down come before the last ones up, so these run out first.
         if here.started(down) < microbatches:
             here.run(down, "F")
         here.run_parts(down)
@@ -381,6 +392,7 @@ def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
     for _ in range(ranks - rank):
         here.run(down, "I")
         here.run_weights(down)
+    # Nothing waits for weight gradients, so they run when all else is done.
     for stage in (up, down):
         for _ in [computation for computation in here.pending if computation.stage == stage]:
             here.run_weights(stage)
@@ -416,19 +428,24 @@ def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computatio
     down = here.down
     up = here.up
     behind = ranks - 1 - rank  # number of ranks between this one and the bottom of the V
+    # Until microbatches come back from the bottom of the V, only the way down has work.
     for _ in range(2 * behind):
         here.run(down, "F")
+    # Both ways have forwards, and no gradient has come yet.
     for _ in range(rank + 1):
         here.run(down, "F")
         here.run(up, "F")
+    # The first gradients come from the bottom, and their weights follow at once.
     for _ in range(behind):
         here.run_parts(up)
         here.run(up, "F")
+    # In the middle both ways have a forward and a backward in turn.
     for _ in range(microbatches - ranks - behind):
         here.run(down, "F")
         here.run(up, "B")
         here.run(up, "F")
         here.run(down, "B")
+    # Forwards down have run out.
     for _ in range(behind):
         here.run(up, "B")
         here.run(up, "F")
@@ -437,6 +454,7 @@ def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computatio
     # else to do.
     for step in range(2 * (rank + 1)):
         here.run(down if step % 2 else up, "B" if step <= rank else "I")
+    # Weights fill the time until the next input gradient comes.
     for _ in range(behind):
         here.run_weights()
         here.run(down, "I")
@@ -507,6 +525,7 @@ def generate(
             )
         groups = {} if group is None else {"group": group}
         return make(ranks, virtual_stages, microbatches, **groups)
+    # A number that the schedule fixes may be given, if it is that one.
     if virtual_stages not in (None, fixed):
         per_rank = counted(fixed, "stage")
         raise ScheduleError(
@@ -540,6 +559,7 @@ def generate_for_stages(
         ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the
             sizes.
     """
+    # A number that the schedule fixes, or the user gives, counts before what follows from ranks.
     fixed = _generator(name).virtual_stages
     if ranks is not None and fixed is None and virtual_stages is None and stages % ranks == 0:
         virtual_stages = stages // ranks

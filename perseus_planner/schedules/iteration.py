@@ -68,6 +68,7 @@ class Iteration:
     def __post_init__(self) -> None:
         names = self.names
         places = range(len(self.names))
+        # Operations are found by their names, so no two may have one.
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise ScheduleError(f"{twice} is there twice; give each operation a different name")
@@ -80,6 +81,7 @@ class Iteration:
                 f"predecessors: {len(self.predecessors)} for {len(places)} computations; give as "
                 "many"
             )
+        # Places and lags come from files and graphs too, so each is checked.
         for name, before in zip(names, self.predecessors, strict=True):
             for other in before:
                 if other not in places:
@@ -94,7 +96,9 @@ class Iteration:
             raise ScheduleError(
                 "lags_s: is not aligned with predecessors; give a lag for each, or leave them out"
             )
+        # Equal iterations must compare equal, so defaults are stored as nothing.
         object.__setattr__(self, "lags_s", self._checked_lags_s())
+        # Suffixes and modes are added to kinds, and never change them.
         own = tuple(c.kind for c in self.computations)
         if self.kinds and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != own:
             raise ScheduleError(
@@ -202,6 +206,7 @@ def _checked_operation(operation: Operation, ranks: int) -> Operation:
 def _topological_order(
     names: Sequence[str], predecessors: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
+    # Kahn's algorithm: a node is ready once all that it waits for are in the order.
     successors: list[list[int]] = [[] for _ in names]
     waiting = [len(before) for before in predecessors]
     for place, before in enumerate(predecessors):
@@ -216,6 +221,7 @@ def _topological_order(
             waiting[other] -= 1
             if waiting[other] == 0:
                 ready.append(other)
+    # What is left waits in a ring, so any node of it has a predecessor that is left too.
     if len(order) < len(names):
         stuck = next(place for place, count in enumerate(waiting) if count)
         predecessor = next(other for other in predecessors[stuck] if waiting[other])

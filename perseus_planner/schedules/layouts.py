@@ -69,6 +69,7 @@ class Layout:
     stages: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        # What engines would not build is refused.
         letters = "".join(self.stages)
         for letter in letters:
             if letter not in _LETTERS:
@@ -85,6 +86,7 @@ class Layout:
             if letters[place] != letter:
                 where = "first" if place == 0 else "last"
                 raise self._refusal(f"{letter} ({word}) is not {where}; put it there")
+        # Engines build modules of prediction after all decoder layers.
         if "t" in letters[letters.find("m") :] and "m" in letters:
             raise self._refusal("has a t after m; put m after all decoder layers")
         if sum("m" in stage for stage in self.stages) > 1:
@@ -166,7 +168,9 @@ def unroll(text: str) -> tuple[str, ...]:
         ScheduleError: If a letter is unknown, or the text is too long.
     """
     unrolled = text.replace(",", "")
+    # The length is found before anything is written, as a typing error could fill the memory.
     length = len(unrolled)
+    # Groups first, as Megatron unrolls them, so that characters inside are repeated after.
     for product in (_GROUP, _ONE):
         if length <= _LONGEST_TEXT:
             length += sum(len(each[1]) * int(each[2]) for each in product.finditer(unrolled))
@@ -204,6 +208,7 @@ def read_layout(
         layout = Layout(unroll(text))
     else:
         layout = Layout(_counted(text, layers, stages, virtual_stages))
+    # A layout says how many stages there are, so it must agree with the pipeline.
     if stages not in (None, len(layout.stages)):
         raise ScheduleError(
             f"layout {shown(text)}: has {len(layout.stages)} stages, but the pipeline has "
@@ -222,6 +227,7 @@ def _counted(
     text: str, layers: int | None, stages: int | None, virtual_stages: int
 ) -> tuple[str, ...]:
     """Return the letters of each stage of a text with "="."""
+    # An option that is there twice would be read once.
     values = dict[str, str]()
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -229,9 +235,11 @@ def _counted(
             raise ScheduleError(f"layout {shown(text)}: {shown(part)} is unknown; {_FORMS}")
         values[name] = value
     where = f"layout {shown(text)}"
+    # The set of options tells which engine's they are.
     reader = next((each for names, each in _READERS if values and values.keys() <= names), None)
     if reader is None:
         raise ScheduleError(f"{where}: is unknown; {_FORMS}")
+    # Only boundaries say how many layers there are.
     if reader is not _of_parts and (layers is None or stages is None):
         raise ScheduleError(
             f"{where}: follows from the number of layers, which is not known here; write "
@@ -241,6 +249,7 @@ def _counted(
         counts = reader(values, layers or 0, stages or 0, virtual_stages)
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
+    # Embedding and loss are where all of these engines have them.
     cells = ["t" * count for count in counts]
     cells[0] = f"E{cells[0]}"
     cells[-1] = f"{cells[-1]}L"
@@ -265,6 +274,7 @@ def _of_ends(
         for name, place in (("first", 0), ("last", ranks - 1))
         if name in values
     }
+    # What both ends leave is shared evenly by the other ranks.
     left = layers - sum(ends.values())
     others = ranks - len(ends)
     if left < 0 or (others and left % others) or (not others and left):
@@ -298,6 +308,7 @@ def _of_account(
             "embedding+loss"
         )
     ranks = stages // virtual_stages
+    # Embedding and loss count as layers of an even split, and are taken out of it after.
     total = layers + len(words)
     if total % ranks:
         raise ScheduleError(
@@ -320,8 +331,10 @@ def _of_less(
     """
     first, _, last = values["less"].partition("+")
     less = [_number("less", text) for text in (first, last or "1")]
+    # One stage has all layers, whatever is taken from ends.
     if stages == 1:
         return (layers,)
+    # What is first and last counts as so many layers, and the first stages take what is left over.
     each, more = divmod(layers + sum(less), stages)
     if each == 0 or max(less) > each:
         raise ScheduleError(
@@ -345,12 +358,14 @@ def _of_parts(
     bounds = [_number("parts", text) for text in values["parts"].split("+")]
     if len(bounds) < 2 or bounds[0] != 0 or sorted(bounds) != bounds:
         raise ScheduleError("parts: are not rising from 0; copy PipelineModule.parts")
+    # Without a number of layers all entries but both ends are layers.
     layers = layers or bounds[-1] - 2
     if not 0 < layers <= bounds[-1] - 2:
         raise ScheduleError(
             f"parts: has {bounds[-1]} entries, too few for {layers} layers with an embedding and a "
             "head; copy PipelineModule.parts"
         )
+    # Entry 0 is the embedding, so layers are entries 1 and following.
     return tuple(max(0, min(stop, layers + 1) - max(start, 1)) for start, stop in pairwise(bounds))
 
 
@@ -387,14 +402,17 @@ def rebalance(
         stage_s: seconds of a microbatch's forward and backward on each stage.
         stage_ranks: the rank of each stage.
     """
+    # A stage with layers alone tells what a layer takes.
     plain = [
         time_s / len(stage)
         for stage, time_s in zip(layout.stages, stage_s, strict=True)
         if stage and not stage.strip("t")
     ]
+    # Without such a stage, layers and what is beside them cannot be told apart.
     if not plain or min(plain) <= 0.0:
         return None
     layer_s = median(plain)
+    # What a stage takes beyond its layers belongs to what it has beside them, and stays.
     beside_s = [
         max(0.0, time_s - count * layer_s) if stage.strip("t") or not stage else 0.0
         for stage, count, time_s in zip(layout.stages, layout.layers, stage_s, strict=True)
@@ -417,6 +435,7 @@ def rebalance(
     # Of equally fast layouts the one that is there needs no change.
     if slowest_s(split) >= slowest_s(layout.layers) * (1 - _ALIKE):
         split = layout.layers
+    # Measured times change by the layers that move, and by nothing else.
     times_s = tuple(
         time_s + (after - before) * layer_s
         for time_s, before, after in zip(stage_s, layout.layers, split, strict=True)
@@ -450,9 +469,11 @@ def balance(
     """
     stages = range(len(stage_ranks))
     of_rank = [[s for s in stages if stage_ranks[s] == r] for r in range(1 + max(stage_ranks))]
+    # Without memory in the question, layers take none and ranks have no end of it.
     bytes_each = [0.0] * len(stage_ranks) if layer_bytes is None else list(layer_bytes)
     free = [math.inf] * len(of_rank) if free_bytes is None else list(free_bytes)
     least = [0 if beside > 0.0 else 1 for beside in beside_s]
+    # How many layers a rank can hold depends on which of its stages they are on.
     rooms = [
         _room(own, bytes_each, free_of_rank, least)
         for own, free_of_rank in zip(of_rank, free, strict=True)
@@ -460,6 +481,7 @@ def balance(
     counts = [sum(least[stage] for stage in own) for own in of_rank]
     if any(count > room for count, room in zip(counts, rooms, strict=True)):
         return None
+    # What each stage must have is not free to move.
     left = layers - sum(counts)
     if left < 0:
         return None
@@ -470,6 +492,7 @@ def balance(
         if count < rooms[rank]
     ]
     heapq.heapify(ends)
+    # The greedy choice is optimal, as layers are alike.
     for _ in range(left):
         if not ends:
             return None
@@ -510,10 +533,12 @@ def _fill(
     smallest = min(bytes_each[stage] for stage in own)
     while (more := count - sum(split[stage] for stage in own)) > 0:
         left = free - sum(bytes_each[stage] * split[stage] for stage in own)
+        # A layer may go where it leaves room for the others at their smallest.
         fitting = [
             stage
             for stage in own
             if bytes_each[stage] == smallest or bytes_each[stage] + (more - 1) * smallest <= left
         ]
+        # Of equal ends the last stage, as it keeps fewer microbatches.
         nearest = min(fitting, key=lambda s: (beside_s[s] + (split[s] + 1) * layer_s, -s))
         split[nearest] += 1

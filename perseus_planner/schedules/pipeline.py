@@ -123,6 +123,7 @@ class Variant:
     stages: tuple[int, ...] | None = None  #: their stages; None for all
 
     def __post_init__(self) -> None:
+        # Variants come from files, so all that can be malformed is refused here.
         if not isinstance(self.kind, str) or not _VARIANT.fullmatch(self.kind):
             raise ScheduleError(
                 f"variant: {shown(self.kind)} is not a kind with a suffix; write one, such as "
@@ -143,6 +144,7 @@ class Variant:
 
     def chosen(self, program: Sequence[Computation]) -> Iterable[Computation]:
         """Yield the computations of a rank's `program` that are of this variant."""
+        # Each stage has microbatches of its own that come first and last.
         for stage in sorted({c.stage for c in program}):
             if self.stages is None or stage in self.stages:
                 same = [c for c in program if c.stage == stage and c.kind == self.kind[0]]
@@ -186,10 +188,12 @@ def pipeline_iteration(
             in it.
     """
     transfer = transfer or Transfer()
+    # An engine would hang on a wrong schedule, so it is refused before anything is planned.
     check_pipeline(schedule)
     transfer.check(schedule.stages)
     computations = tuple(schedule.computations())
     place: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
+    # Operations get places as they come, behind all computations.
     added: list[Operation] = []
     waits: dict[int, list[tuple[int, float]]] = {i: [] for i in range(len(computations))}
     for rank, program in enumerate(schedule.ranks):
@@ -199,9 +203,11 @@ def pipeline_iteration(
             if isinstance(node, Operation):
                 added.append(node)
                 waits[here] = []
+            # A rank runs one after the other, so each node waits for the one before it.
             if previous is not None:
                 waits[here].append((previous, 0.0))
             previous = here
+    # An operation that applies to nothing is an error of its text, and would be missing silently.
     for fixed_operation in operations:
         if fixed_operation.name not in {operation.name for operation in added}:
             raise ScheduleError(
@@ -293,6 +299,7 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     joules or null]. waits: node -> predecessor -> lag in seconds; left out if they are those of a
     pipeline without lags.
     """
+    # Only what differs from a plain pipeline is written, so most files have none of it.
     content: dict[str, Any] = {}
     kinds = {
         str(computation): kind
@@ -325,10 +332,12 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     operations = tuple(
         parse_operation(text, *fixed) for text, fixed in content.get("operations", {}).items()
     )
+    # Without waits the iteration is the plain one of its schedule.
     if "waits" not in content:
         plain = pipeline_iteration(schedule)
         predecessors = plain.predecessors
         lags_s = plain.lags_s
+    # Names may stand in any order in a file, so places are looked up.
     else:
         names = [*map(str, schedule.computations()), *map(str, operations)]
         place = {name: i for i, name in enumerate(names)}

@@ -178,6 +178,7 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
     """Return the first malformed, repeated or misplaced computation, empty rank or missing
     stage.
     """
+    # A stage belongs to the rank that runs it first, and to no other.
     seen: set[Computation] = set()
     holder: dict[int, tuple[int, int]] = {}
     for rank, order in enumerate(ranks):
@@ -259,10 +260,12 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
         for rank, order in enumerate(ranks)
         for position, computation in enumerate(order)
     }
+    # The place of a microbatch is that of its first computation.
     holder = {computation.microbatch: place[computation] for computation in reversed(place)}
     text = _hole("microbatch", holder)
     if text:
         return Flaw(*holder[max(holder)], text)
+    # A backward is whole or in two parts, and both would run it twice.
     for computation in place:
         whole = Computation(computation.stage, "B", computation.microbatch)
         if computation.kind in ("I", "W") and whole in place:
@@ -270,6 +273,7 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
                 *place[computation],
                 f"{computation} is a part of {whole}, which is present too; keep one of them",
             )
+    # What can run is run first, as an incomplete schedule may also be stuck.
     flaw = _stuck(ranks, place)
     if flaw is not None:
         return flaw
@@ -281,6 +285,7 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     """Return the computation at which the ranks stop: its input is missing, or it is the first
     of a ring.
     """
+    # All ranks run as far as they can, and what none of them can run is the flaw.
     last_stage = max(computation.stage for computation in place)
     reached = _reached(ranks, place, last_stage)
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
@@ -297,6 +302,7 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
             )
         chain[rank] = other
         rank = place[other][0]
+    # The walk may have begun outside the ring.
     ring = list(chain)[list(chain).index(rank) :]
     return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
 
@@ -310,6 +316,7 @@ def _closed(
     """Return the first computation of a ring of ranks, each of which waits for one that the next
     never reaches.
     """
+    # The same flaw for the same ranks, wherever the walk began.
     rank = min(ring)
     head = ranks[rank][reached[rank]]
     other = ring[rank]
