@@ -98,6 +98,7 @@ _MODE_NAME = Text(
 
 def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     """Return the CSV file that holds `rows`; reading it gives the same floats."""
+    # Columns that no row would fill are left out, so that a plain profile has a plain table.
     has_evidence = any(row.evidence is not None for row in rows)
     has_order = any(row.evidence and row.evidence.order is not None for row in rows)
     has_modes = any(mode_of(row.kind) != OWN for row in rows)
@@ -129,6 +130,7 @@ def read_table(path: Path) -> Table:
         ProfileError: If the file cannot be read, or a row is wrong.
     """
     table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
+    # The column of the setting says what was set, so there must be one of them.
     controls = [control for control, column in CONTROLS.items() if column in table.header]
     setting = CONTROLS[controls[0] if controls else "clock"]
     columns = ["stage", "instruction", setting, "time", "energy"]
@@ -136,6 +138,7 @@ def read_table(path: Path) -> Table:
     if len(controls) > 1:
         both = " and ".join(repr(CONTROLS[control]) for control in controls)
         raise ProfileError(f"{table.where}: has the columns {both}; keep the one that was set")
+    # A column that is there twice could be read either way.
     table.refuse_twice([*columns, _MODE, _ORDER, *_EVIDENCE.values()])
     (control,) = controls
     rows = []
@@ -151,11 +154,13 @@ def read_table(path: Path) -> Table:
                 "them"
             )
         rows.append(row)
+        # Only the last row can be cut, and whether it was is known once there is no next one.
         cut = cells.where if cells.is_cut else None
     return Table(rows, control, seen, cut)
 
 
 def _row(cells: CsvRow, setting: str) -> Row:
+    # A decimal number with a few digits is most likely GHz, which the rule alone would not say.
     number = _FEW_GHZ.fullmatch(cells[setting])
     if number is not None and setting != "power_limit":
         raise ProfileError(
@@ -170,6 +175,7 @@ def _row(cells: CsvRow, setting: str) -> Row:
             (setting, LIMIT if setting == "power_limit" else CLOCK),
         )
     )
+    # Zero seconds are allowed for computations without work alone.
     if energy_j:
         cells.read("time", TIME)  # only a computation without work takes no time
     kind = cells.read("instruction", _INSTRUCTION)
@@ -180,6 +186,7 @@ def _row(cells: CsvRow, setting: str) -> Row:
 
 def _evidence(cells: CsvRow) -> Evidence | None:
     """Return the evidence of a row, or None if one of its cells is missing or empty."""
+    # Evidence counts only as a whole.
     if not all(cells.cells.get(_EVIDENCE[name]) for name in rules(Evidence)):
         return None
     fields = rules(Evidence).items()

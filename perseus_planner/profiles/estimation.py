@@ -100,16 +100,20 @@ class Estimate(Generic[P]):
                 least 0.
         """
         count = COUNT.check(count, "count")
+        # Times and energies of a kind are drawn by curve, so neighbouring clocks go together.
         random = np.random.default_rng(INDEX.check(seed, "seed"))
         time_s = dict[Key, "Floats"]()
         energy_j = dict[Key, "Floats"]()
         for kind in self._kinds:
             time_s |= kind.table(kind.reachable(kind.time.draws(count, random)))
             energy_j |= kind.table(kind.energy.draws(count, random))
+        # What the rows of a stage share is drawn once for all of its kinds.
         drift = {stage: random.standard_normal((2, count)) for stage, _ in time_s}
         for stage, name in time_s:
             errors = self._shared_errors(stage)
             for table, error, drawn in zip((time_s, energy_j), errors, drift[stage], strict=True):
+                # The error is that of the top clock against others, so the top itself keeps its
+                # draws.
                 table[stage, name][1:] *= np.exp(error * drawn)
         for key in self._without_work:
             time_s[key] = np.zeros((len(self._clocks), count))
@@ -134,6 +138,7 @@ class _Kind(NamedTuple):
 
         A computation at a lower clock is no faster, and its time grows at most as the clock falls.
         """
+        # Above the lowest measured clock rows hold the curve, and below it only physics does.
         below = self.lowest + 1
         last = logs[:, self.lowest : below]
         slower = np.log(self.clocks[self.lowest] / np.array(self.clocks[below:]))
@@ -171,9 +176,12 @@ def on_other_gpus(
     """
     if not spread:
         return draws
+    # A seed of its own, so that the factors do not follow the draws of rows.
     random = np.random.default_rng([seed, 1])
     gpus = dict.fromkeys(sorted(gpu_of.values()))
+    # GPUs that hold several stages slow all of them alike.
     longer = {gpu: np.exp(spread * random.standard_normal(count)) for gpu in gpus}
+    # At the same power, joules grow as seconds do.
     time_s, energy_j = (
         MappingProxyType({key: rows * longer[gpu_of[key[0]]] for key, rows in table.items()})
         for table in (draws.time_s, draws.energy_j)
@@ -191,6 +199,7 @@ def estimate_rows(
     """Return what the rows of a profile tell about every clock, as `Profile.estimated` describes
     it; `profile_of` makes a profile of other rows.
     """
+    # Computations without work have no curve, and 0 at every clock.
     clocks = _clocks(rows, control, clocks_mhz)
     without_work = tuple(key for key, of_key in rows.items() if not of_key[0].has_work)
     busy = {key: of_key for key, of_key in rows.items() if of_key[0].has_work}
@@ -203,6 +212,7 @@ def estimate_rows(
         times_s = kind.table(kind.reachable(kind.time.mean()))
         energies_j = kind.table(kind.energy.mean())
         for key in kind.keys:
+            # A measured row keeps its evidence, as a plan says what it is based on.
             evidence = {row.clock_mhz: row.evidence for row in rows[key]}
             values = zip(clocks, times_s[key].tolist(), energies_j[key].tolist(), strict=True)
             expected[key] = tuple(
@@ -242,16 +252,20 @@ def scatter(rows: Rows) -> float:
     change. It is 0 if no computation has five rows.
     """
     medians = [0.0]
+    # Each quantity may be rounded or smooth by itself, and the noisier one counts.
     for quantity in ("time_s", "energy_j"):
         deviations = list[float]()
         for of_key in rows.values():
             x = np.log([row.clock_mhz for row in of_key])
             y = np.log([max(getattr(row, quantity), _LEAST_J) for row in of_key])
             for i in range(2, len(of_key) - 2):
+                # The row itself is left out, so that its own noise does not hide in the curve.
                 near = [i - 2, i - 1, i + 1, i + 2]
+                # Lagrange's weights of the cubic through the four neighbours.
                 weights = np.array(
                     [math.prod((x[i] - x[k]) / (x[j] - x[k]) for k in near if k != j) for j in near]
                 )
+                # The deviation has the noise of the row and of its neighbours, by their weights.
                 deviations.append(abs(y[i] - weights @ y[near]) / math.hypot(1.0, *weights))
         if deviations:
             medians.append(median(deviations))
@@ -263,7 +277,11 @@ def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tup
     measured = {row.clock_mhz for row in chain(*rows.values())}
     highest = max(measured)
     if clocks_mhz is None:
+        # Settings that are evenly spaced have a step, and nothing else is known to exist between
+        # them.
         step = math.gcd(*(highest - clock for clock in measured))
+        # A small step means that the clocks are not evenly spaced, and observed ones were never
+        # set.
         evenly = range(min(measured), highest + 1, step) if step >= _LEAST_SPACING else ()
         clocks_mhz = evenly if len(evenly) <= _MOST_CLOCKS and control != "observed" else ()
     for clock in clocks_mhz:
@@ -278,6 +296,7 @@ def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tup
 def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kind:
     keys = [key for key in table if key[1] == name]
     rows = [table[key] for key in keys]
+    # Logarithms need energies above 0.
     for key, key_rows in zip(keys, rows, strict=True):
         for row in key_rows:
             if row.energy_j == 0.0:
@@ -286,6 +305,7 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
                     f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
                     "it, or ask for plans that take rows as measured"
                 )
+    # Over the logarithm of the clock, the logarithm of time is nearly a line.
     x = np.log(clocks[0] / np.array(clocks)) / _UNIT
     index = {clock: i for i, clock in enumerate(clocks)}
     places = [np.array([index[row.clock_mhz] for row in key_rows]) for key_rows in rows]
@@ -293,12 +313,15 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
     curves = []
     for quantity, guess in (("time_s", _TIME), ("energy_j", _ENERGY)):
         values = [np.log([getattr(row, quantity) for row in key_rows]) for key_rows in rows]
+        # Errors of all rows are pooled, as each alone is known from few windows.
         noise, variances = pooled_errors(rows, quantity)
         points = list(map(Points, places, values, variances, orders))
+        # Without standard errors the noise is found from how rows scatter, within wide bounds.
         if noise is None:
             curves.append(Curves(x, points, guess, _DOUBT._replace(noise=_NO_ERRORS)))
         else:
             curves.append(Curves(x, points, guess._replace(noise=max(noise, _LEAST_NOISE)), _DOUBT))
+    # Below the lowest clock that any stage has, times are bounded by physics.
     lowest = max(int(place.max()) for place in places)
     return _Kind(keys, clocks, lowest, *curves)
 
@@ -333,8 +356,10 @@ def pooled_errors(
     with_evidence = [
         (row, row.evidence) for key_rows in rows for row in key_rows if row.evidence is not None
     ]
+    # Without evidence all rows are alike, and no typical error is known.
     if not with_evidence:
         return None, [np.ones(len(key_rows)) for key_rows in rows]
+    # The variance of a window, weighed by the degrees of freedom of each row.
     of_window = np.average(
         [
             (getattr(evidence, error) / getattr(row, quantity)) ** 2 * evidence.windows
@@ -342,6 +367,7 @@ def pooled_errors(
         ],
         weights=[max(evidence.windows - 1, 1) for _, evidence in with_evidence],
     )
+    # A row of as many windows as the median has the typical error.
     typical = median(evidence.windows for _, evidence in with_evidence)
     windows = [
         [typical if row.evidence is None else row.evidence.windows for row in key_rows]

@@ -34,6 +34,7 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
         ProfileError: If there are none, or they differ in stages, kinds or control, or have no
             clock in common.
     """
+    # GPUs of a group run one computation together, so they must have the same.
     first = _first(profiles)
     for number, other in enumerate(profiles):
         if set(other.measurements) != set(first.measurements):
@@ -47,6 +48,7 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
             )
     rows = {key: [profile.measurements[key] for profile in profiles] for key in first.measurements}
     measurements = {key: tuple(_merge(per_gpu, key)) for key, per_gpu in rows.items()}
+    # All GPUs of the group wait together.
     powers_w = tuple(
         math.fsum(profile.blocking_w(stage) for profile in profiles)
         for stage in range(first.stages)
@@ -58,6 +60,7 @@ def tensor_group(profiles: Sequence[Profile]) -> Profile:
         gpus_per_stage=sum(profile.gpus_per_stage for profile in profiles),
         gpu=_common(profile.gpu for profile in profiles),
         origin=common_origin(profile.origin for profile in profiles),
+        # A group is as wrong as the worst of its GPUs.
         **_shared_errors(
             [
                 [profile.shared_errors(stage) for profile in profiles]
@@ -93,12 +96,14 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
     powers_w = []
     errors = []
     for stage, profile in enumerate(profiles):
+        # A profile of one stage stands for whichever stage it is given for.
         source = 0 if profile.stages == 1 else stage
         if source >= profile.stages:
             raise ProfileError(
                 f"the profile of stage {stage} has only {profile.stages} stages; give one that has "
                 "it"
             )
+        # A pipeline has one of each of these, so they cannot differ from stage to stage.
         for name in (
             "gpus_per_stage",
             "overhead_s",
@@ -149,6 +154,7 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
             )
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
+    # Power stays, so joules and both errors grow as seconds do.
     def slower(key: tuple[int, str], row: Measurement) -> Measurement:
         slowdown = slowdowns.get(key[0], 1.0)
         evidence = row.evidence
@@ -178,8 +184,10 @@ def within_power_limit(profile: Profile, limit_w: float) -> Profile:
         ProfileError: If `limit_w` is not a power, or a computation is capped at all of its clocks.
     """
     POWER_BOUND.check(limit_w, "gpu_power_limit_w", ProfileError)
+    # Sensors are a little off, so a row at the limit is not capped yet.
     most_w = limit_w * (1 + _SENSOR_ERROR)
 
+    # Limits are of one GPU, and rows may be of several, or limits themselves.
     def power_w(row: Measurement) -> float:
         if profile.control == "power-limit":
             return row.clock_mhz
@@ -209,6 +217,7 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
         factors: kind of the schedule, such as "F" -> how many times as long its computations take.
     """
 
+    # The added time is waiting, so it costs what waiting draws and not what computing does.
     def longer(key: tuple[int, str], row: Measurement) -> Measurement:
         factor = factors.get(key[1][0], 1.0)
         evidence = row.evidence and replace(
@@ -241,12 +250,14 @@ def _first(profiles: Sequence[Profile]) -> Profile:
 
 def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
     """Yield the measurements of a group from those of its GPUs, highest clock first."""
+    # Each GPU has a row at a clock or none, and the group needs all of them.
     tables = [{m.clock_mhz: m for m in gpu_rows} for gpu_rows in rows]
     common = sorted(set.intersection(*map(set, tables)), reverse=True)
     if not common:
         place = f"stage {key[0]} {word_of(key[1])}"
         raise ProfileError(f"{place}: the GPUs of the group have no clock in common; measure one")
     for clock in common:
+        # The slowest GPU decides the time, and all of them draw.
         points = [table[clock] for table in tables]
         yield Measurement(
             clock,

@@ -153,11 +153,14 @@ def with_fewer_changes(clocks: Sequence[int], max_changes: int) -> tuple[int, ..
             iteration.
     """
     merged = list(clocks)
+    # Iterations repeat, so the last segment and the first one are neighbours as well.
     segments = [[i] for i in range(len(merged))]  # in program order; the first one follows the last
 
     def cost(at: int) -> int:
         before = segments[at - 1]
         after = segments[at]
+        # Only the lower of two neighbours is raised, so the cost is its length times the
+        # difference.
         raise_by = merged[before[0]] - merged[after[0]]
         return abs(raise_by) * len(after if raise_by > 0 else before)
 

@@ -120,6 +120,7 @@ class Mode(Checked, error=ProfileError):
 
 
 def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[str, Mode]:
+    # A profile's modes come from YAML, so all that can be malformed is refused here.
     if not isinstance(value, Mapping) or not value:
         raise error(f"{where}: {shown(value)} is not a mapping of modes: write `recompute: {{}}`")
     ways = {}

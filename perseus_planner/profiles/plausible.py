@@ -135,6 +135,7 @@ def find_doubts(
         is_learnt: whether training learnt them. Rows that only disagree, with each other or with
             what a waiting GPU draws, are said and not refused then: no window was their own.
     """
+    # Computations without work have nothing that could be false.
     busy = {key: own for key, own in rows.items() if own[0].has_work}
     judged = _Judged(busy, control, gpus, waiting_w, most_power_w(gpu), is_learnt)
     doubts = [
@@ -144,6 +145,7 @@ def find_doubts(
         *_jump_doubts(judged),
         *_unusual(judged),
     ]
+    # What cannot be true comes first, as it is refused.
     return sorted(doubts, key=lambda doubt: not doubt.is_refused)
 
 
@@ -175,6 +177,7 @@ def column_of(doubt: Doubt, control: str) -> str:
 
 def most_power_w(gpu: str | None) -> float:
     """Return the most that a GPU of this name can draw on average, watts."""
+    # Names of drivers and of the catalogue share words, and not their order.
     words = re.split(r"[^a-z0-9]+", (gpu or "").lower())
     limits = _catalogue_limits()
     found: dict[str, int] = {}
@@ -185,6 +188,7 @@ def most_power_w(gpu: str | None) -> float:
             found[name] = sum(any(word.startswith(part) for word in words) for part in rest)
     if not found:
         return _UNKNOWN_LIMIT_W
+    # The largest limit of the closest names, so that no GPU is refused for another's limit.
     closest = max(found.values())
     return _HEADROOM * max(limits[name] for name, alike in found.items() if alike == closest)
 
@@ -213,12 +217,14 @@ def _setting_doubts(judged: _Judged) -> Iterator[Doubt]:
     is_limit = judged.control == "power-limit"
     least, most = _LIMITS_W if is_limit else _CLOCKS_MHZ
     unit = unit_of(judged.control)
+    # The highest clock of all shows a wrong unit, where a single low one may be right.
     top = max((row.clock_mhz for own in judged.rows.values() for row in own), default=most)
     least_top = _LEAST_TOP_W if is_limit else _LEAST_TOP_MHZ
     for key, own in judged.rows.items():
         for row in own:
             value = row.clock_mhz
             if value > most:
+                # Each wrong unit is off by its own factor, which names the likely cause.
                 cause = f"write whole {unit}"
                 if is_limit:
                     cause = "are these milliwatts?"
@@ -238,6 +244,7 @@ def _setting_doubts(judged: _Judged) -> Iterator[Doubt]:
 
 def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows in which a GPU draws more than it can, or less than while it waits."""
+    # Power falls with the clock, and so does the least that is believed.
     top = max((row.clock_mhz for own in judged.rows.values() for row in own), default=1)
     short = judged.short()
     high: list[tuple[Key, Measurement]] = []
@@ -246,16 +253,19 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
         waiting_w = judged.waiting_w(key[0]) / judged.gpus
         for row in own:
             share = _WAITING_AT_ZERO + (_WAITING_AT_TOP - _WAITING_AT_ZERO) * row.clock_mhz / top
+            # Launches leave a GPU idle, so brief computations may draw little.
             if key in short:
                 share = _NEARLY_IDLE
             if judged.power_w(row) > _ROUNDED * judged.most_w:
                 high.append((key, row))
             elif judged.power_w(row) < max(_LEAST_W, share * waiting_w):
                 low.append((key, row))
+    # All rows are judged first, as units are wrong in nearly all rows and errors in few.
     for key, row in high:
         yield Doubt(key, row.clock_mhz, "energy", _too_high(judged, key, row, high), True)
     for key, row in low:
         column, problem = _too_low(judged, key, row, low)
+        # Beside other work power is known less well, but never that badly.
         is_refused = not judged.is_learnt or judged.power_w(row) < _LEAST_W
         yield Doubt(key, row.clock_mhz, column, problem, is_refused)
 
@@ -294,11 +304,13 @@ def _too_low(
     power_w = judged.power_w(row)
     waiting_w = judged.waiting_w(key[0]) / judged.gpus
     time = si(row.time_s, "s", 4)
+    # A counter that did not move is another fault than a wrong unit.
     if row.energy_j == 0.0:
         return "energy", (
             f"0 J in {time}: the energy counter did not move in that time; measure the row in a "
             "longer window, or leave it out (where no work is done, the time is 0 as well)"
         )
+    # The factor of the error tells its unit.
     factor = max(_LEAST_W, waiting_w) / power_w
     column = "energy"
     cause = "did the counter stand still, or wrap? Measure the row again"
@@ -307,6 +319,7 @@ def _too_low(
             "is the blocking power that of one waiting GPU, and the energy that of all GPUs of "
             "the stage?"
         )
+        # Seconds of a thousand times the usual length look like low power.
         if factor > _SAME_UNIT / 10 and row.time_s >= 1.0:
             of_million = row.time_s >= _SAME_UNIT * 1e2
             column = "time"
@@ -323,6 +336,7 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows that do not fit the power limit that was set."""
     if judged.control != "power-limit":
         return
+    # A limit is of one GPU, and what it draws on average lies below it.
     shares = {
         (key, row.clock_mhz): judged.power_w(row) / row.clock_mhz
         for key, own in judged.rows.items()
@@ -335,6 +349,7 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
                 "watts of one GPU?"
             )
             yield Doubt(key, limit, "clock", problem, True)
+    # A limit that nothing comes near has no effect, or is of several GPUs.
     if shares and max(shares.values()) < _UNDER_LIMIT:
         (key, limit), share = max(shares.items(), key=lambda item: item[1])
         problem = (
@@ -347,6 +362,7 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
 def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows that are further from neighbouring clocks than physics and noise allow."""
     short = judged.short()
+    # Brief computations are mostly launches, whose energy is noise.
     for key, own in judged.rows.items():
         if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(own)):
             continue
@@ -357,6 +373,7 @@ def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
                 against[i] += 1
                 against[j] += 1
         worst = max(against, key=lambda i: against[i])
+        # The neighbour shows the jump to people, so it must be one that disagrees.
         near = worst - 1 if worst else worst + 1
         if not _are_apart(judged, *sorted((own[worst], own[near]), key=lambda row: -row.clock_mhz)):
             near = min(worst + 1, len(own) - 1) if near < worst else near
@@ -376,15 +393,18 @@ def _are_apart(judged: _Judged, high: Measurement, low: Measurement) -> str | No
     """Return the column in which two rows do not go together, the one of the higher clock first;
     None if they do.
     """
+    # A lower clock is no faster, and slower at most in proportion.
     slower = low.time_s / high.time_s
     ratio = high.clock_mhz / low.clock_mhz
     is_limit = judged.control == "power-limit"
+    # Under a power limit the clock is not known, so time may grow faster than the limit falls.
     most_slower = ratio**_LIMIT_EXPONENT if is_limit else ratio
     time_jump = _JUMP * (1.0 + _ERRORS * (_time_error(high) + _time_error(low)))
     if not 1 / time_jump <= slower <= most_slower * time_jump:
         return "time"
     if low.energy_j == 0.0 or high.energy_j == 0.0:
         return "energy"
+    # Power falls with the clock, at most with its third power.
     weaker = high.power_w / low.power_w
     most_weaker = ratio if is_limit else ratio**_POWER_EXPONENT
     error = _time_error(high) + _time_error(low) + _energy_error(high) + _energy_error(low)
@@ -424,6 +444,7 @@ def _unusual(judged: _Judged) -> Iterator[Doubt]:
 
 def _unusual_powers(judged: _Judged) -> Iterator[Doubt]:
     """Yield the row that draws the most, if that is many times what a waiting GPU draws."""
+    # Where waiting draws next to nothing, every power is many times that.
     drawn = [
         (row.power_w / judged.waiting_w(key[0]), key, row)
         for key, own in judged.rows.items()
@@ -442,6 +463,7 @@ def _unusual_powers(judged: _Judged) -> Iterator[Doubt]:
 
 def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
     """Yield clocks that stand alone."""
+    # Observed clocks are one for each computation, so they are compared with each other.
     if judged.control == "observed":
         clocks = {key: own[0].clock_mhz for key, own in judged.rows.items()}
         middle = median(clocks.values()) if clocks else 0
@@ -452,6 +474,7 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
         return
     unit = unit_of(judged.control)
     for key, own in judged.rows.items():
+        # A sweep sets the same clocks for all computations, so one that stands out may be mistyped.
         mine = {row.clock_mhz for row in own}
         others = [
             {row.clock_mhz for row in other} for name, other in judged.rows.items() if name != key
@@ -467,6 +490,7 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
                 )
                 yield Doubt(key, clock, "clock", problem, True)
                 continue
+        # Two rows may be far apart on purpose.
         for high, low in pairwise(own):
             if len(own) > 2 and high.clock_mhz / low.clock_mhz > _GAP:
                 problem = (

@@ -141,14 +141,18 @@ class Profile(Checked, error=ProfileError):
     )
 
     def __post_init__(self) -> None:
+        # All rows are checked before the fields, as these are told by the stages.
         table = {
             _checked_key(key): _checked_points(key, points)
             for key, points in self.measurements.items()
         }
+        # A whole iteration is one computation, without backwards of its own.
         is_whole = self.iteration and dict(self.iteration).get("schedule") == "whole"
         if not (is_whole and table.keys() == {(0, "F")}):
             _check_complete(table)
+        # A kind without work has a row at each clock, so that others need not ask.
         table = _with_every_clock(table)
+        # In a fixed order, so that equal profiles are written alike.
         kinds = list(WORDS)
         order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
         object.__setattr__(
@@ -166,6 +170,7 @@ class Profile(Checked, error=ProfileError):
 
     def _check_modes(self) -> None:
         """Check that each computation has the modes that `modes` has, or fill these in."""
+        # Rows in modes make a profile with modes, also if nobody says what these set.
         found = dict.fromkeys(mode_of(kind) for _, kind in self.measurements)
         if self.modes is None and len(found) > 1:
             object.__setattr__(self, "modes", Modes({name: Mode() for name in found}))
@@ -174,6 +179,7 @@ class Profile(Checked, error=ProfileError):
             raise ProfileError(
                 f"modes, ways: has no {unknown[0]}, which rows have; say what it sets"
             )
+        # A plan may choose any mode anywhere, so each computation needs all of them.
         for stage, kind in self.measurements:
             for name in ways:
                 if (stage, in_mode(kind, name)) not in self.measurements:
@@ -301,6 +307,7 @@ class Profile(Checked, error=ProfileError):
     def remarks(self) -> tuple[str, ...]:
         """What a reader of plans may not expect of the rows."""
         said = []
+        # A stage that was not measured at full clocks makes their time look longer than it is.
         if self.without_full_clocks:
             name, clock = next(iter(self.without_full_clocks.items()))
             others = len(self.without_full_clocks) - 1
@@ -383,10 +390,12 @@ class Profile(Checked, error=ProfileError):
             _check("blocking_power_w", blocking_power_w, "blocking_power_w")
         if path.suffix.lower() in _YAML_SUFFIXES:
             return _load_yaml(path, blocking_power_w)
+        # A CSV has no power of waiting, but what else is wrong with it is said first.
         if blocking_power_w is None:
             _checked_rows(*_built(path, blocking_power_w=0.0))  # what else is wrong is said first
             raise ProfileError(_without_power(path))
         profile, table = _built(path, blocking_power_w=blocking_power_w)
+        # The power is the caller's, so an error of it names no line.
         _check_waiting(profile)
         return _checked_rows(profile, table)
 
@@ -516,6 +525,7 @@ def _checked_key(key: object) -> tuple[int, str]:
 
 
 def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    # Rows are kept from the highest clock down, as everything that reads them expects.
     ordered = tuple(sorted(points, key=lambda point: point.clock_mhz, reverse=True))
     place = f"stage {key[0]} {word_of(key[1])}"
     if not ordered:
@@ -525,6 +535,7 @@ def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tupl
             raise ProfileError(
                 f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock"
             )
+        # A computation has work at all clocks or at none.
         if above.has_work != below.has_work:
             idle, busy = sorted((above, below), key=lambda row: row.has_work)
             raise ProfileError(
@@ -543,6 +554,7 @@ def _with_every_clock(
     """
     if not any(rows[0].has_work for rows in table.values()):
         raise ProfileError("no computation takes time; give at least one that has work")
+    # What runs in no time needs no clock, so it must not keep others from theirs.
     filled = dict(table)
     for (stage, kind), rows in table.items():
         if rows[0].has_work:
@@ -564,6 +576,7 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
             "has no measurements; give at least one forward and one backward of stage 0"
         )
     stages = {stage for stage, _ in table}
+    # Stages are numbered from 0 without a hole, so the first missing one is the mistake.
     hole = next(stage for stage in count() if stage not in stages)
     if hole < len(stages):
         raise ProfileError(
@@ -571,6 +584,7 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
             "the stages from 0"
         )
     for stage in sorted(stages):
+        # A backward is whole, or in two parts, or measured in both ways.
         split = any((stage, kind) in table for kind in "IW")
         for kind in "FIW" if split and (stage, "B") not in table else "FBIW" if split else "FB":
             if (stage, kind) not in table:
@@ -607,21 +621,25 @@ def _checked_rows(profile: Profile, table: Table) -> Profile:
     """Return the profile of a table with what is unusual about its rows; refuse rows that cannot
     be true.
     """
+    # Doubts need the whole profile, as rows are compared with each other.
     doubts = profile.doubts()
 
     def place_of(doubt: Doubt) -> str:
         place = table.places[(*doubt.key, doubt.clock)]
         column = column_of(doubt, profile.control)
+        # A file that was cut often ends in the middle of a number.
         cut = " (the last row, cut short?)" if place == table.cut else ""
         return f"{place}, column {column!r}{cut}"
 
     refuse_doubtful(doubts, place_of)
+    # What is unusual is kept with the profile, so that whoever reads a plan sees it.
     said = [f"{place_of(doubt)}: {doubt.problem}" for doubt in doubts]
     if table.cut is not None:
         said.append(
             f"{table.cut}: the file ends inside this row, or lacks its last end of line; compare "
             "the row with its source"
         )
+    # Doubts of an older reading are not kept, as the rows may have been mended.
     conditions = {name: text for name, text in profile.conditions.items() if name != DOUBTS}
     if said:
         conditions[DOUBTS] = "; ".join(said)
@@ -656,14 +674,18 @@ def profile_document(path: Path) -> Document:
 
 def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile:
     document = profile_document(path)
+    # Unknown keys were refused before, so what is left are fields of a profile.
     rest = {key: value for key, value in document.values.items() if key in rules(Profile)}
     if rest.get("clock_change") is not None:
         rest["clock_change"] = document.part("clock_change", ClockChange)
+    # Each value is checked by itself first, as its line is known then.
     for key, value in rest.items():
         _check(key, value, document.where(key))
     table = _table_path(document)
+    # What the caller gives counts before what the file says.
     if power_w is not None:
         rest["blocking_power_w"] = power_w
+    # The rows make a profile of their own first, so that their errors name the CSV.
     profile, rows = _built(table, blocking_power_w=0.0, iteration=rest.get("iteration", {}))
     try:
         profile = replace(profile, **rest)

@@ -90,16 +90,20 @@ class Curves:
     def __init__(self, x: Floats, points: Sequence[Points], guess: Scales, doubt: Scales) -> None:
         self._points = list(points)
         self._parts = _parts(x)
+        # Deviations from the mean, of which nothing is assumed.
         self._middle = float(
             np.mean(np.concatenate([curve_points.value for curve_points in points]))
         )
         self._values = [curve_points.value - self._middle for curve_points in points]
+        # Few curves tell the scales as well as all of them.
         some = sorted({round(i) for i in np.linspace(0, len(points) - 1, _MOST_FITTED)})
         self.scales = guess
+        # Curves that stand out change the scales, and these change what stands out.
         for repeat in range(_REPEATS):
             if repeat:
                 before = self._points
                 self._points = self._judged()
+                # Nothing was judged anew, so the scales would be the same.
                 if all(
                     old.unlike == new.unlike and old.variance is new.variance
                     for old, new in zip(before, self._points, strict=True)
@@ -120,6 +124,7 @@ class Curves:
         Each is a draw without regard to the points, corrected by what its own noisy points miss of
         the real ones (Matheron's rule).
         """
+        # A draw of the model, as if there were no points.
         model = self._model
         n = len(self._parts.one)
         shared = model.root @ random.standard_normal((n, count))
@@ -128,6 +133,7 @@ class Curves:
             root = _root(covariance)
             for i in group.curves:
                 own[i] = root @ random.standard_normal((n, count))
+        # What the drawn points, with their noise, miss of the real ones is the correction.
         missed = []
         for curve_points, value, curve in zip(self._points, self._values, own, strict=True):
             covariance = _noise(self.scales, curve_points.variance, curve_points.order)
@@ -144,27 +150,34 @@ class Curves:
         most, judged by the shared curve. A point that is far from what the others tell, and by
         which alone its curve would be unlike, gets the variance of its deviation.
         """
+        # Among so few curves none is more usual than another.
         if len(self._points) < _FEW:
             return list(self._points)
+        # Curves are judged by what all share, with the doubt that is left of it.
         shared, uncertain = self._model.shared(self._values)
         judged = []
         for given, value in zip(self._points, self._values, strict=True):
             missed = value - shared[given.place]
             noise = self.scales.noise**2
             options = dict[float, Points]()  # by minus the log probability
+            # A curve whose shape is its own is less likely, and explains more.
             for unlike, improbable in _UNLIKE.items():
                 own = self._parts.own(self.scales, unlike) + uncertain
                 own = own[np.ix_(given.place, given.place)]
                 drift = _noise(self.scales, np.zeros_like(given.variance), given.order)
                 inverse = np.linalg.inv(own + drift + np.diag(noise * given.variance))
+                # By how much each point is off, if it is told by all others of its curve.
                 left_out = inverse @ missed / np.diag(inverse)
                 far = np.abs(left_out) * np.sqrt(np.diag(inverse))
                 wrong = int(np.argmax(far))
+                # A single wrong point is the other explanation, and has a price as well.
                 tried = [(improbable, given.variance)]
                 if far[wrong] > _FAR:
                     doubted = given.variance.copy()
+                    # The point's deviation becomes its noise, so that it tells nothing more.
                     doubted[wrong] += left_out[wrong] ** 2 / noise
                     tried.append((improbable + _WRONG, doubted))
+                # The likelihood of the curve under each explanation decides, with its price.
                 for cost, variance in tried:
                     root = np.linalg.cholesky(own + drift + np.diag(noise * variance))
                     pulled = np.linalg.solve(root, missed)
@@ -177,16 +190,19 @@ class Curves:
         """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
         and Shanno. Only the places that have points matter.
         """
+        # Clocks without points do not change the likelihood, and cost time.
         places = np.unique(np.concatenate([group.place for group in alike]))
         parts = self._parts.at(places)
         alike = [group._replace(place=np.searchsorted(places, group.place)) for group in alike]
 
+        # Scales at which the covariance cannot be factored are no solution.
         def cost(log_scales: Floats) -> float:
             try:
                 model = _Model(parts, Scales(*np.exp(log_scales).tolist()), alike)
                 misfit = model.misfit(self._values)
             except np.linalg.LinAlgError:
                 return np.inf
+            # The prior of each scale, in logarithms.
             return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
 
         def slope(at: Floats, value: float) -> Floats:
@@ -198,12 +214,15 @@ class Curves:
         gradient = slope(log_estimate, value)
         for _ in range(_ROUNDS):
             move = -inverse @ gradient
+            # Far steps leave the range in which the slope tells anything.
             move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
             before = value
             value = cost(log_estimate + move)
+            # Halved until the cost falls by enough, as far as differences can tell.
             while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
                 move /= 2
                 value = cost(log_estimate + move)
+            # No smaller cost along this direction, so this is the end.
             if value >= before:
                 break
             log_estimate = log_estimate + move
@@ -211,6 +230,7 @@ class Curves:
                 break
             gradient, last = slope(log_estimate, value), gradient
             turned = gradient - last
+            # The inverse stays positive definite only if the slope has risen along the step.
             if (curvature := float(move @ turned)) > 0.0:
                 mix = np.eye(len(log_estimate)) - np.outer(move, turned) / curvature
                 inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
@@ -264,6 +284,7 @@ class _Alike(NamedTuple):
 
 
 def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
+    # Equal places, variances and orders have one covariance, which is factored once.
     groups: dict[tuple[bytes, bytes, bytes, float], _Alike] = {}
     for i in curves:
         place, _, variance, order, unlike = points[i]
@@ -285,19 +306,23 @@ class _Model:
             Floats
         ] = []  # of the covariance of each group's points about the shared curve
         self.half_log = 0.0
+        # Given the shared curve, curves are independent, so their precisions add up.
         precision = np.zeros((n, n))
         for (place, variance, order, _, curves), own in zip(alike, self.own, strict=True):
             covariance = _noise(scales, variance, order)
+            # What a curve has of its own, and the noise of its points.
             root = np.linalg.cholesky(own[np.ix_(place, place)] + covariance)
             half = np.linalg.inv(root)
             self.inverses.append(half.T @ half)
             self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
             precision[np.ix_(place, place)] += len(curves) * self.inverses[-1]
+        # By the matrix inversion lemma all matrices are as large as the number of clocks.
         self.precision_root = np.linalg.cholesky(np.eye(n) + self.root.T @ precision @ self.root)
         self.half_log += float(np.log(np.diag(self.precision_root)).sum())
 
     def misfit(self, values: Sequence[Floats]) -> float:
         """Return minus the log probability of the values of the curves, but for a constant."""
+        # The quadratic form of all points is that about the shared curve, less what that explains.
         squares = 0.0
         weighed = np.zeros(len(self.root))
         for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
@@ -305,6 +330,7 @@ class _Model:
             pulled = inverse @ value
             squares += float(np.sum(value * pulled))
             weighed[place] += pulled.sum(axis=1)
+        # The part of the values that the shared curve explains.
         explained = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         return self.half_log + 0.5 * (squares - float(explained @ explained))
 
@@ -322,12 +348,14 @@ class _Model:
         weighed = np.zeros((len(self.root), values[0].shape[1]))
         for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
             weighed[place] += inverse @ np.sum([values[i] for i in curves], axis=0)
+        # The shared curve first, as it is known from all curves together.
         inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
         own = np.zeros((len(values), *weighed.shape))
         for (place, *_, curves), inverse, covariance in zip(
             self.alike, self.inverses, self.own, strict=True
         ):
+            # What a curve's points miss of the shared curve is its own.
             for i in curves:
                 own[i] = covariance[:, place] @ (inverse @ (values[i] - shared[place]))
         return shared, own
