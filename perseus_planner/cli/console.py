@@ -109,9 +109,12 @@ class Commands(click.Group):
         if name == "help":
             click.echo(context.get_help())
             context.exit()
+        # A job file in place of a command profiles, solves and plans in one go.
         if name not in self.commands and Path(name).suffix.lower() in (".yaml", ".yml"):
             return name, self.for_a_file, args
         if name not in self.commands:
+            # A name that is nearly a command, or is a file, gets a hint, as either is a usual
+            # mistake.
             near = did_you_mean(name, self.commands)
             if near or Path(name).exists():
                 hint = near or f"to look at a file of the planner, write `planner show {name}`"
@@ -181,6 +184,7 @@ def report(
         counts: for how many pipelines each file is, if the files are for pipelines.
     """
     if is_json():
+        # Loaded only where JSON is asked for, so that other commands start at once.
         import json
         from dataclasses import asdict
 
@@ -190,6 +194,7 @@ def report(
         click.echo(json.dumps(content, indent=2, allow_nan=False, default=asdict))
         return
     click.echo(text)
+    # Paths are shown so that they can be printed, whatever bytes they have.
     for number, file in enumerate(files):
         ending = ""
         if sum(counts) > 1:
@@ -213,9 +218,11 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
     Yields None if another rank of the job shows it.
     """
+    # All ranks of torchrun share one terminal, so one of them shows the progress.
     if os.environ.get("RANK", "0") != "0":
         yield None
         return
+    # A log keeps every line, so there is one now and then instead of a bar.
     if not sys.stderr.isatty():
         told_s = time.monotonic()
 
@@ -236,6 +243,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar, number = bars.add_task(what, total=None), count(1)
 
+        # Compiling takes the first run longer, which would look like a bar that hangs.
         def compiling() -> None:
             once = f"compiling once: function {next(number)}, about 20 s of CPU in all"
             bars.update(bar, description=f"{what} ({once})")

@@ -106,12 +106,14 @@ def doctor(
     from perseus_planner.gpu import expanded, open_gpu
     from perseus_planner.gpu.lease.records import read_records
 
+    # Both have checks, a GPU and an output of their own.
     if acceptance.acceptance or acceptance.rehearse:
         if measure_latency or len(gpus) > 1 or acceptance.acceptance == acceptance.rehearse:
             raise UsageError(
                 "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
                 "--into and --json; an acceptance tries all of them"
             )
+        # The checks are an extension, which a core alone lacks.
         accept = extensions.offer("acceptance")
         folder = acceptance.into or Path("acceptance")
         check_folder(folder, "--into")
@@ -122,17 +124,20 @@ def doctor(
             folder=folder,
         )
         return
+    # An option without effect would look as if it had one.
     if acceptance.read_only or acceptance.into is not None:
         raise UsageError(
             "--read-only and --into are about an acceptance or a rehearsal; add --acceptance or "
             "--rehearse"
         )
+    # Without a name all GPUs are looked at, and those that cannot be opened are counted too.
     if gpus in ((), ("nvml",)):
         texts, count, remarks = _visible()
     else:
         texts = expanded(gpus)
         count = len(texts)
         remarks = []
+    # All GPUs stay open, as calls are timed on all of them at once.
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(text)) for text in texts]
         diagnoses, parallel, problems = _diagnose(opened, measure_latency)
@@ -147,6 +152,7 @@ def doctor(
         "remarks": [*remarks, *problems, *read_records()[1]],
     }
     console.report(diagnosis, _text(diagnosis), [])
+    # The exit status says whether anything works here, for scripts.
     if not verdict.observe and not verdict.set_clocks:
         click.get_current_context().exit(1)
 
@@ -184,6 +190,7 @@ def _diagnose(
     measured: dict[Gpu, Latency] = {}
     parallel = None
     problems = []
+    # One GPU that is lost must not hide what the others can do.
     for gpu, inspection in zip(gpus, _inspect_all(gpus), strict=True):
         if isinstance(inspection, GpuError):
             problems.append(str(inspection))
@@ -191,6 +198,7 @@ def _diagnose(
         diagnoses.append(_measure(gpu, inspection) if measure else GpuDiagnosis(inspection, None))
         if (latency := diagnoses[-1].latency) is not None:
             measured[gpu] = latency
+    # Several at once take longer only if they share the driver's lock.
     if len(measured) > 1:
         try:
             with lease_gpus(list(measured), power_limit=False):
@@ -224,12 +232,14 @@ def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     from perseus_planner.gpu.inspection import CLOCK, NOT_TRIED, POWER_LIMIT
     from perseus_planner.gpu.lease.lease import lease_gpus
 
+    # If the lease fails, nothing was tried, and the reading says so.
     limit = CheckResult(POWER_LIMIT.name, NOT_TRIED, "the GPU could not be leased")
     try:
         with lease_gpus([gpu]):
             limit, clock = run_check(POWER_LIMIT, gpu), run_check(CLOCK, gpu)
     except GpuError as error:
         clock = failure(CLOCK, error)
+    # The latency is shown apart from whether clocks can be set.
     latency = clock.values.get("latency")
     settings = (replace(clock, values={}), limit)
     return GpuDiagnosis(replace(inspection, settings=settings), latency)
@@ -381,6 +391,7 @@ def reset(
     Without GPU, this resets what dead processes left set. With GPUs, such as nvml:0, or with --all,
     it resets these, unless a living process has leased them.
     """
+    # Options that contradict each other are refused before any GPU is touched.
     if gpus and every:
         raise UsageError("--all: resets every GPU; do not name GPUs as well")
     if not gpus and not every and (power_limit or force):
@@ -392,6 +403,7 @@ def reset(
     from perseus_planner.gpu.lease.records import read_records
 
     invalid: list[str] = []
+    # Named GPUs are reset whoever set them, and otherwise only those of dead processes.
     if every or gpus:
         names = [gpu.text for gpu in all_gpus()] if every else gpus
         results = [_reset_one(text, power_limit, force) for text in names]
@@ -401,6 +413,7 @@ def reset(
             GpuReset(left.record.gpu, left.record.name, str(left.record.owner), left.problem)
             for left in recover()
         ]
+        # A stopped process still holds its GPU, and its guardian waits for it.
         for held in frozen_records():
             number = held.owner.pid
             problem = (
@@ -412,6 +425,7 @@ def reset(
         invalid = read_records()[1]
         nothing = "Nothing to reset: no dead process has left a GPU set."
     problems = [result.problem for result in results if result.problem is not None]
+    # Something was reset, or nothing had to be, so there is a result to print beside the problems.
     if console.is_json() or len(problems) < len(results) or not problems:
         lines = [
             f"Reset {result.gpu} ({result.name})"

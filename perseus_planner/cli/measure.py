@@ -64,15 +64,18 @@ def measure(
     whatever becomes of the measurement. It is 2 if the command could not begin. With --json, the
     command's output goes to stderr, so that stdout has one JSON object.
     """
+    # Everything that can fail is opened first, as nothing may fail once the command has begun.
     with ExitStack() as stack:
         record = stack.enter_context(_recording(table)) if table is not None else None
         monitor = stack.enter_context(_opened(gpus, every_s, record))
         window = monitor.window(command[0]).begin()
         process = console.start(command, sys.stderr.fileno() if console.is_json() else None)
         begun_s = time.monotonic()
+        # The command runs now, so what was opened is kept open, and closed with its result.
         opened = stack.pop_all()
     # From here on, nothing but the command decides the exit status. A terminal sends an interrupt
     # to the command too: it ends when the command does.
+    # Signals go to the command, which decides what they mean; this process ends when it does.
     with (
         console.signals(_FORWARDED, process.send_signal),
         console.signals([signal.SIGINT], lambda _: None),
@@ -80,6 +83,7 @@ def measure(
         status = process.wait()
         result = _Result(
             command,
+            # A status below 0 is a signal, which shells write as 128 and its number.
             status=128 - status if status < 0 else status,
             time_s=time.monotonic() - begun_s,
             handled={
@@ -91,6 +95,7 @@ def measure(
         result.take(monitor, window, opened)
         if table is not None and table.exists() and not result.problems:
             result.notes.append(f"Wrote {click.format_filename(table)}")
+        # The environment may have been meant to choose GPUs, which NVML does not know of.
         if not gpus and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             result.notes.append(
                 f"All GPUs of the node were measured, whatever CUDA_VISIBLE_DEVICES={visible!r} "
@@ -108,6 +113,7 @@ def _opened(
     from perseus_planner import Monitor
     from perseus_planner.gpu import expanded
 
+    # A command takes real time, and a simulated GPU has its own.
     for gpu in gpus:
         if gpu.startswith("simulated:"):
             emulated = gpu.replace("simulated:", "emulated:", 1)
@@ -116,6 +122,7 @@ def _opened(
             )
     names = expanded(gpus) or None
     with Monitor(names, sample_s=every_s, on_sample=record, strict=False) as monitor:
+        # A GPU that was named must be measured, and of all others those that can be.
         if gpus and monitor.unknown:
             raise GpuError("; ".join(monitor.unknown.values()))
         yield monitor
@@ -136,6 +143,7 @@ def _recording(table: Path) -> Iterator[Callable[[PowerSample], None]]:
 
         def record(sample: PowerSample) -> None:
             if failed:
+                # The thread that samples must go on after an error, so it is kept for the end.
                 return
             try:
                 rows.writerow((sample.gpu, f"{sample.time_s:.6f}", f"{sample.power_w:.3f}"))
@@ -143,6 +151,7 @@ def _recording(table: Path) -> Iterator[Callable[[PowerSample], None]]:
                 failed.append(error)
 
         yield record
+        # The wrapper would close the file with it, which the block still needs.
         text.detach()
         if failed:
             raise failed[0]
@@ -182,17 +191,20 @@ class _Result:
     @property
     def content(self) -> dict[str, Any]:
         """Everything, for JSON: energies are null where they are not known."""
+        # Keys are always there, so that programs need not ask for them.
         content: dict[str, Any] = {"command": self.command, "status": self.status}
         content |= {"time_s": self.time_s, "energy_j": None, "error_j": None, "average_w": None}
         content["gpus"] = []
         window = self.window
         if window is not None:
             content["gpus"] = [{**asdict(gpu), "average_w": gpu.average_w} for gpu in window.gpus]
+        # A sum with unknown parts would be too small, so it is left out.
         if window is not None and not self.lost:
             for name in ("time_s", "energy_j", "error_j", "average_w"):
                 content[name] = getattr(window, name)
             for name, count in self.handled.items():
                 content[f"energy_per_{name}_j"] = window.energy_j / count
+                # A window without energy has no efficiency.
                 if window.energy_j:
                     content[f"{name}s_per_j"] = count / window.energy_j
         return {**content, "unknown": self.lost, "problems": self.problems, "notes": self.notes}

@@ -89,6 +89,7 @@ def command(
         settings["epilog"] = examples(*lines)
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        # The first paragraph is the summary, whole, as lists cut what is longer.
         summary = str(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ")
         hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}
@@ -96,6 +97,7 @@ def command(
         if has_json:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help=_JSON))
 
+        # Fields of a group are options of their own, and become one value again here.
         def call(**values: Any) -> None:
             values.pop("as_json", None)
             for key, group in groups.items():
@@ -135,6 +137,7 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
                 settings["nargs"] = -1
             yield click.Argument([name], **settings)
             continue
+        # A default of nothing is said in words by the help itself.
         settings["show_default"] = settings.get("default") not in (None, ()) and not settings.get(
             "is_flag"
         )
@@ -154,6 +157,7 @@ def _settings(hint: Any) -> dict[str, Any]:
             else:
                 settings["help"] = said
         return settings
+    # `None` as a default means that the option was not given.
     if origin in (Union, UnionType):  # it or None
         return {**_settings(first), "required": False}
     if origin is tuple:
@@ -255,9 +259,11 @@ class SourceFile(Text):
             from perseus_planner.base.documents import kind_of
 
             path = Path(text)
+            # A path that does not exist is refused by whoever reads it, with the reason.
             kind = kind_of(path) if path.exists() else None
             taken = kinds or {*extensions.places("shown"), *wanted}
             if kind in _KINDS and kind not in taken:
+                # The error names what is wanted, in the words of the help.
                 names = ", ".join(_KINDS[each] for each in wanted[:-1])
                 names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")

@@ -55,6 +55,7 @@ def _slow_stages(
     """Read repeated options such as 3=1.15 as stages and slowdowns."""
     slowdowns: dict[int, float] = {}
     for text in texts:
+        # Stages are whole numbers, and a sign or a decimal point is a mistake.
         stage_text, _equals, slowdown_text = text.partition("=")
         stage = STAGE.parse(stage_text) if re.fullmatch(r"\d+", stage_text) else None
         slowdown = FACTOR.parse(slowdown_text)
@@ -63,6 +64,7 @@ def _slow_stages(
                 f"{parameter.opts[0]}: {text!r} is not a slow stage: write stage and slowdown, "
                 "such as 3=1.15"
             )
+        # Two factors of one stage could be meant to multiply, or to replace each other.
         if stage in slowdowns:
             raise UsageError(f"{parameter.opts[0]}: stage {stage} is given twice; keep one")
         slowdowns[stage] = slowdown
@@ -196,14 +198,17 @@ def solve(
     from perseus_planner import Job, solve_dag
     from perseus_planner.views.curves import frontier_text, summarize_frontier
 
+    # The result would overwrite what it was made from.
     refuse_same([profile_or_job], output)
     job = Job.of(options.replaced(profile_or_job))
+    # Replicas that differ have a frontier each, and a file each.
     targets = _numbered(output, len(job.counts), job.files)
     with console.progress("Solving") as progress:
         frontiers = [solve_dag(dag, progress=progress) for dag in job.dags()]
     for frontier, target in zip(frontiers, targets, strict=True):
         frontier.save(target)
     summaries = [summarize_frontier(frontier) for frontier in frontiers]
+    # One frontier is printed as such, so that programs need not look into a list of one.
     summary = summaries[0] if len(summaries) == 1 else {"frontiers": summaries}
     text = "\n".join(map(frontier_text, summaries))
     console.report(summary, text, targets, counts=job.counts)
@@ -294,6 +299,7 @@ def plan(
     then meet one common deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1
     and so on before its ending.
     """
+    # Believing rows as measured leaves no margin, so options of a margin have no meaning.
     if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
         given = "--tolerance" if limits.on_time is None else "--on-time"
         raise UsageError(
@@ -303,6 +309,7 @@ def plan(
         raise UsageError(
             "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
         )
+    # A budget of one pipeline says nothing of how several share it.
     if target.power_budget_w is not None and len(frontier) > 1:
         raise UsageError(
             "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
@@ -333,8 +340,10 @@ def plan(
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
     frontier, *others = pipelines.frontiers
     arguments = limits.arguments()
+    # A budget has no time to meet, so nothing below applies to it.
     if target.power_budget_w is not None:
         return (frontier.plan_within_power(target.power_budget_w, **arguments),)
+    # Tied modes are chosen on one frontier, so several cannot be matched in time.
     has_tied_modes = any(each.dag.has_tied_modes for each in pipelines.frontiers)
     if has_tied_modes and others:
         raise UsageError(
@@ -345,8 +354,10 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
     # More, as rounding may refuse exactly that time.
     least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
     wanted_s = target.deadline_s
+    # A slowdown counts from the slowest pipeline, as all wait for it.
     if target.slowdown is not None:
         wanted_s = target.slowdown * source.baseline_time_s
+    # More time than that of least energy costs more, which few mean.
     if wanted_s is not None and wanted_s > least_s and not has_tied_modes:
         from perseus_planner.base.prefixes import si
 
@@ -356,8 +367,10 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
             "until then anyway, give --straggler-time",
             err=True,
         )
+    # Several pipelines need one common time that all of them can meet.
     if others:
         fastest_s = source.least_deadline_s(arguments.get("on_time", ON_TIME))
+        # None can be made to wait for less than the slowest takes.
         if target.straggler_time_s is not None:
             wanted_s = max(target.straggler_time_s, fastest_s)
         elif wanted_s is None or wanted_s > least_s:
@@ -419,17 +432,20 @@ def run_job(
             "`planner plan`"
         )
     frontier, chosen = (str(named.with_name(name)) for name in ("frontier.npz", "plan.yaml"))
+    # Each step is a command as a user would type it, so that it can be repeated by hand.
     steps = [
         (solve, [str(job), "-o", frontier]),
         (plan, [frontier, "--slowdown", slowdown, "-o", chosen]),
     ]
     if max_changes is not None:
         steps[-1][1].extend(["--max-changes", max_changes])
+    # Measuring takes long, so what is there is kept.
     if named.exists():
         click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
     else:
         steps.insert(0, (profile, [str(job)]))
     context = click.get_current_context()
+    # Steps are invoked with their own contexts, so that options are read and checked as ever.
     for step, arguments in steps:
         click.echo(f"planner {' '.join([str(step.name), *arguments])}")
         with step.make_context(step.name, arguments, parent=context.parent) as step_context:

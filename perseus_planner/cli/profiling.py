@@ -144,8 +144,11 @@ def profile(
     from perseus_planner.views.curves import profile_text, summarize_profile
 
     settings = None if job is None else read_settings(job)
+    # A stage that is named here is found from where the command runs, and one of the job from its
+    # folder.
     folder = job.parent if job is not None and wanted.stage is None else None
     target = output or _profile_of(job, settings)
+    # Refused before measuring, which takes long.
     check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
     stages = _stages(wanted, settings)
     with console.progress("Profiling") as progress:
@@ -159,11 +162,13 @@ def profile(
                     err=True,
                 )
             raise
+    # Other ranks have measured too, and rank 0 has the whole.
     if result is None:
         return  # rank 0 prints the profile
     summary = summarize_profile(result)
     files = [target, target.with_suffix(".csv")]
     console.report(summary, profile_text(summary), files)
+    # The profile is kept, but must not be planned on without a word.
     if difference := result.conditions.get("unlike training"):
         from perseus_planner.profiler.ranks.measure import UNLIKE_TRAINING
 
@@ -222,6 +227,7 @@ def _measure(
     """Measure the stages and write the profile, which is returned on rank 0."""
     gpu = wanted.gpu
     stages = wanted.stages
+    # A stage that can run is measured, on whatever GPU there is.
     if wanted.stage is not None:
         from perseus_planner.profiler.build import profile_stages
 
@@ -239,11 +245,13 @@ def _measure(
     from perseus_planner.gpu import check_back_end
 
     check_back_end(gpu)
+    # Without a stage only a simulated GPU knows what it would take.
     if not gpu.startswith("simulated:"):
         raise UsageError(
             "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
             "simulated GPU with --gpu simulated:a100-sxm"
         )
+    # A simulated pipeline has no module that these could act on.
     for option, is_given in {
         "--tensor-parallel": wanted.tensor_parallel != 1,
         "--blocking-power": rows.blocking_power_w,
@@ -331,6 +339,7 @@ def calibrate(
     MODEL forward and backward, its head, all-reduces and memory, and write a system file for
     `planner explore`. This takes about a minute.
     """
+    # Kernels are measured without profile and plan, which would be ignored.
     if kernels.kernels is not None:
         if profile_or_job is not None or measured:
             raise UsageError(
@@ -368,6 +377,7 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     from perseus_planner.runs.run import calibration_of
 
     times_s = [DURATION.read(text, "--measured") for text in texts]
+    # Runs have their times in them, so only plans that are files need one.
     plans = [path for path in paths if not path.is_dir()]
     if len(times_s) < len(plans):
         raise UsageError(

@@ -31,14 +31,17 @@ def _parameters() -> list[click.Parameter]:
     from perseus_planner.runtime.options import said_options
 
     parameters: list[click.Parameter] = []
+    # Options of the command are those of the function, so they are declared in one place.
     for name, said in said_options().items():
         option = option_name(name)
         settings: dict[str, Any] = {"help": said.help, "default": None}
+        # Without a value to give it is a flag, which may be switched off if it is on otherwise.
         if not said.word:
             settings["is_flag"] = True
             settings["default"] = None if said.has_opposite else False
             if said.has_opposite:
                 option = f"{option}/--no-{name}"
+        # What is left is told by its rule, its choices, its kind of file, or its word alone.
         elif said.rule is not None:
             settings["type"] = Quantity(said.rule, said.word.lower())
         elif said.choices:
@@ -110,6 +113,7 @@ def run(
     for name in ("record", "state"):
         if given[name] is not None:
             check_folder(given[name], option_name(name))
+    # A plan that ranks would refuse is refused before they are started.
     if given["plan"] is not None:
         check_trusted(Plan.load(given["plan"]), given["trust_traced"])
     if given["gpu"] is not None and ":" in given["gpu"]:  # else it needs the device of each rank
@@ -118,22 +122,27 @@ def run(
         AutopilotSettings(slowdown=given["slowdown"])
     if given["work"] is not None:
         check_work(plan=given["plan"], learn=given["learn"] is not False, state=given["state"])
+    # PLANNER_SERVICE alone is there for other commands, so it matters whether the option was given.
     source = click.get_current_context().get_parameter_source("service")
     _check_service(given, is_named=source is ParameterSource.COMMANDLINE)
+    # Such an interpreter never loads the planner, and would train without a word of it.
     ignoring = _flag_that_ignores(command)
     if ignoring is not None:
         click.echo(
             f"planner: {command[0]} {ignoring} ignores PYTHONPATH, so its training has no planner",
             err=True,
         )
+    # Ranks may run in other folders, so paths are made whole.
     options = {
         name: value.absolute() if isinstance(value, Path) else value
         for name, value in given.items()
         if value is not False or said_options()[name].has_opposite  # off is what it is without
     }
+    # Options travel in the environment, as the script has none of them.
     variables = write_options(options)
     modules = _modules(os.environ.get("PYTHONPATH"))
     try:
+        # The command takes this process over, so its exit code and signals are its own.
         os.execvpe(command[0], command, {**os.environ, **variables, "PYTHONPATH": modules})
     except (OSError, ValueError) as error:  # if it is empty
         raise console.cannot_run(command, error) from error

@@ -112,6 +112,7 @@ def show(
         raise UsageError("--figure: chooses what --plot draws; add --plot FIGURE")
     if beside and figure is None and perfetto is None:
         raise UsageError("--beside: adds files to --figure or --perfetto; add --figure NAME")
+    # Everything that can be refused is refused before files are read or written.
     if plot is not None:
         from perseus_planner.views.figures import check_figure_path
 
@@ -150,6 +151,7 @@ def _show_pair(first: Path, second: Path, *, has_more: bool) -> None:
     from perseus_planner.base.documents import kind_of
     from perseus_planner.views.pair import RunPair, figures_of, pair_text
 
+    # Other files have no iterations that could stand side by side.
     for path in (first, second):
         if kind_of(path) != "run":
             raise UsageError(
@@ -179,6 +181,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
 
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
+    # Plans of others need an extension, and the power that their files lack.
     if kind == "kareus":
         plans = extensions.offer("kareus")(path, blocking_power_w)
         text = "\n".join(each.sheet.text() for each in plans)
@@ -190,6 +193,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     shown = extensions.places("shown")
     if kind is not None and kind in shown:
         return _View(*extensions.load(shown[kind])(path))
+    # A YAML may be a plan, whose reader says best why it is none.
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
@@ -202,10 +206,12 @@ def _profile_view(file: Path) -> _View:
     from perseus_planner import Profile
     from perseus_planner.views.curves import profile_text, summarize_profile
 
+    # A table with a profile beside it is part of that.
     beside = next(
         (path for path in map(file.with_suffix, (".yaml", ".yml")) if path.exists()), None
     )
     # A table does not hold the power of a waiting GPU.
+    # Waiting is unknown then, so 0 stands in and is not shown.
     is_table = file.suffix.lower() == ".csv" and beside is None
     profile = Profile.load(beside or file, 0.0 if is_table else None)
     summary = summarize_profile(profile)
@@ -242,6 +248,7 @@ def _plan_view(file: Path) -> _View:
         return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)
 
     def write_trace(path: Path, beside: tuple[Path, ...]) -> None:
+        # A frontier beside the plan knows the iteration at full clocks.
         from perseus_planner.views.sources import read_sources
 
         frontier = read_sources((file, *beside)).frontier if beside else None
@@ -268,6 +275,7 @@ def _run_view(folder: Path) -> _View:
     def csv() -> bytes:
         return values_csv(run)
 
+    # A run that followed plans is shown beside them, and any other as it ran.
     if run.decider is None or run.versions:
         summary = summarize_run(run)
         return _View(
@@ -359,6 +367,7 @@ def report(
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon / 1e3)
     reported = extensions.places("reported")
+    # Some kinds of plans have a report of their own, made by their extension.
     for kind in reported.keys() & set(map(kind_of, source)):
         content, text, html = extensions.load(reported[kind])(source, rates)
         write_file(output, html, UsageError)
@@ -376,6 +385,7 @@ def _size(sources: Sources, options: SizeOptions) -> IterationSize:
     from perseus_planner.views.sources import IterationSize
 
     numbers: dict[str, Any] = dict(vars(options))
+    # What the options leave out the job file may say, for the pipelines of this report.
     for name in ("tokens", "samples"):
         of_job = getattr(sources.job, f"{name}_per_iteration", None)
         if numbers[name] is None and of_job is not None:
