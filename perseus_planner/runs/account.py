@@ -104,15 +104,20 @@ class Account:
             is_first: Whether the rank is the first one of the job.
             key: Other fields of a class that has more.
         """
+        # It may hold a part of the evaluation, so it stands apart as a pause does.
         if row.follows_evaluation:
             return cls._of_evaluation(row, **key)
+        # A pause is cut out of the window, and the last window ends with its iteration.
         between_s = 0.0 if row.is_paused or row.next_s is None else row.next_s - row.end_s
         window_s = row.time_s + between_s
         used_j = row.energy_j or 0.0
+        # The energy of a window is known only with what was used after its iteration.
         is_whole = row.energy_j is not None and (not between_s or row.between_j is not None)
         between_j = (row.between_j or 0.0) if between_s and is_whole else 0.0
+        # Requested and achieved clocks are compared over the same seconds.
         clocked_s = row.busy_s if row.achieved_mhz is not None and row.clock is not None else 0.0
         sums = {
+            # An iteration of the job counts once, on its first rank.
             "iterations": int(is_first),
             "time_s": window_s * is_first,
             "windows": 1,
@@ -128,15 +133,18 @@ class Account:
             "achieved_mhz_s": clocked_s * (row.achieved_mhz or 0.0),
             "overloaded": int((row.host_load or 0.0) > 1.0),
         }
+        # Times by the plan are compared with iterations that ran by it.
         if row.is_as_planned and row.planned_s is not None:
             sums["planned_s"], sums["planned_busy_s"] = row.planned_s, row.planned_busy_s or 0.0
         if row.is_paused:
             sums["pause_s"] = (row.next_s or 0.0) - row.end_s
             sums["pause_j"] = row.between_j or 0.0
+        # What was saved is known only where the energy is.
         if row.saved_j is not None and row.energy_j is not None:
             sums["judged_j"] = sums["energy_j"]
             sums["saved_j"] = row.saved_j
             sums["saved_error_j"] = row.saved_error_j
+            # Errors of its own are independent from window to window, so their variances add up.
             sums["saved_variance_j2"] = row.saved_noise_j**2
         return cls(
             **sums,  # type: ignore[arg-type]

@@ -146,10 +146,12 @@ class Table(Generic[Row]):
             RunError: If the file cannot be read, or has a whole line that the planner did not
                 write.
         """
+        # A file without any whole line has just been created.
         header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
         names = header.split(",")
         known = [name for name in names if name in self.columns]
         missing = [name for name in self.columns if name not in names]
+        # Columns may be missing that came later, and be there that went; others are another format.
         if (
             known != [name for name in self.columns if name in names]
             or not {*names} - {*known} <= _RETIRED
@@ -172,6 +174,7 @@ class Table(Generic[Row]):
         return name not in self.columns or is_of_others
 
     def _row(self, where: str, line: str, cells: Mapping[str, _Cell | None]) -> Row:
+        # The line is read by itself, so that an error names it.
         try:
             (texts,) = csv.reader([line], strict=True)
         except (csv.Error, ValueError):
@@ -181,6 +184,7 @@ class Table(Generic[Row]):
                 f"{where}: is not a row of {len(cells)} cells; {_CHANGED}: record it again"
             )
         values: dict[str, Any] = {}
+        # An empty cell is a value that is not known, where that may be.
         for (name, cell), text in zip(cells.items(), texts, strict=True):
             if cell is None:
                 continue
@@ -188,6 +192,7 @@ class Table(Generic[Row]):
             if value is None and (text or not cell.is_optional):
                 wanted = f"{cell.rule.wanted}; {_CHANGED}"
                 cell.rule._replace(wanted=wanted).read(text, f"{where}, column {name!r}", RunError)
+            # Throttle reasons have a column each, and are one mapping in a row.
             if not name.startswith(_THROTTLED):
                 values[name] = value
             elif value is not None:
@@ -274,16 +279,20 @@ class Attempt(NamedTuple):
     @classmethod
     def next_in(cls, folder: Path | None, now: datetime | None = None) -> Attempt:
         """Return the next attempt in a run folder, which need not exist."""
+        # A folder that cannot be read is none yet, as the first attempt may create it.
         attempts: Sequence[int] = ()
         ended: Sequence[tuple[int, int]] = ()
         if folder is not None:
             with suppress(OSError):
                 attempts = attempts_in(folder)
+                # With the attempt that begins now, all but the newest few are older than what is
+                # kept.
                 ended = [
                     (attempt, _count(attempt_path(folder, attempt)))
                     for attempt in attempts[: len(attempts) + 1 - ATTEMPTS_KEPT]
                 ]
         number = int(f"{now or datetime.now(timezone.utc):%Y%m%d%H%M%S}")
+        # Attempts are numbered by time, and stay in order if the clock was set back.
         return cls(max([number, *(attempt + 1 for attempt in attempts[-1:])]), ended)
 
 
@@ -328,10 +337,13 @@ class RankFiles:
         self._rows = []
         if not rows:
             return
+        # One write for all rows, so that a killed rank leaves at most one cut row.
         lines = "".join(map(ITERATIONS.line, rows)).encode()
+        # Files are made when there is a row, so an attempt without iterations leaves nothing.
         if self._file is None:
             self._begin()
             self._file = self._open()
+        # A full file takes the place of the old one, so there are two at most.
         elif self._file.tell() + len(lines) > MAX_BYTES:
             self._replace_old(self._file)
             self._file = self._open()
@@ -339,8 +351,10 @@ class RankFiles:
             lines = ITERATIONS.header.encode() + lines
         if os.fstat(self._file.fileno()).st_nlink == 0:  # the folder was removed
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        # A short write means that the disk is full, which no exception says.
         if self._file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # Rows count in the totals once they are on the disk.
         self._totals = add_rows(self._totals, self._attempt.number, self._rank, rows)
 
     def replace_computations(self, computations: Sequence[ComputationRecord]) -> None:
@@ -374,11 +388,13 @@ class RankFiles:
 
     def _begin(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
+        # Ranks of older attempts are shared among today's, which may be fewer.
         for number, ranks in self._attempt.ended:
             path = attempt_path(self.folder, number)
             for rank in range(self._rank, max(ranks, self._ranks), self._ranks):
                 with suppress(RunError):  # of damaged rows, which are left to be looked at
                     _add_up(self.folder, number, rank)
+            # Plans and status are of all ranks, so one rank removes them.
             if self._rank == 0:
                 # The last of the other ranks may remove the folder meanwhile.
                 with suppress(FileNotFoundError):
@@ -387,6 +403,7 @@ class RankFiles:
                             (path / name).unlink(missing_ok=True)
             with suppress(OSError):  # other ranks still have files there
                 path.rmdir()
+        # Read after older rows were added up, as these are in them now.
         self._totals = read_totals(self.folder, self._rank)
 
     def _open(self) -> BinaryIO:

@@ -173,6 +173,7 @@ def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, An
     """Return the fields of an `IterationRecord` about clock changes and clocks; `computations` are
     in the order in which they ran.
     """
+    # Only requests are changes: a clock that was in force needs none.
     asked = [computation for computation in computations if computation.asked_s is not None]
     latencies_s = sorted(
         computation.set_end_s - computation.asked_s
@@ -298,6 +299,7 @@ def match_changes(
         in_force: The clock that was set before the first of `calls`; None if it is not known.
         samples: Clocks that were read in addition to those of `calls`.
     """
+    # Calls are found by position and time, as they do not name their iteration.
     index = _CallIndex(calls, in_force)
     requests = {} if clocks is None else dict(_requests(clocks, spans_s, index, first_asked_s))
     achieved = _achieved_mhz(spans_s, calls, samples)
@@ -319,14 +321,18 @@ def _requests(
     first_asked_s: float,
 ) -> Iterator[tuple[int, _Request]]:
     """Yield the positions for which a change was requested, with the request."""
+    # Neighbours at one clock need one change.
     for first, last in _segments(clocks):
+        # A clock is requested when the computation before ends.
         asked_s = spans_s[first - 1][1] if first else first_asked_s
+        # A call for it cannot have been seen before that computation began.
         since_s = spans_s[first - 1][0] if first else -math.inf
         call = index.find(range(first, last + 1), clocks[first], since_s, spans_s[last][1])
         if call is not None:
             # Times of the device are not exact: the end of a computation may seem later than the
             # request that follows.
             yield first, _Request(min(asked_s, call.seen_s), call.begun_s, call.ended_s)
+        # Without a call the clock was in force already, or the change was never made.
         elif index.in_force(asked_s) != clocks[first]:
             yield first, _Request(asked_s)
 

@@ -103,16 +103,19 @@ class RankRecord:
         """How far the energy counter and the power sensor of its GPU are apart in all iterations,
         in words; None if they agree, or were compared for less than `_COMPARED_S` seconds.
         """
+        # Both must be known of the same iterations.
         compared = [
             (row.time_s, row.energy_j, row.sensor_j)
             for row in self.iterations
             if row.energy_j is not None and row.sensor_j is not None and row.time_s > 0
         ]
         time_s = fsum(row_s for row_s, _, _ in compared)
+        # The sensor is read seldom, so a short time tells nothing.
         if len(compared) < MIN_SAMPLES or time_s < _COMPARED_S:
             return None
         counter_w = fsum(energy_j for _, energy_j, _ in compared) / time_s
         sensor_w = fsum(sensor_j for _, _, sensor_j in compared) / time_s
+        # Differences of iterations tell how far apart the means may be by chance.
         differences_w = [(sensor_j - energy_j) / row_s for row_s, energy_j, sensor_j in compared]
         doubt_w = chance_w(stdev(differences_w), len(compared))
         if not apart_w(counter_w, sensor_w, doubt_w):
@@ -152,6 +155,7 @@ class Run:
         """
         folder = Path(folder)
         with reading(folder, RunError):
+            # The folder may be a run's, or that of one of its attempts.
             attempt = attempt_of(folder.resolve())
             if attempt is None:
                 _check_names(folder)
@@ -161,11 +165,13 @@ class Run:
                 number: _rows(folder if attempt else attempt_path(root, number))
                 for number in attempts
             }
+        # The newest attempt may not have ended an iteration yet.
         with_rows = [number for number in attempts if rows[number]]
         if not with_rows:
             raise RunError(f"{folder}: {_NOT_YET}")
         newest = with_rows[-1]
         path = folder if attempt else attempt_path(root, newest)
+        # Plans belong to the attempt, as numbers of plans begin anew in each.
         plans = {
             (int(match[1]), None if match[2] is None else int(match[2])): Plan.load(path / match[0])
             for match in filter(None, map(_PLAN.fullmatch, sorted(os.listdir(path))))
@@ -174,6 +180,7 @@ class Run:
         run = cls(
             folder, plans, ranks, newest, _totals(root, rows, only=attempt), read_status(path)
         )
+        # Files of some nodes may be missing, and sums over the others would be wrong.
         run._check()
         return run
 
@@ -267,6 +274,7 @@ class Run:
 
     def _check(self) -> None:
         """Refuse a folder that lacks files of some ranks."""
+        # Ranks are numbered without a gap, so a hole is a missing file.
         numbers = [rank.rank for rank in self.ranks]
         for number in range(numbers[-1]):
             if number not in numbers:
@@ -276,6 +284,7 @@ class Run:
                 )
         if not self.versions and self.decider is None:
             raise RunError(f"{self.folder}: no iteration has run by a plan; try again when one has")
+        # Several ranks may share a place in a pipeline, and one of them must be there.
         rank_counts = Counter((rank.pipeline, rank.pipeline_rank) for rank in self.ranks)
         for pipeline, _ in list(rank_counts):
             plans = [
@@ -328,15 +337,20 @@ def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:
         durations_s: dict[str, dict[int, float]] = {}
         for number in [row.iteration for row in rank.counted(version)]:
             for each in rank.computations.get(number, ()):
+                # Late changes make a computation longer for a known reason, which is not jitter.
                 if each.duration_s > 0.0 and not (each.is_late or each.is_overtaken):
                     durations_s.setdefault(str(each.computation), {})[number] = each.duration_s
+        # The median, as a few long ones are no measure of the usual time.
         for of_computation in durations_s.values():
             middle_s = median(of_computation.values())
             for iteration, duration_s in of_computation.items():
                 of_iterations.setdefault(iteration, []).append(math.log(duration_s / middle_s))
+        # What an iteration has in common on a rank is not jitter of single computations.
         for logs in of_iterations.values():
             middle = median(logs)
+            # Outliers count in part only, as no margin could cover them.
             squares += sum(min(abs(log - middle), _OUTLIER) ** 2 for log in logs)
+            # Each median that was taken out is a degree of freedom less.
             freedom += len(logs) - 1
         freedom -= len(durations_s)
     return math.sqrt(squares / freedom) if freedom > 0 else None
@@ -385,12 +399,14 @@ def _totals(
     """Return the totals of all ranks in all attempts, or in one; `rows` are attempt -> rank ->
     its rows.
     """
+    # A rank may have totals alone, once its rows were added up.
     totals: list[Entry] = []
     for rank in sorted(
         {*ranks_in(folder), *(rank for by_rank in rows.values() for rank in by_rank)}
     ):
         of_rank = read_totals(folder, rank)
         for attempt, by_rank in rows.items():
+            # Rows that are in the totals already are not added again.
             of_rank = add_rows(of_rank, attempt, rank, by_rank.get(rank, ()))
         totals += (total for total in of_rank if only in (None, total.attempt))
     return fold(totals)

@@ -113,13 +113,16 @@ def plan_costs(
     """Return what the rows of a plan say of a rank of its pipeline at some clocks, the plan's or
     higher ones.
     """
+    # A plan has numbers of all GPUs of a stage, and an account is of one.
     waiting_w = plan.rank_waiting_w[rank]
     gpus = plan.gpus_per_stage
     ranks = len(plan.schedule.ranks)
     rows = [_rows(plan, each, clock) for each, clock in zip(computations, clocks, strict=True)]
+    # Plans of 0.3 have the energy of full clocks only for the whole iteration.
     if plan.full_clocks is None:
         rows = [_whole_cost(plan, rows, rank)]
     own = tuple(Cost(c.time_s, c.energy_j / gpus, c.full_s, c.full_j / gpus) for c in rows)
+    # Errors of rows are common to all GPUs, so each has its part of them.
     error_j = _saving_error_j(plan) / (ranks * gpus)
     return profile_costs(own, waiting_w / gpus, plan.time_s, error_j)
 
@@ -135,10 +138,13 @@ def profile_costs(
         time_s: Seconds of the iteration.
         error_j: As in `RankCosts`; None if the profile does not tell.
     """
+    # Rows without work draw nothing, so the blocking power alone bounds the doubt.
     busy_s = math.fsum(cost.time_s for cost in each)
     watts = math.fsum(cost.energy_j for cost in each) / busy_s if busy_s else 0.0
     doubt_w = max(_WAITING_DOUBT * waiting_w, _LEAST_DOUBT * watts)
+    # A profile without errors counts as if each row had a usual one.
     if error_j is None:
+        # Computations of one row share its error, so rows are told apart by their ratio.
         rows = {(cost.energy_j / cost.full_j) for cost in each if cost.is_lowered and cost.full_j}
         lowered_j = math.fsum(cost.energy_j for cost in each if cost.is_lowered)
         error_j = _ROW_ERROR * math.sqrt(2.0 / max(1, len(rows))) * lowered_j
@@ -147,11 +153,14 @@ def profile_costs(
 
 def _rows(plan: Plan, computation: Computation, clock: int) -> Cost:
     """Return the rows of a computation at a clock, and at full clocks where the plan has them."""
+    # The plan's own clock, or the next lower one that has a row.
     key = plan.key(computation)
     points = dict(plan.measurements[key])
+    # Full clocks are in the training's own way, whatever mode the plan has chosen.
     full = None
     if plan.full_clocks is not None:
         full = plan.full_clocks[key[0], in_mode(key[1], OWN)]
+        # A clock may have been raised to the highest, which the plan itself does not have.
         if key in plan.full_clocks:
             points.setdefault(full.clock_mhz, plan.full_clocks[key])
     point = points[nearest_clock(points, clock)]
@@ -166,11 +175,14 @@ def _whole_cost(plan: Plan, rows: Sequence[Cost], rank: int) -> Cost:
     time_s = math.fsum(row.time_s for row in rows)
     energy_j = math.fsum(row.energy_j for row in rows)
     waiting_w = math.fsum(plan.rank_waiting_w)
+    # Waiting is drawn in both, so what is left is what computing takes.
     baseline_j = plan.baseline_energy_j - waiting_w * plan.baseline_time_s
     own_j = plan.energy_j - waiting_w * plan.time_s
     all_j = math.fsum(plan.measurement(each).energy_j for each in plan.schedule.computations())
+    # A rank's part of what is saved is that of its energy.
     part = energy_j / all_j if all_j > 0.0 else 0.0
     saved_j = baseline_j - own_j
+    # A plan at full clocks saves nothing, whatever rounding says.
     if abs(saved_j) <= 1e-9 * plan.baseline_energy_j:
         saved_j = 0.0
     return Cost(time_s, energy_j, time_s, energy_j + part * saved_j)
@@ -180,9 +192,11 @@ def _saving_error_j(plan: Plan) -> float:
     """Return the standard error of what an iteration of a plan saves, joules: by the plan's own
     interval, or as if each row had `_ROW_ERROR`.
     """
+    # The plan's interval knows how certain its rows are.
     if plan.on_time is not None:
         share = plan.on_time.saved_share
         return (share.high - share.low) / _INTERVAL_ERRORS * plan.baseline_energy_j
+    # Computations of one row share its error, so energies are added up by row first.
     of_rows: dict[tuple[int, str, int], float] = {}
     for computation in plan.schedule.computations():
         point = plan.measurement(computation)
@@ -220,32 +234,42 @@ class Savings:
             lowered_share: Where `costs` are of all computations together: the share of their time
                 in which clocks were as requested.
         """
+        # Where no clock was lowered nothing was saved, whatever was measured.
         if not (costs.is_lowered and energy_j > 0.0):
             return NOTHING
+        # Work varies, so each computation counts by how long it ran beside its row.
         works = _works(costs.each, ran_s)
         expected_s = math.fsum(cost.time_s for cost in costs.each)
         busy_s = math.fsum(map(_product, works, (cost.time_s for cost in costs.each)))
+        # Another time than rows say means other work, of which ratios may not hold.
         if not (_is_near(busy_s, expected_s) and _is_near(time_s, costs.time_s)):
             return None
         busy_j = math.fsum(map(_product, works, (cost.energy_j for cost in costs.each)))
         waited_s = max(0.0, time_s - busy_s)
+        # Scale and waiting are learnt before they are used, as this iteration tells of them too.
         self._learn(costs, busy_j, waited_s, energy_j)
+        # A scale far from 1 means that rows are of another GPU.
         if not 1.0 / UNLIKE_ROWS <= self._scale <= UNLIKE_ROWS:
             return None
         full_j = math.fsum(map(_product, works, (cost.full_j for cost in costs.each)))
         full_s = math.fsum(map(_product, works, (cost.full_s for cost in costs.each)))
+        # What rows say of the iteration as it ran.
         own_j = self._scale * busy_j + self._waiting_w * waited_s
         longer_j = self._scale * (full_j - busy_j)
+        # At full clocks computations end earlier, and GPUs wait for the rest of the time.
         shorter_s = max(0.0, time_s - full_s) - waited_s  # that GPUs would wait longer
         if own_j <= 0.0:
             return None
+        # The ratio carries what was measured beyond the rows over to both sides.
         ratio = energy_j / own_j * lowered_share
         saved_j = (longer_j + self._waiting_w * shorter_s) * ratio
         waiting_error_j = math.sqrt(max(0.0, self._covariance[2])) * abs(shorter_s) * ratio
+        # Errors of rows and of waiting have nothing in common.
         error_j = math.hypot(costs.error_j, waiting_error_j)
         return Saved(saved_j, error_j, abs(saved_j * (energy_j / own_j - 1.0)))
 
     def _learn(self, costs: RankCosts, busy_j: float, waited_s: float, energy_j: float) -> None:
+        # Rows of another plan bring another guess of waiting.
         if self._known is None or costs.waiting_w != self._known.waiting_w:
             # The rows are new, or know more of waiting by now.
             self._known = costs
@@ -256,15 +280,19 @@ class Savings:
                 costs.waiting_error_w**2,
             )
         scale, both, waiting = self._covariance
+        # A GPU drifts with temperature, so what is known of it fades.
         scale += (_DRIFT * self._scale) ** 2
+        # The gain of the Kalman filter: how much a miss moves each of both.
         gain = (scale * busy_j + both * waited_s, both * busy_j + waiting * waited_s)
         variance = gain[0] * busy_j + gain[1] * waited_s + (_NOISE * energy_j) ** 2
         if variance == 0.0:  # a rank without work, whose GPU drew nothing
             return
         miss_j = energy_j - self._scale * busy_j - self._waiting_w * waited_s
+        # One iteration moves them by a few errors at most, as it may hold a pause.
         most_j = _MOST_MISS * math.sqrt(variance)
         miss_j = min(max(miss_j, -most_j), most_j)
         self._scale += gain[0] * miss_j / variance
+        # A waiting GPU never draws less than nothing.
         self._waiting_w = max(0.0, self._waiting_w + gain[1] * miss_j / variance)
         self._covariance = (
             scale - gain[0] * gain[0] / variance,
@@ -277,6 +305,7 @@ def _works(costs: Sequence[Cost], ran_s: Sequence[float]) -> list[float]:
     """Return the work of each computation beside its row's; a stall is none, and neither is what
     runs where rows have no work.
     """
+    # Costs of all computations together are compared with their sum.
     if len(costs) != len(ran_s):
         time_s = costs[0].time_s
         return [math.fsum(ran_s) / time_s if time_s else 0.0]
@@ -285,6 +314,7 @@ def _works(costs: Sequence[Cost], ran_s: Sequence[float]) -> list[float]:
         for cost, each_s in zip(costs, ran_s, strict=True)
     ]
     having = [work for work, cost in zip(works, costs, strict=True) if cost.time_s]
+    # The lower median, as stalls make works larger only.
     usual = median_low(having) if having else 0.0
     return [usual if work > _STALL * usual else work for work in works]
 

@@ -50,6 +50,7 @@ def upgraded(value: Any) -> Any:
         return value
     own = {name: value[name] for name in _OWN_FIELDS if name in value}
     others = {name: each for name, each in value.items() if name not in own}
+    # Batches were nested in 0.3, and columns are flat.
     batches = others.pop("batches", None)
     if isinstance(batches, dict):
         others |= {f"batches.{name}": each for name, each in batches.items()}

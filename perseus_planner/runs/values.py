@@ -29,8 +29,10 @@ def values_of(record: IterationRecord) -> dict[str, float | str]:
         that time, joules and watts; `gpu_clock_mhz`, its mean clock; `as_planned`, 1 or 0; and
         `verdict`, which says in words what was not as planned.
     """
+    # The account of one row, so that trackers show what reports add up.
     account = Account.of(record, is_first=True)
     values: dict[str, float | str] = {"iteration_s": account.time_s}
+    # Without energy there is no power, and a missing value says so.
     if account.metered_s:
         values["gpu_energy_j"] = account.energy_j
         values["gpu_power_w"] = account.energy_j / account.metered_s
@@ -56,5 +58,6 @@ def values_csv(run: Run) -> bytes:
             cells = [values.get(name) for name in _VALUES]
             place = (row.iteration, rank.rank, row.pipeline, row.pipeline_rank)
             rows.append((*place, row.gpu, row.version, row.begin_s, *cells))
+    # By iteration first, so that ranks of one can be compared.
     rows.sort(key=lambda cells: cells[:2])
     return csv_text([(*_RANK, *_VALUES), *rows]).encode()

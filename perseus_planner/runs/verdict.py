@@ -69,14 +69,17 @@ class StragglerDetector:
         and that it has recovered. Iterations that did not run as planned are ignored, and so are
         those that follow an evaluation.
         """
+        # Iterations that did not run as planned have no planned time to compare with.
         if iteration.deviation is not None or not iteration.planned_busy_s or iteration.busy_s <= 0:
             return self, None
         if iteration.follows_evaluation:
             return self, None
         recent = (*self.recent, iteration)[-ENOUGH:]
         detector = replace(self, recent=recent)
+        # A few in a row must agree, as one may be slow by chance.
         if len(recent) < ENOUGH:
             return detector, None
+        # A profile never matches a job exactly, so the rank is compared with itself.
         if self.normal_ratio is not None:
             return detector._judge(self.normal_ratio)
         if _is_throttled(recent):  # learning from these iterations would hide it
@@ -87,13 +90,16 @@ class StragglerDetector:
 
     def _judge(self, normal_ratio: float) -> tuple[StragglerDetector, StragglerDetection | None]:
         slowdowns = [_ratio(row) / normal_ratio for row in self.recent]
+        # The fastest of the last iterations is slow too, so it is no outlier.
         is_slow = min(slowdowns) > SLOW
+        # Reported again only if it has moved by as much as is slow.
         has_moved = min(slowdowns) > self.reported * SLOW or max(slowdowns) < self.reported / SLOW
         if is_slow and has_moved:
             slowdown = median(slowdowns)
             return replace(self, reported=slowdown), StragglerDetection(
                 slowdown, _reason(self.recent)
             )
+        # Between slow and recovered nothing is said, so that it does not go back and forth.
         if self.reported > 1.0 and max(slowdowns) < RECOVERED:
             return replace(self, reported=1.0), StragglerDetection(1.0, "it has recovered")
         return self, None
@@ -183,6 +189,7 @@ def verdict_of(
 
 
 def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | None:
+    # Iterations that did not run as planned cannot be compared with a plan.
     if not ranks or any(
         not 0 < account.windows == account.as_planned or not account.planned_busy_s
         for account in ranks.values()
@@ -193,6 +200,7 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
     off_s = abs(time_s - planned_s)
     if off_s < (1 - 1e-9) * OFF * planned_s:
         return None
+    # Shorter is told like longer, with the sign turned.
     sign = 1 if ratio > 1 else -1
     longer_s = {
         rank: sign * (account.busy_s - account.planned_busy_s) / account.windows
@@ -200,6 +208,7 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
     }
     most_s = max(longer_s.values())
     begin = f"{percent(off_s / planned_s)} {'slower' if ratio > 1 else 'faster'} than planned: "
+    # If no rank's computing explains half of it, the rest was waiting.
     if most_s < off_s / 2:
         waits = "longer" if ratio > 1 else "shorter"
         text = (
@@ -210,9 +219,11 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
         folder = "run" if run is None else shlex.quote(str(run))
         step = f"{begins}see where with `planner show {folder} --perfetto run.json`"
         return Verdict(ratio, "waiting", (), begin + text, step)
+    # Ranks that are off by half of the worst are named with it.
     those = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
     apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in those]
     how = f"{_span([abs(each - 1) for each in apart])} {'longer' if ratio > 1 else 'shorter'}"
+    # The worst rank tells why, as it decides how long the iteration is.
     worst = ranks[max(longer_s, key=lambda rank: longer_s[rank])]
     not_set = worst.changes_late + worst.changes_overtaken
     if not_set and worst.off_clock_s / worst.windows >= most_s / 2:
@@ -226,6 +237,7 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
             "again with --max-changes"
         )
         return Verdict(ratio, "late clocks", those, begin + text, step)
+    # All ranks alike means that the profile is of other conditions.
     if len(those) == len(ranks):
         busy = sum(account.overloaded for account in ranks.values())
         host = (
@@ -327,21 +339,25 @@ def of_another_machine(
         gpus: Names of the GPUs of the ranks, where they are known.
     """
     remedy = "so no saving is shown; profile where you train, and plan again"
+    # Another GPU alone makes a plan one of another machine.
     for gpu in gpus:
         if planned_gpu and gpu and not _is_same(planned_gpu, gpu):
             return (
                 f"This plan is for another machine: it was made for the GPU {planned_gpu}, and a "
                 f"rank trains on {gpu}, {remedy}"
             )
+    # Of ranks whose iterations all ran as planned, as only these have planned times.
     factors = [
         account.busy_s / account.planned_busy_s
         for account in ranks.values()
         if account.planned_busy_s and account.windows == account.as_planned
     ]
+    # A busy host makes computations longer without another GPU.
     busy = sum(account.overloaded for account in ranks.values())
     is_idle = 2 * busy <= sum(account.windows for account in ranks.values())
     if len(factors) < max(1, len(ranks)) or not is_idle or min(factors) <= 0:
         return None
+    # Different factors have causes of their own on each rank.
     if max(factors) > (1 + _ALIKE) * min(factors):
         return None
     if min(factors) >= 1 / MOST_APART and max(factors) <= MOST_APART:
