@@ -131,7 +131,11 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
             if status.telemetry is None
             else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
         ),
-        *([] if status.autopilot is None else [f"Autopilot: {status.autopilot}"]),
+        *(
+            []
+            if status.autopilot is None
+            else [f"{status.autopilot.name.capitalize()}: {status.autopilot}"]
+        ),
         _alarm(status) + decision.reason,
         "",
         table(targets),
@@ -144,8 +148,8 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
 
 
 def _doing(status: JobStatus) -> str:
-    autopilot = status.autopilot
-    return status.decision.reason if autopilot is None else f"autopilot: {autopilot}"
+    decider = status.autopilot
+    return status.decision.reason if decider is None else f"{decider.name}: {decider}"
 
 
 def _alarm(status: JobStatus) -> str:

@@ -61,7 +61,7 @@ export function stateOf(status) {
   if (status.unlike_plan) return status.unlike_plan;
   if (status.over_budget_since_s !== null) return `over its power budget since ${moment(status.over_budget_since_s)}`;
   if (promised > version) return `planning version ${number(promised)}`;
-  if (autopilot !== null && autopilot !== undefined) return `autopilot: ${autopilot.phase}`;
+  if (autopilot !== null && autopilot !== undefined) return `${autopilot.name ?? "autopilot"}: ${autopilot.phase}`;
   if (telemetry === null) return "sends no telemetry";
   if (telemetry.off_plan_since_s !== null) return `${number(telemetry.ranks - telemetry.following)} off their plan`;
   if (status.verdict) return status.verdict;
