@@ -281,7 +281,8 @@ class Learner:
             for g, m in medians.items()
             if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
         }
-        # A GPU has changed if one iteration shows it by far, or several in a row do.
+        # One iteration tells that a GPU has changed if it does so by far, or if times have no
+        # tails; else several must.
         for g, more in self._apart.items():
             is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
             if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
