@@ -106,7 +106,6 @@ class Commands(click.Group):
         rest.
         """
         name = args[0]
-        # The usual word of other programs, beside --help.
         if name == "help":
             click.echo(context.get_help())
             context.exit()

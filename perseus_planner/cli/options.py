@@ -124,7 +124,6 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
         hint = hints[name]
         if parameter.kind is parameter.VAR_KEYWORD:
             continue  # `others` of the command
-        # A dataclass brings its fields as options, in its order.
         if is_dataclass(hint):
             # With the signature of its `__init__`.
             yield from _parameters(hint, get_type_hints(hint, include_extras=True))  # type: ignore[arg-type]
@@ -132,9 +131,7 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
         settings = _settings(hint)
         if parameter.default is not parameter.empty:
             settings["default"] = parameter.default
-        # What has no default must be given, unless the type says otherwise.
         settings.setdefault("required", "default" not in settings)
-        # Before the star are arguments, and after it options.
         if parameter.kind is not parameter.KEYWORD_ONLY and not is_dataclass(function):
             if settings.pop("multiple", False):
                 settings["nargs"] = -1
@@ -149,7 +146,6 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
 def _settings(hint: Any) -> dict[str, Any]:
     """Return what the type of a parameter says of it, as arguments of `click.Option`."""
     origin, (first, *others) = get_origin(hint), get_args(hint) or (hint,)
-    # What stands beside a type adds to what the type says.
     if origin is Annotated:
         settings = _settings(first)
         for said in others:

@@ -160,13 +160,11 @@ class SettingOptions:
         from perseus_planner.plans.job import Settings, read_settings, schedule_of
         from perseus_planner.schedules.pipeline import Transfer
 
-        # Only options that are given replace what the job file says.
         given = _given(self)
         if self.schedule is not None:
             given["schedule"] = schedule_of(self.schedule, Path())
         if self.transfer is not None:
             given["transfer"] = Transfer(self.transfer, self.transfer)
-        # A profile alone is a job with nothing but that.
         settings = read_settings(path) if kind_of(path) == "job" else Settings(profile=path)
         return replace(settings, **given)
 
@@ -327,7 +325,6 @@ def plan(
         again = None
         if len(plans) == 1:
             again = pipelines.frontiers[0].measuring_again(plans[0], **limits.arguments())
-        # The closer bound takes its own search, so it is made only if it is asked for.
         if bound:
             pairs = zip(pipelines.frontiers, plans, strict=True)
             plans = tuple(of.with_point_bound(each) for of, each in pairs)

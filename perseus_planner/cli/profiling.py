@@ -171,7 +171,6 @@ def profile(
             if again is not None:
                 settings_of_sweep = replace(settings_of_sweep, control=again.profile.control)
             result = _measure(stages, settings_of_sweep, rows, target, folder, progress, again)
-        # Rows are on the disk as soon as they are measured, so the user is told how to go on.
         except KeyboardInterrupt:
             if stages.stage is not None:
                 click.echo(
@@ -397,7 +396,6 @@ def calibrate(
     result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
     text = calibration_text(result)
     written = list[Path]()
-    # Nothing is replaced without being asked for.
     if output is None:
         text += "\nNothing is written; add -o FILE."
     else:
@@ -431,7 +429,6 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
         raise UsageError(
             f"--measured: {len(times_s)} times for {len(plans)} plans; give one for each"
         )
-    # Times belong to the plans in the order in which they were named.
     left_s = iter(times_s)
     for path in paths:
         if path.is_dir():

@@ -104,7 +104,6 @@ def show(
     plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
     The trace of a run has all iterations whose computations were kept.
     """
-    # Two runs have a table of their own, and none of the files of one.
     if run2 is not None:
         others = (plot, figure, beside, perfetto, table, blocking_power_w)
         _show_pair(file, run2, has_more=any(others))
@@ -126,7 +125,6 @@ def show(
     if table is not None and view.csv is None:
         raise UsageError(f"--csv {table}: {file} has no iterations; name a run folder")
     if plot is not None:
-        # A figure of a report takes several files, and else the file draws itself.
         from perseus_planner.views import figures
 
         if figure is not None:
@@ -192,7 +190,6 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
         raise UsageError(
             f"--blocking-power: is for plans of Kareus, and {path} has none; leave it out"
         )
-    # Kinds of files that extensions bring are shown by them.
     shown = extensions.places("shown")
     if kind is not None and kind in shown:
         return _View(*extensions.load(shown[kind])(path))
@@ -246,7 +243,6 @@ def _plan_view(file: Path) -> _View:
     plan = Plan.load(file)
     summary = summarize_timeline(plan)
 
-    # Figures are drawn only if they are asked for, as drawing takes a library of its own.
     def draw(figures: Any) -> Any:
         subtitle = f"{si(plan.time_s, 's')}, {si(plan.energy_j, 'J', 5)}"
         return figures.draw_gantt([chart_plan(str(plan.schedule), plan, subtitle)], plan.control)

@@ -146,7 +146,6 @@ def read_table(path: Path) -> Table:
     cut: str | None = None
     for cells in table:
         row = _row(cells, setting)
-        # Two rows of one clock cannot both be right.
         earlier = seen.setdefault(row[:3], cells.where)
         if earlier != cells.where:
             what = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"

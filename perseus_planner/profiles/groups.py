@@ -197,7 +197,6 @@ def within_power_limit(profile: Profile, limit_w: float) -> Profile:
         key: tuple(row for row in rows if power_w(row) <= most_w)
         for key, rows in profile.measurements.items()
     }
-    # Without any clock left, a computation could not run within the limit.
     for (stage, kind), rows in kept.items():
         if not rows:
             least_w = min(map(power_w, profile.measurements[stage, kind]))

@@ -142,7 +142,6 @@ def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[
             ways[name] = restore(Mode, mode)
         except PlannerError as problem:
             raise error(f"{where}, {name}, {problem}") from None
-    # The own way comes first, also where it is not written.
     return MappingProxyType({OWN: ways.pop(OWN, Mode()), **ways})
 
 

@@ -158,7 +158,6 @@ class Profile(Checked, error=ProfileError):
         object.__setattr__(
             self, "measurements", MappingProxyType({key: table[key] for key in order})
         )
-        # The other fields are checked by their rules.
         super().__post_init__()
         self._check_modes()
         for name in _OF_STAGES:
@@ -600,7 +599,6 @@ def _built(path: Path, **rest: Any) -> tuple[Profile, Table]:
     """Return the profile of the CSV at `path`, which errors name, and the table."""
     table = read_table(path)
     by_key: dict[tuple[int, str], list[Measurement]] = {}
-    # Rows of a CSV may stand in any order.
     for row in table.rows:
         option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
         by_key.setdefault((row.stage, row.kind), []).append(option)

@@ -208,7 +208,6 @@ class Curves:
         def slope(at: Floats, value: float) -> Floats:
             return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
 
-        # Logarithms keep scales above 0.
         log_estimate = np.log(self.scales)
         inverse = _FIRST * np.eye(len(log_estimate))
         value = cost(log_estimate)

@@ -263,13 +263,11 @@ def fold(entries: Iterable[Entry], most: int | None = None) -> tuple[Entry, ...]
     """
     sums: dict[tuple[int, int | None], Entry] = {}
 
-    # Entries of one attempt and plan are one.
     def put(entry: Entry) -> None:
         sums[entry.key] = sums[entry.key] + entry if entry.key in sums else entry
 
     for entry in entries:
         put(entry)
-    # The oldest are added up first, so that the newest stay apart.
     while most is not None and len(sums) > most:
         oldest = min((key for key in sums if key != _OLDER), key=_age)
         put(replace(sums.pop(oldest), attempt=0, version=None))

@@ -180,7 +180,6 @@ def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, An
         for computation in asked
         if computation.set_end_s is not None and computation.asked_s is not None
     )
-    # Means of both clocks are over the same computations.
     with_clocks = [
         computation
         for computation in computations

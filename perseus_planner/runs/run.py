@@ -333,7 +333,6 @@ def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:
     squares = 0.0
     freedom = 0
     for rank in ranks:
-        # By computation, as each has a duration of its own.
         of_iterations: dict[int, list[float]] = {}
         durations_s: dict[str, dict[int, float]] = {}
         for number in [row.iteration for row in rank.counted(version)]:

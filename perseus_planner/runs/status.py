@@ -46,7 +46,6 @@ def upgraded(value: Any) -> Any:
     """Return a status that is to be read, in today's form if 0.3 wrote it: without a text, and with
     its columns beside the phase.
     """
-    # Files of today have a text, and are left as they are.
     if not isinstance(value, dict) or "phase" not in value or "text" in value:
         return value
     own = {name: value[name] for name in _OWN_FIELDS if name in value}

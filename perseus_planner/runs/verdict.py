@@ -198,7 +198,6 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
     time_s, planned_s = _iteration_s(ranks)
     ratio = time_s / planned_s
     off_s = abs(time_s - planned_s)
-    # So little is called planned.
     if off_s < (1 - 1e-9) * OFF * planned_s:
         return None
     # Shorter is told like longer, with the sign turned.

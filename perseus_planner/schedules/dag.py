@@ -260,7 +260,6 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
         if isinstance(nodes[node], Computation):
             programs[ranks[node]].append(node)
     computed = [node for program in programs for node in program]
-    # Operations have their places behind all computations.
     operations = {node: work for node, work in nodes.items() if isinstance(work, Operation)}
     place = {node: i for i, node in enumerate([*computed, *operations])}
     # The previous node of the rank first, as in `pipeline_iteration`, then the others by their

@@ -231,7 +231,6 @@ def pipeline_iteration(
                 )
     predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(waits)))
     lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(waits)))
-    # Lags of 0 are left out, so that equal iterations compare equal.
     lagging = any(lag_s for node_lags_s in lags_s for lag_s in node_lags_s)
     kinds = _kinds(schedule, variants)
     return Iteration(schedule, predecessors, lags_s if lagging else (), tuple(added), kinds)

@@ -240,7 +240,6 @@ def find_layout_flaw(ranks: Ranks) -> Flaw | None:
                 if text:
                     return Flaw(rank, position, text)
                 seen.add(computation)
-    # A stage that is missing shows only when all ranks were read.
     text = _hole("stage", holder)
     return Flaw(*holder[max(holder)], text) if text else None
 
@@ -343,7 +342,6 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     rank = next((rank for rank, order in enumerate(ranks) if reached[rank] < len(order)), None)
     if rank is None:
         return None
-    # From a rank that is stuck to the one that it waits for, until a rank comes again.
     chain: dict[int, tuple[Computation, Computation]] = {}  # rank -> what waits, and for what
     while rank not in chain:
         head, other = _unmet(ranks, reached, rank, place, last_stage)
@@ -410,7 +408,6 @@ def _closed(
 
 def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
     """Return how many cells each rank completes if all run as far as they can."""
-    # Ranks are woken by what they wait for, so each computation is looked at a few times only.
     reached = [0] * len(ranks)
     done: set[Computation | None] = {None}
     waiting: dict[Computation | None, list[int]] = defaultdict(list)
@@ -426,7 +423,6 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
                 break
             done.update(cell)
             reached[rank] += 1
-            # Whoever waited for this one may go on.
             for computation in cell:
                 able += waiting.pop(computation, ())
     return reached

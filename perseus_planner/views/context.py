@@ -90,10 +90,8 @@ def context_of_plan(plan: Plan) -> Context:
 
 
 def _context(source: Profile | Plan, iteration: Iteration | None, **known: Any) -> Context:
-    # What a profile and a plan both say has the same names in both.
     for name in ("origin", "gpu", "control", "gpus_per_stage", "blocking_power_w", "overhead_s"):
         known[name] = getattr(source, name)
-    # A profile alone describes no iteration.
     if iteration is None:
         return Context(**known)
     return Context(

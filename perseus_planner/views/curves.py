@@ -173,7 +173,6 @@ def calibration_text(result: Calibration) -> str:
     """Return the text that `planner calibrate` prints: the overhead and the predicted time,
     before and now.
     """
-    # All times with six digits, as the differences are small.
     before, now = (si(time_s, "s", 6) for time_s in (result.predicted_before_s, result.predicted_s))
     overheads = [si(value, "s", 6) for value in (result.overhead_before_s, result.overhead_s)]
     several = len(result.plans) > 1
@@ -381,7 +380,6 @@ def _marked_times(frontier: Frontier) -> list[tuple[float, str]]:
         ]
     )
     marks: list[tuple[float, str]] = []
-    # Marks that differ by rounding only are one point.
     for time_s, mark in special:
         if marks and _is_same(time_s, marks[-1][0]):
             mark = f"{marks.pop()[1]}; {mark}"
@@ -510,7 +508,6 @@ class FrontierChart:
 def chart_frontier(frontier: Frontier) -> FrontierChart:
     """Return the chart of a frontier alone: its bound, the baseline and the special points."""
     count = len(frontier.times_s)
-    # Both ends are kept, and points between them evenly.
     last = min(count, _MOST_POINTS) - 1
     kept = sorted({round(k * (count - 1) / max(1, last)) for k in range(last + 1)}, reverse=True)
     origin = origin_label(frontier.profile.origin)

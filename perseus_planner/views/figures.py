@@ -475,7 +475,6 @@ def _draw_chart(
     for row, (lane, values) in enumerate(zip(chart.lanes, shades, strict=True)):
         spans = spans_s(lane)
         fill = [_UNKNOWN if value is None else colours.to_rgba(np.array(value)) for value in values]
-        # Waiting is drawn below, and what runs lies over it.
         place = (row - _HEIGHT / 2, _HEIGHT)
         axes.broken_barh([(0.0, chart.time_us / 1e6)], place, facecolors=_WAITING)
         axes.broken_barh(spans, place, facecolors=fill, edgecolors="black", linewidth=0.2)
@@ -492,7 +491,6 @@ def _draw_chart(
             _LATE,
         )
         _draw_lines(axes, row, [span for span, us in late if us == NEVER], _NEVER_SET)
-    # The first rank is on top, as programs are read.
     axes.set_ylim(len(chart.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(chart.lanes)))
     axes.set_ylabel("rank")
@@ -519,7 +517,6 @@ def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Line2D | Patch] = [Patch(color=_WAITING, label="waiting")]
-    # Only marks that occur are explained.
     late = {
         us if us == NEVER else 0 for lane in lanes for us in lane.late_us or () if us is not None
     }
@@ -544,7 +541,6 @@ def draw_curves(profile: Profile) -> Figure:
     from matplotlib.figure import Figure
 
     stages = profile.stages
-    # A stage has axes of its own, four beside each other.
     rows = ceil(stages / _COLUMNS)
     columns = min(stages, _COLUMNS)
     figure = Figure(figsize=(1.0 + 3.4 * columns, 0.8 + 2.8 * rows), layout="constrained")
@@ -568,7 +564,6 @@ def draw_curves(profile: Profile) -> Figure:
 
 
 def _draw_curve(axes: Axes, curve: MeasuredCurve) -> None:
-    # The hull is by clocks, of which each has one point.
     by_clock = {point.clock: point for point in curve.points}
     hull = [by_clock[clock] for clock in curve.hull]
     (line,) = axes.plot(

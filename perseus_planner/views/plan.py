@@ -223,7 +223,6 @@ def plan_text(summary: PlanSummary) -> str:
             [summary.power_w, summary.baseline_energy_j / summary.baseline_time_s],
         ),
     ]
-    # Cells are padded for a table of their own, so the padding goes.
     names, plan, baseline = (list(map(str.strip, cells)) for cells in zip(*rows, strict=True))
     columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
     most = counted(summary.most_changes, "time")
@@ -243,7 +242,6 @@ def plan_text(summary: PlanSummary) -> str:
         f"In the mode {mode}: {counted(count, 'computation')}."
         for mode, count in summary.modes.items()
     ]
-    # A probability is told only if the plan was made for one.
     if summary.on_time is not None:
         notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
     if summary.measuring_again is not None:
@@ -279,7 +277,6 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
     interval = f"{100 * INTERVAL:g} %"
     ratio = sure.time_ratio
     saved = sure.saved_share
-    # A limit is on the time, or on the power.
     expected = ""
     if sure.limit_ratio is not None:
         limit = f"takes at most {sure.limit_ratio:.4f}x the time of {baseline}"

@@ -152,7 +152,6 @@ def chart_iterations(sources: Sources) -> tuple[tuple[GanttChart, ...], tuple[st
     """
     charts = list[GanttChart]()
     left_out = list[str]()
-    # Full clocks come first, as all savings are against them.
     if sources.before is not None:
         note = "before: the baseline of every saving"
         charts.append(chart_plan(ALL_MAXIMUM, sources.before, note))
@@ -205,7 +204,6 @@ def chart_sources(sources: Sources) -> FrontierChart:
         left_out.append(str(error))
         other_planners = {}
     for name, choose in other_planners.items():
-        # A rule may not apply to this schedule, which is said in its place.
         try:
             peers.append(
                 _point_of(name, "peer", frontier.plan_of(choose(frontier.dag, deadline_s)))
@@ -256,7 +254,6 @@ def report_text(report: EnergyReport) -> str:
     accounts = "".join(
         f"{name}: {account_text(run.total, saves=True)}\n" for name, run in report.runs.items()
     )
-    # Savings may have different origins, so each is named with its own.
     origins = "; ".join(f"{saving.name}: {saving.energy_origin}" for saving in report.savings)
     return (
         f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
@@ -386,7 +383,6 @@ def _unbroken(value: Any) -> Any:
 
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
     """Return the columns of what is saved: per iteration, per day, and in the run."""
-    # A run may have one row more, over all of its iterations.
     rows = [
         {"name": f"{saving.name}{_pipelines(saving, report)}, {what}", **asdict(cost)}
         for saving in report.savings
@@ -418,7 +414,6 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
         of = _pipelines(saving, report)
         energy = saving.energy_origin
         time = saving.time_origin
-        # One origin is said once.
         origin = energy if energy == time else f"time {time}, energy {energy}"
         before = saving.baseline_efficiency
         baseline = (saving.baseline, saving.baseline_time_s, saving.baseline_energy_j, before)

@@ -314,7 +314,6 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
     by_reason: dict[str, list[tuple[int, int]]] = {}
     for rank in run.ranks:
         for row in rank.iterations:
-            # An iteration without a plan has no reason of its own.
             if not row.is_as_planned:
                 by_reason.setdefault(row.deviation or NO_PLAN, []).append(
                     (row.iteration, rank.rank)
@@ -621,7 +620,6 @@ def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], lis
     # Old attempts are added up, so that the table stays short.
     if (older := attempts[:-_MOST_ATTEMPTS]) != []:
         shown.insert(0, reduce(Entry.__add__, older))
-    # One attempt is its own sum.
     if len(shown) > 1:
         shown.append(whole := reduce(Entry.__add__, shown))
     else:
@@ -793,7 +791,6 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
         summary: The run.
         unit: The unit of its clocks.
     """
-    # A single pipeline needs no column.
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank = [Column("rank", "rank"), *several]
     mean = [

@@ -77,7 +77,6 @@ class Sources:
     names: tuple[str, ...] = ()  #: names of the files, in the order in which they were given
 
     def __post_init__(self) -> None:
-        # A frontier has its profile inside.
         if self.profile is None and self.frontier is not None:
             object.__setattr__(self, "profile", self.frontier.profile)
         if self.profile is None and not (self.plans or self.runs or self.kareus):
@@ -230,7 +229,6 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
             kinds = len(job.profiles)
             raise UsageError(f"the job file has {kinds} kinds of pipelines; {_ONE_KIND}")
         profile = job.profiles[0]
-    # A run without a plan may have learnt a profile.
     if profile is None and not (frontiers or plans or is_planned):
         profile = _learnt(runs)
     configurations = tuple(chain.from_iterable(kareus.values()))
@@ -760,7 +758,6 @@ def _saving_sentences(
         f"iteration: {100 * abs(saving.saved_share):.1f} % "
         f"{'less' if saving.saved_j >= 0 else 'more'} energy than {saving.baseline}, and {slower}."
     )
-    # One without the other leaves nothing to compare.
     if before is None or after is None:
         return
     lower = sum(
@@ -784,7 +781,6 @@ def _bottleneck_sentences(
     found: Bottleneck, before: IterationEnergy, planned: IterationEnergy | None
 ) -> Iterator[str]:
     busy = f"{si(found.busy_s, 's', 3)} of {si(found.time_s, 's', 3)}"
-    # One rank has nobody to wait for.
     if len(before.ranks) == 1:
         return
     # Waiting comes from the schedule then, and not from a rank.
@@ -806,7 +802,6 @@ def _bottleneck_sentences(
         "than the median rank"
     )
     shorter = 1 - found.balanced_time_s / found.time_s
-    # Shorter by so little is not worth the work.
     if shorter > _ALIKE:
         text += (
             f"; with equal work on all ranks, an iteration would be {100 * shorter:.1f} % shorter"
@@ -829,7 +824,6 @@ def _move_text(found: Bottleneck) -> str:
     """Return which layers to move from where to where, and the layout to type."""
     assert found.layouts is not None
     now, better = found.layouts
-    # The layout is already the best of its kind.
     if now == better:
         return f"No move of a layer of its layout, {now}, makes the slowest rank faster"
     changes = [after - before for before, after in zip(now.layers, better.layers, strict=True)]

@@ -427,7 +427,6 @@ def _details(row: IterationRecord, record: ComputationRecord, plan: Plan | None)
         planned = plan.measurement(record.computation)
         details["planned_seconds"] = planned.time_s
         details["planned_joules"] = planned.energy_j / plan.gpus_per_stage
-    # Microseconds, as a change of clock takes some thousand of them.
     if record.set_end_s is not None:
         details["clock_set_after_us"] = _ns(record.set_end_s - record.begin_s) / 1000
     if record.is_late or record.is_overtaken:

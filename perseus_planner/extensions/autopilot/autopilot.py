@@ -524,7 +524,6 @@ class Autopilot:
         is_open = np.zeros((self.job.ranks, options), dtype=bool)
         for rank, classes in enumerate(search.classes):
             first, stop = search.problem.rank_start[rank : rank + 2]
-            # Full clocks are tried only on a rank whose plan has none left.
             is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
             for option in range(1, options):
                 # A clock that was tried lately may not be observed yet.

@@ -192,7 +192,6 @@ class Learner:
                 mean_s = math.exp(float(self.times.mean[row, first]))
                 expected_s[self.job.clocks_mhz[first]] = mean_s * factor
             told = time_at_last_clock(computation, expected_s)
-            # Clocks that the job may not set are not rows.
             if told is not None and told[0] in self._number:
                 yield microbatch, row, self._number[told[0]], told[1]
 
@@ -282,7 +281,8 @@ class Learner:
             for g, m in medians.items()
             if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
         }
-        # A GPU has changed if one iteration shows it by far, or several in a row do.
+        # One iteration tells that a GPU has changed if it does so by far, or if times have no
+        # tails; else several must.
         for g, more in self._apart.items():
             is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
             if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
@@ -293,7 +293,6 @@ class Learner:
                 self._apart[g] = ()
         top = known & self._is_full(row, clock)
         self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
-        # What the iteration had in common is no row's.
         value -= self.common
         # Rows that were learnt anew cannot tell what a microbatch had in common.
         known &= ~self._changed(row, clock, value, known)
@@ -437,7 +436,6 @@ class Learner:
         margin: float = 0.0,
     ) -> list[Costs]:
         """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
-        # One set of tables for each iteration, as each is asked for several times.
         if self._tables is None:
             self._tables = self.times.tables(between=self._learn)
         tables = self._tables
@@ -454,7 +452,6 @@ class Learner:
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks = self.job.ranks
         all_costs = []
-        # Pipelines differ by the factors of their GPUs and by nothing else.
         for pipeline in range(self.job.pipelines):
             factor = self.times.factor[pipeline * ranks : (pipeline + 1) * ranks][self._class_rank]
             all_costs.append(Costs(table * factor[:, None], power_w, waiting_w))

@@ -203,7 +203,6 @@ class OneClock:
         self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
         self._measured: set[int] = set()  #: positions of values whose time and energy are
         for index, value in enumerate(self.values):
-            # Rows of the prior teach the shape, as blocks do later.
             if index and top in rows and value in rows:
                 time = math.log(rows[value].time_s / rows[top].time_s)
                 energy = math.log(rows[value].energy_j / rows[top].energy_j)
@@ -289,7 +288,6 @@ class OneClock:
             (((value,),),) * self.job.pipelines,
             self._ledger,
             trials=int(self._index > 0 and self._index not in self._measured),
-            # Full clocks are known as well, once their power is.
             unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
             # Before any comparison, nothing is known of what a value takes.
             time_s=self._seconds(self._index) if self._measured else None,

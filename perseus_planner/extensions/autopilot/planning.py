@@ -226,7 +226,6 @@ class Searcher:
             if self._max_changes not in by_budget:
                 return None
             clocks = by_budget[self._max_changes]
-        # Back from clocks and modes to options.
         number_of = {clock: i << self._bits for i, clock in enumerate(job.clocks_mhz)}
         in_modes = [job.modes.index(mode_of(kind)) for _, kind in frontier.dag.iteration.keys]
         plan = np.array([number_of[clock] for clock in clocks]) | in_modes
@@ -263,7 +262,6 @@ class Searcher:
             # Clocks are merged upward only, so that the iteration gets no later.
             slower = [-c for c in clocks[first:stop].tolist()]  # a lower number is a higher clock
             fewer = np.negative(with_fewer_changes(slower, most)) << bits
-            # Only clocks are merged; each computation keeps its mode.
             joined[first:stop] = fewer | program[first:stop] & self._mask
         return joined
 
@@ -313,7 +311,6 @@ class Searcher:
                 # most.
                 news = {spot: self._news(spot, settled) for spot in spots}
                 for spot in sorted(spots, key=lambda spot: -int(news[spot][clock])):
-                    # A spot whose rows are all settled would teach nothing.
                     deepest = self._deepest(
                         trial, rank, spot, clock, still_open & (news[spot] > 0), fits
                     )

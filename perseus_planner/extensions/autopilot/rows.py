@@ -125,7 +125,6 @@ class TimeRows:
         if len(misses) < _ENOUGH:
             return
         self._noted += 1
-        # The first iterations count alike, and later ones by an exponential mean.
         weight = 1 / min(self._noted, _REMEMBERED)
         # A pause is no noise, however long it was.
         clipped = np.clip(misses, -_LONGEST, _LONGEST)
@@ -195,7 +194,6 @@ class TimeRows:
             if len(rows):
                 mean[rows], error[rows], apart[rows] = self._process(int(kind), rows, refit=refit)
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
-        # Such a class is expected to take as long as in the training's own way.
         mean[~based] = mean[self._own[~based]]
         error[~based] = _NEW
         # What nobody measured is bounded by physics, and by how far measured rows exceed that.
@@ -248,7 +246,6 @@ class TimeRows:
         )
         bound = before + self._x
         bound[:, 0] = self.mean[:, 0]
-        # Full clocks bound others and are not bounded.
         bounded = known[:, 1:]
         variance = self.variance()
         error = np.sqrt(variance[:, 1:] + variance[:, :1])
@@ -280,7 +277,6 @@ class TimeRows:
         value = self.mean[rows][known] - top[stage] - _SLOPE * x[clock]
         noise = self.variance()[rows][known]
 
-        # Each row adds its own noise to what rows have in common.
         def of_rows(scales: tuple[float, float]) -> Floats:
             return _covariance(x, stage, clock, stage, clock, *scales) + np.diag(noise)
 
@@ -364,7 +360,6 @@ def _covariance(
     # A step at a clock is of that clock alone, and the top one has none.
     there = (clock[:, None] == other_clock) & (clock[:, None] > 0)
     wave = bend**2 * np.minimum.outer(a, b) + step**2 * there
-    # What stages share, and for rows of one stage what is its own.
     covariance: Floats = (
         _SLOPE_DOUBT**2 * np.outer(a, b)
         + wave
@@ -418,7 +413,6 @@ class PowerRows:
         x = clocks / clocks[0]
         # Knots are fewer than clocks, because power is smooth over the clock.
         knots = np.linspace(x[0], x[-1], min(_KNOTS, len(clocks))) if len(clocks) > 1 else x
-        # Power at a clock is linear in the powers at the knots around it.
         self._hats = np.array(
             [np.interp(-x, -knots, unit_row) for unit_row in np.eye(len(knots))]
         ).T  # (clocks, knots)
@@ -465,7 +459,6 @@ class PowerRows:
             step_s: between updates of the counter.
         """
         rank = gpu % self._ranks
-        # Seconds of each row and of waiting are the factors of their powers in the energy.
         time_s = float(seconds.sum()) + waiting_s
         row = np.zeros(len(self._mean))
         row[: self._waiting] = (seconds @ self._hats).ravel()
@@ -505,7 +498,6 @@ class PowerRows:
         size = self._waiting
         hats = self._hats
         mean = self._mean[:size].reshape(self._classes, self._knots) @ hats.T
-        # Only the knots of one class at a time enter a row's variance.
         blocks = [
             self._covariance[i : i + self._knots, i : i + self._knots]
             for i in range(0, size, self._knots)

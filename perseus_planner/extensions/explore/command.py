@@ -367,7 +367,6 @@ def explore(
     from perseus_planner.extensions.explore.explore import explore as exploring
     from perseus_planner.extensions.explore.transformer import name_of
 
-    # Tensor degree, microbatch and recomputation are chosen, so only the rest is given.
     shape = _changed(
         model,
         sequence=job_gpus.sequence,
@@ -388,7 +387,6 @@ def explore(
     result = views.exploration_view(name_of(model), job_gpus.gpus, explored, vars(run))
     written: list[Path] = []
     if output is not None:
-        # Fewer than three may be left, and then the last of them is written.
         row = explored.first[min(job, len(explored.first)) - 1]
         written += views.write_job(row, explored, output)
     console.report(result, views.exploration_text(result), written)

@@ -125,7 +125,6 @@ class Configuration:
     def rank_parameters(self) -> Floats:
         """Parameters on each GPU of each rank: a row of those of experts, one of all others."""
         shape = self.shape
-        # A rank holds all layers of its stages, also with virtual stages.
         layers = np.bincount(self.stage_ranks, self.held_layers)
         words = shape.vocabulary * shape.hidden
         # Experts are divided among more GPUs than the rest, so they are counted apart.
@@ -145,7 +144,6 @@ class Configuration:
     def name(self) -> str:
         """What tells it from others of the same model, in one word."""
         shape = self.shape
-        # Only uneven splits need their layers in the name.
         virtual = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
         counts = [(layers, len(list(same))) for layers, same in groupby(self.split)]
         runs = [f"{layers}" if count == 1 else f"{count}*{layers}" for layers, count in counts]

@@ -85,7 +85,6 @@ def points_of(phases: Phases, system: System, count: int = 0) -> Floats:
     """
     gpu = system.gpu
     clocks = np.array(gpu.clocks_mhz, dtype=float)
-    # An empty stage takes no time at any clock, and has rows all the same.
     if phases == Phases():  # an empty stage
         return np.stack([clocks, *np.zeros((2, len(clocks)))])
     load = phases.load(system)
@@ -223,7 +222,6 @@ class CurveMaker:
         """Return the exact curve of the whole job."""
         job = candidate.job
         few = self._solved_counts(job)
-        # Small iterations are solved as they are.
         if len(few) == 1:
             return self._solved(candidate, job.microbatches)
         one, two = (self._solved(candidate, count) for count in few)
@@ -312,7 +310,6 @@ class CurveMaker:
         # Solved iterations are of few microbatches, and shares do not depend on how many.
         per_gpu = self._solved_counts(job)[0] * job.shape.tensor_degree * job.shape.context_degree
         shares = {name: j * per_gpu / frontier.baseline_energy_j for name, j in parts.items()}
-        # What is none of these is waiting.
         return {**shares, "waiting": 1 - sum(shares.values())}
 
     def profile(
@@ -423,7 +420,6 @@ def estimate(
         calibration: A measured stage.
         kinds: Of the computations.
     """
-    # Without a calibration the model's own curves are the estimate.
     stages = job.stage_phases(system)
     profile = CurveMaker(system).profile(job, stages, kinds=kinds)
     if calibration is None:

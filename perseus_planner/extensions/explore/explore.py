@@ -149,7 +149,6 @@ def split_choices(
         even = [job]
     else:
         even = [replace(job, split=split_layers(job.shape.layers, len(job.split)))]
-    # One stage cannot be split in another way.
     if len(job.split) == 1:
         return even
     # Embedding and head take time, so stages with them should have fewer layers.
@@ -234,13 +233,11 @@ def _configurations(
 def _groups(model: Transformer, system: System, gpus: int) -> Iterator[tuple[int, int, int]]:
     """Yield tensor, context and expert degrees, the latter powers of 2."""
     for tensor in range(1, min(gpus, system.gpus_per_node, _MAX_TENSOR) + 1):
-        # A tensor group needs heads, widths and vocabulary that it can divide.
         if not _shares(model, tensor):
             continue
         # Sequences are divided from some thousand tokens on, and evenly.
         for context in _powers(min(gpus // tensor, model.sequence // _CONTEXT)):
             if model.sequence % context == 0:
-                # Experts are divided among the GPUs of the job, and never add any.
                 for expert in _powers(min(gpus, model.experts)):
                     if max(1, model.experts) % expert == 0:
                         yield tensor, context, expert
@@ -251,7 +248,6 @@ def _pipelines(
 ) -> Iterator[Configuration]:
     group = shape.tensor_degree * shape.context_degree
     for ranks in _RANKS:
-        # Every rank needs a layer, and all GPUs must be there.
         if ranks > min(shape.layers, choices.gpus // group):
             break
         # Data-parallel pipelines have equal numbers of microbatches, so they divide the batch.
@@ -368,7 +364,6 @@ class Objective:
             return float(until[place]), float(values[place])
         if self.power_w is not None:
             return _within_power(times_s, energies_j, self.power_w)
-        # Points rise in time, so the first is the fastest.
         place = int(np.argmin(energies_j)) if self.least_energy else 0
         return float(times_s[place]), float(energies_j[place])
 
@@ -458,7 +453,6 @@ class Exploration:
         # Without a layout of one's own, the comparison is with even layers.
         even = job.layout.with_layers(split_layers(job.shape.layers, stages))
         before = given or even
-        # Only the split differs, so the difference in time is that of the split.
         other = replace(job, split=before.layers)
         needed = memory(other, self.maker.system)
         reference = Candidate(other, candidate.times, needed)
@@ -611,7 +605,6 @@ class _Search:
             gains = np.where(np.isfinite(bounds_j), 1 - bounds_j / self.envelope_j, -np.inf).max(
                 axis=1
             )
-        # What is solved gains nothing more.
         gains[list(self.curves)] = -np.inf
         most = int(np.argmax(gains))
         return most if gains[most] > _GAIN else None
@@ -727,7 +720,6 @@ def _within_power(
         return None
     # Points rise in time, and power falls along them.
     place = int(within[0])
-    # Even the fastest is within the power.
     if place == 0:
         return float(times_s[0]), float(energies_j[0])
     (low_s, high_s), (low_j, high_j) = (
@@ -761,7 +753,6 @@ def forecast(
     """
     job = row.candidate.job
     seconds = tokens / row.tokens_per_s
-    # Joules of GPUs, to which nodes and the data center add.
     gpu_kwh = tokens * row.j_per_token / _J_PER_KWH
     beside_w = system.node_overhead_w, system.node_overhead_most_w
     nodes = job.gpus / system.gpus_per_node  # parts of a node count as such

@@ -123,7 +123,6 @@ class _Layer:
     def __init__(self, shape: Transformer, group: Any) -> None:
         self._shape = shape
         self._group = group
-        # Each GPU has its share of heads, and of the feed-forward block.
         inner, keys = (
             heads * shape.head_size for heads in (shape.heads_per_gpu, shape.kv_heads_per_gpu)
         )

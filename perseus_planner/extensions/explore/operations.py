@@ -620,7 +620,6 @@ def stage_totals(shape: Transformer, split: Sequence[int]) -> list[dict[str, Tot
             kind: _total(zip(times, (part[kind] for part in parts), strict=True), shape)
             for kind in "FIW"
         }
-        # B runs both parts.
         found["B"] = Total(*map(sum, zip(found["I"], found["W"], strict=True)))
         stages.append(found)
     return stages
@@ -706,14 +705,12 @@ class LayerTimes:
             for layers in set(split)
         }
         stage_phases = [alike[layers] for layers in split]
-        # A module of prediction is a layer and a head more.
         for stage, modules in enumerate(predictions):
             if modules:
                 stage_phases[stage] = {
                     kind: phases + (self.layer[kind] + self.head[kind]) * modules
                     for kind, phases in stage_phases[stage].items()
                 }
-        # Embedding and head are beside the layers of their stages.
         for stage, more in ((0, self.embedding), (-1, self.head)):
             stage_phases[stage] = {
                 kind: phases + more[kind] for kind, phases in stage_phases[stage].items()
@@ -734,7 +731,6 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
         # The list of the embedding's passes is complete; that of a layer lacks copies and dropout.
         on = replace(system, passes=1.0) if name == "embedding" else system
         parts[name] = {kind: phases_of(some, shape, on) for kind, some in operations.items()}
-        # B runs both parts, one after the other.
         parts[name]["B"] = parts[name]["I"] + parts[name]["W"]
     # Times of the host are known of layers alone.
     parts["layer"] = {
@@ -862,7 +858,6 @@ def _with_host(phases: Phases, kind: str, shape: Transformer, system: System) ->
 
 def _measured(times: LayerTimes, shape: Transformer, system: System) -> LayerTimes:
     """Scale the phases to the measured times, if there are any for this shape."""
-    # Only shapes that were measured are corrected.
     measured = system.kernels.get(kernel_key(shape))
     if measured is None:
         return times

@@ -658,7 +658,6 @@ def _with_experts(found: dict[str, Any]) -> dict[str, Any]:
     shared = found.pop("shared_experts", 0)
     # A model may have experts in every so many-th layer, which counts as fewer layers with experts.
     every = found.pop("expert_every", 1)
-    # Without experts, what is said of them has no meaning.
     if not found.get("experts"):
         unused = ("experts_used", "expert_ffn", "shared_ffn", "dense_layers", "routed_nodes")
         return {name: value for name, value in found.items() if name not in unused}
@@ -670,7 +669,6 @@ def _with_experts(found: dict[str, Any]) -> dict[str, Any]:
 
 def _with_windows(found: dict[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the attributes with how often a layer has no window, as `layer_types` says."""
-    # Without windows, nothing is said of layers without one.
     if not found.get("window"):
         return {name: v for name, v in found.items() if name not in ("global_every", "chunked")}
     kinds = config.get("layer_types")

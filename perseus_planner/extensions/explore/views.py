@@ -49,7 +49,6 @@ def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[
         "blocking_power_w": profile.blocking_power_w,
         "digest": profile.digest,
         "top_clock_mhz": profile.measurements[0, "F"][0].clock_mhz,
-        # Stages without work do not count as the fastest.
         "imbalance": max(both_s) / min(filter(None, both_s)),
         "layout": str(job.layout),
         "balanced": None

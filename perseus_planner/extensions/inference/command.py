@@ -233,8 +233,6 @@ def profile(
     rows: list[ServedRow] = []
     with ExitStack() as stack:
         opened = [stack.enter_context(open_gpu(gpu)) for gpu in gpus]
-        # Everything that is opened is closed in reverse, so GPUs are restored after the last
-        # request.
         target = Server(server, model, chat=chat, text=text, key=key, limit_s=limit_s)
         stack.enter_context(closing(target))
         progress = stack.enter_context(console.progress("Measuring"))
@@ -473,7 +471,6 @@ class _Kept:
             is_dry=self.dry_run,
             tell=lambda line: click.echo(f"planner: {line}", err=True),
         )
-        # No request at all is no reason to divide by zero.
         late = 100 * result["late"] / max(1.0, result["requests"])
         text = (
             f"{result['requests']:.0f} requests in {result['time_s']:.0f} s, {late:.2f} % late; "
@@ -554,7 +551,6 @@ def run(
             end_s = time.monotonic() + start_s
             while not is_over():
                 with suppress(OSError, HTTPException):
-                    # It has answered once, so the clocks are kept from now on, until it ends.
                     reader.read()
                     kept.keep(gpus, reader, is_over)
                     break

@@ -89,7 +89,6 @@ class Histogram(NamedTuple):
         """Return how many values were above: for sure, and of those between the two bounds around
         it as many as their mean tells, if they are spread evenly around that.
         """
-        # Values of the bucket of the limit itself are unsure, and those above it are sure.
         place = bisect_right(self.bounds, most)
         counts = [b - a for a, b in zip((0.0, *self.counts), self.counts, strict=False)]
         lows = (0.0, *self.bounds[:-1])
@@ -155,7 +154,6 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
             by_source[source[1]] += value
         else:
             known[name + part] += value
-    # Buckets are cumulative in this format, so they are only put in order.
     for name, counts in buckets.items():
         bounds, below = zip(*sorted(counts.items()), strict=True)
         known[name] = Histogram(bounds, below, known[f"{name}_sum"])

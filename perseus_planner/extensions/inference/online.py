@@ -296,7 +296,6 @@ class ServerClock:
         self._chosen_s = state.time_s
         # An audit goes on once it has begun, and at full clocks none needs to begin.
         may_audit = self.index > 0 or self._audits.is_running
-        # Other clocks are compared with full ones, which must be known first.
         if self._iterations.windows < _FIRST or self._top_w is None:
             self._set(0, "learning")
         elif self.is_overdrawn:

@@ -194,7 +194,6 @@ def plan_pools(
         InfeasibleGpus: If there are too few GPUs.
         UsageError: If a class has no configuration that meets its objective.
     """
-    # A policy is a restriction of what may be chosen, so all are solved by one model.
     profile = _allowed(profile, policy)
     # Degrees are chosen first, and are kept while clocks are chosen.
     if policy == "hierarchical":
@@ -412,7 +411,6 @@ class _Model:
         for pool in _joined(first):
             power_w += pool.instances * self._idle_w[pool.at]
             pools.append(pool)
-        # Sorted, so that equal plans give equal files.
         pools.sort(key=lambda pool: (pool.longest, pool.at))
         change_j = 0.0 if self._before is None else self._costs.between(self._before, pools)
         energy_j = power_w * self._period_s + change_j

@@ -206,7 +206,6 @@ def read_results(
 def _row(
     load: _Load, setting: int, tensor_degree: int, power_w: float | None, shape: Shape | None
 ) -> ServedRow:
-    # Without a class, the mean lengths name it.
     inputs, outputs = shape or (round(load.input_tokens), round(load.output_tokens))
     return ServedRow(
         input=inputs,
@@ -273,7 +272,6 @@ def _objects(path: Path) -> list[_Part]:
         ) from error
     if not text.strip():
         raise UsageError(f"{path}: is empty; give the file that {_PROGRAMS} wrote")
-    # Not one object, so it may be one a line.
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -735,7 +735,6 @@ def save_served(rows: Sequence[ServedRow], control: str, origin: str, path: Path
     Raises:
         UsageError: If the file cannot be written.
     """
-    # The columns that name a row come first.
     names = [*dict.fromkeys((*_FIRST, *(field.name for field in fields(ServedRow))))]
     setting = "power_limit_w" if control == "power-limit" else "clock_mhz"
     cells = (

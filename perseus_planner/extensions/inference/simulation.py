@@ -135,7 +135,6 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
             time_s = output_s + inputs * (input_s - least_s)
             joules = output_j + inputs * (input_j - least_j)
             by_loop[loop].append((count, count * time_s, count * joules))
-        # In the order of requests at once, between which `Pace.decode` draws lines.
         decodes = sorted(
             (fmean(a), fmean(b), fmean(c))  # a row for each class
             for a, b, c in (zip(*loops, strict=True) for loops in by_loop.values())
@@ -253,7 +252,6 @@ class BatchingServer(Instance):
                 if until_s < math.inf:
                     steps = min(steps, max(1, math.ceil((until_s - self._now_s) / time_s)))
                 self._run(steps, time_s, energy_j)
-            # The heap is ordered by the step of the last token, so those that end stand first.
             while self._running and self._running[0][0] <= self._step:
                 _, _, request, first_s = heapq.heappop(self._running)
                 between = max(1, request.output_tokens - 1)

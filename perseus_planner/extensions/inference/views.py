@@ -85,7 +85,6 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
         raise UsageError("a plan for inference has a report of its own; name it alone")
     file = paths[0].name
     view = plan_view(read_plan(paths[0]))
-    # The baseline is the first policy.
     baseline_j = view["policies"][0]["energy_j"]
     saved = None
     if baseline_j is not None:
@@ -99,7 +98,6 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
         f"Pools for inference: {file}",
         "Energy of pools for inference",
         ("Where the energy goes", headline, assumed),
-        # Pools come first in the text, and last in the page.
         plan_sheets(view)[::-1],
     )
     cost = rates.cost(view["energy_j"])
@@ -170,7 +168,6 @@ def simulation_view(
     trace: Trace, settings: Settings, replays: Sequence[dict[str, Any]], left_out: Sequence[str]
 ) -> dict[str, Any]:
     """Return what is printed of replays, at least one, for JSON."""
-    # Only policies that were replayed have a baseline to compare with.
     baseline_j = {each["policy"]: each["energy_j"] for each in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,

@@ -253,7 +253,6 @@ def read_inference_profile(
         ProfileError: If the file cannot be read, or a row is wrong.
     """
     table = CsvFile(path, ProfileError, f"the header {_HEADER} and a row for each measurement")
-    # The header is checked before any row is read.
     table.refuse_twice(table.header)
     table.need(("input", "output", "tensor_degree"), _HEADER)
     setting, energy = (table.one_of(names, _HEADER) for names in (_SETTINGS, _ENERGIES))
@@ -417,7 +416,6 @@ class Trace:
             begin_s: seconds after the first request.
             end_s: seconds after the first request.
         """
-        # Times are in order, so a period is a slice.
         first, last = np.searchsorted(self.times_s, (begin_s, end_s))
         length_s = end_s - begin_s
         # Slots of about a minute, as instances must carry the busiest one.
@@ -475,7 +473,6 @@ def read_trace(path: Path) -> Trace:
     inputs = list[int]()
     outputs = list[int]()
     kinds = set[bool]()
-    # Rows are read in one pass, so that the first wrong one is named.
     for row in table:
         time_s, is_date = row.read(time, _TIME)
         kinds.add(is_date)

@@ -135,7 +135,6 @@ def _cheapest(
     """Return the choice of a clock for each stage with the least effective energy that meets the
     deadline, the first one of equals; `all_maximum` if none does.
     """
-    # A clock is looked up for each computation many times, so it is a table.
     tables = [{point.clock_mhz: point for point in points} for points in _measured(dag)]
     best = all_maximum(dag)
     best_j = math.inf
@@ -148,7 +147,6 @@ def _cheapest(
         # Others wait until the deadline anyway, so what waiting would draw is no cost of the
         # choice.
         effective_j = energy_j - dag.waiting_w * time_s
-        # Of equals the first one counts, so the order of the family decides.
         if time_s <= deadline_s and effective_j < best_j:
             best = _clocks(dag, points)
             best_j = effective_j
@@ -248,7 +246,6 @@ def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> 
     ]
     while True:
         chosen = [points[i] for points, i in zip(measured, indices, strict=True)]
-        # Nodes beyond the computations have no clock.
         path = [
             place
             for place in critical_path(dag, [point.time_s for point in chosen])

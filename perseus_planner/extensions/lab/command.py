@@ -156,7 +156,6 @@ def summarize_lengths(
     """
     frontier = job.frontier
     baseline = outcomes[0]
-    # How much shorter iterations were in the best order, at full clocks.
     as_is_s, reordered_s = job.reordered_s()
     return {
         "context": context_of_profile(frontier.profile, frontier.dag.iteration),
@@ -410,7 +409,6 @@ def simulate(
     cluster = Cluster(solved, pipelines, iterations, events, reaction_delay_s)
     outcomes = list[Outcome]()
     left_out = list[str]()
-    # The baseline first, as savings of the others are counted from it.
     for name in console.each("Simulating", dict.fromkeys((_BASELINE, *(policies or _DEFAULT)))):
         try:
             outcomes.append(replay(cluster, name, slowdown))
@@ -438,7 +436,6 @@ def _simulate_lengths(
     from perseus_planner.extensions.lab.command import lengths_text, summarize_lengths
     from perseus_planner.extensions.lab.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
 
-    # Fewer iterations than the file has are its first ones.
     lengths = read_lengths(path)
     if iterations is not None:
         lengths = lengths.first(COUNT.check(iterations, "iterations"))

@@ -268,7 +268,6 @@ def make_policy(
         InfeasibleError: If no iteration is as fast as the target.
         UsageError: If there is no such policy, or it does not apply to this schedule or profile.
     """
-    # Checked before anything is solved.
     if name not in POLICIES:
         raise UsageError(f"policy {shown(name)} is unknown; choose from {', '.join(POLICIES)}")
     target_s = slowdown * frontier.baseline_time_s
@@ -731,7 +730,6 @@ class UnlikeJob:
                 )
                 for work in pipelines[:, :, None]
             ]
-            # The iteration ends with its slowest pipeline.
             times_s.append(max(each.time_s for each in came))
             effective_j += [each.effective_j for each in came]
         # Effective energy leaves out waiting, which is added for the whole time of all pipelines.
@@ -756,7 +754,6 @@ class UnlikeJob:
                 f"policy {shown(policy)} does not apply to lengths; choose from "
                 f"{', '.join(LENGTH_POLICIES)}"
             )
-        # Both static plans are for microbatches that are alike.
         deadline_s = self._slowdown * frontier.baseline_time_s
         most = self._most_changes
         if policy == "planner-fixed":

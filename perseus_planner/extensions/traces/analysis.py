@@ -74,7 +74,6 @@ class Analysis:
 
 def analyse(job: TracedJob) -> Analysis:
     """Return what a job shows."""
-    # Gaps and slow workers are found first, as all the rest is told beside them.
     gaps = learn_gaps(job)
     slowdowns = _slowdowns(job)
     uses = _uses(job, slowdowns)

@@ -139,7 +139,6 @@ class _Columns:
 
     def add(self, events: list[_Event]) -> None:
         """Keep what is needed of some events."""
-        # Only whole spans are looked at; flows, counters and instants are not.
         for event in events:
             if event.ph != "X":
                 continue
@@ -345,7 +344,6 @@ def _gpu(head: _Head) -> str | None:
 
 def _operations(columns: _Columns, offset_us: float) -> Operations:
     """Return the outermost operations of all threads."""
-    # Views of the arrays, as copies would double the memory.
     begin = np.frombuffer(columns.operations["begin"])
     end = np.frombuffer(columns.operations["end"])
     numbers = {
@@ -361,7 +359,6 @@ def _operations(columns: _Columns, offset_us: float) -> Operations:
         is_outer = np.ones(len(of_thread), dtype=bool)
         is_outer[1:] = end[of_thread][1:] > reached[:-1]
         kept.append(of_thread[is_outer])
-    # Threads are put together again, in the order of time.
     places = np.concatenate(kept)
     places = places[np.argsort(begin[places], kind="stable")]
     return Operations(

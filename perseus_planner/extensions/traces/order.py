@@ -91,7 +91,6 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
         )
         for place in first_ranks
     )
-    # An order that could not run shows that a file is incomplete.
     cells = [[(each,) for each in row] for row in rows]
     flaw = find_layout_flaw(cells) or find_pipeline_flaw(cells)
     if flaw is not None:
@@ -152,7 +151,6 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
                 f"--pipelines: {len(ranks)} traces are not {count} times the same stages; correct "
                 "it, or add files"
             )
-        # The first number that fits is taken.
         layout = _fitting(ranks, count, forwards[0])
         if layout is not None:
             return layout

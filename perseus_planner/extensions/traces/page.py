@@ -78,7 +78,6 @@ def _traced_bars(job: TracedJob) -> tuple[list[_Bar], float]:
     # A middle step, as the mean of steps is none that ran.
     order = job.iterations_s[0].argsort()
     step = int(order[len(order) // 2])
-    # Times begin with the step.
     zero_s = float(job.begins_s[0, step].min())
     bars = []
     for place, computation in enumerate(job.computations):

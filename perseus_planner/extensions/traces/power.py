@@ -230,7 +230,6 @@ def fit_power(
             f"--power: {fewest} samples of GPU {min(logs, key=lambda log: len(log.times_s)).gpu} "
             f"are too few for its watts; log at least {_LEAST_SAMPLES} in training, at 5 a second"
         )
-    # The clock is told in either case.
     clock_mhz = _clock_mhz(logs)
     # Fitted only where samples are close enough, and as many logs as traced GPUs.
     if inside and step_s <= _LONGEST_S and len(logs) == len(busy):
@@ -311,7 +310,6 @@ def _fitted(
         design = np.stack([share, 1.0 - share], axis=1)
         found = np.linalg.lstsq(design, power, rcond=None)[0].astype(np.float64)
         misfit = float(np.mean((design @ found - power) ** 2))
-        # The offset is the one at which power follows the computations best.
         if best is None or misfit < best[0]:
             best = misfit, found, design, power
     if best is None:
@@ -330,7 +328,6 @@ def _fitted(
 
 def _shares(spans: Sequence[tuple[float, float]], times_s: Floats, step_s: float) -> Floats:
     """Return the busy share of the time before each sample."""
-    # Spans are put in the order of time, as they need not come so.
     begins = np.array([begin for begin, _ in spans])
     ends = np.array([end for _, end in spans])
     order = np.argsort(begins)

@@ -73,7 +73,6 @@ def replay_s(job: TracedJob, times_s: Floats, gaps: Gaps) -> Floats:
     """
     iteration = job.iteration
     ends_s = np.zeros_like(times_s)
-    # In an order in which all that a computation waits for has ended before it.
     for place in iteration.order:
         begin_s = np.zeros(times_s.shape[:-1])
         for other, _ in iteration.waits[place]:

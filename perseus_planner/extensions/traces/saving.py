@@ -58,7 +58,6 @@ class Spread(NamedTuple):
 
     def at(self, share: float) -> float:
         """Return the number below which it is with this probability."""
-        # A number that is known exactly has no spread to draw from.
         if self.most <= self.least:
             return self.usual
         turn = (self.usual - self.least) / (self.most - self.least)

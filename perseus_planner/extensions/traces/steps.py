@@ -125,7 +125,6 @@ def rank_steps(trace: Trace) -> RankSteps:
         )
     steps = tuple(tuple(by_step[place]) for place in kept)
     numbers = tuple(windows[place][0] for place in kept)
-    # Windows tell the length where no step follows.
     lengths_s = [end_s - begin_s for begin_s, end_s in zip(begins, ends, strict=True)]
     return RankSteps(
         name,
@@ -195,7 +194,6 @@ def _times_s(
         # Others run in between: only launches inside its own operations count.
         at = np.searchsorted(operations.begin_us, kernels.launch_us[launched], side="right") - 1
         launched = launched[np.isin(at, places)]
-    # Nothing was launched, so it has no time on the GPU.
     if not len(launched):
         return begin_us / 1e6, begin_us / 1e6, 0.0
     begins_us = kernels.begin_us[launched]
@@ -290,7 +288,6 @@ def _blocks(trace: Trace) -> Iterator[_Block]:
         if first is None:
             first = place
         last = place
-    # The trace ends with the last run.
     if first is not None:
         yield _Block(kinds[first], first, last + 1)
 

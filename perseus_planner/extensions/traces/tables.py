@@ -74,7 +74,6 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
     Raises:
         UsageError: If one cannot be read, or they are not those of a pipeline.
     """
-    # All tables are one job, so their rows are put together first.
     rows = [row for path in paths for row in _rows(path)]
     if not rows:
         raise UsageError(
@@ -105,7 +104,6 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
         for stage in range(stages)
         for replica in replicas
     ]
-    # What is given counts, and is checked against what ran.
     if grid is not None:
         layout = with_grid(ranks, grid, len(replicas))
     else:
@@ -114,7 +112,6 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
         np.array([[(each.begin_s, each.end_s) for each in step] for step in rank.steps])
         for rank in ranks
     ]
-    # The columns of all ranks of a pipeline, one rank after the other as in its schedule.
     spans_s = np.array(
         [
             np.concatenate([by_rank[place] for place in pipeline], axis=1)
@@ -164,7 +161,6 @@ def _rank(
 ) -> RankSteps:
     table = []
     for step in steps:
-        # Rows may stand in any order.
         ordered = sorted(rows[step], key=lambda row: row.begin_s)
         counts: dict[str, int] = {}
         ran = []

@@ -381,7 +381,6 @@ class Batches:
                     self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
         count = self._microbatches
         decided = self._decided.get(iteration)
-        # A decision for another number of microbatches does not fit what runs.
         if decided is not None and count in (None, decided.microbatches):
             return decided
         # If only one order is known, it is what runs, whatever the engine tells.
@@ -503,7 +502,6 @@ class Batches:
         # The ratio takes out how fast the GPU was, so that what the work and the clocks cost is
         # left.
         self._busy_s[seen.number] = busy_s * sum(known.full_s) / max(sum(came_s), 1e-9)
-        # Only so many iterations may become known late, so older ones are forgotten.
         self._busy_s.pop(seen.number - _KEPT, None)
         pairs = tuple(zip(came_s, known.full_s, strict=True))
         return replace(ran, work=known.work, at_full_clocks_s=pairs)
@@ -641,7 +639,6 @@ class Batches:
             # Computed here and cached, because the training thread would spend time on it.
             _ = program.requests  # not on the training thread
             self._decided[iteration] = program
-        # Kept after the end, as times of iterations become known late.
         self._known[iteration] = known
         self._known.pop(iteration - _KEPT, None)
         self._decided.pop(iteration - _KEPT, None)
@@ -661,7 +658,6 @@ class Batches:
         self, program: Program, clocks: tuple[int, ...], full_s: tuple[float, ...]
     ) -> RankCosts | None:
         """Return what the profile says of computations that take `full_s` at full clocks."""
-        # Without laws nothing is known of what full clocks take.
         if not full_s:
             return None
         profile = self._profile

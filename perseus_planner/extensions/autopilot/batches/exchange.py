@@ -88,7 +88,6 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
         if noise == 0.0 or np.abs(weight - before).max() < 1e-3:
             break
     slopes: Floats = np.zeros(work.shape[1])
-    # Back to the units of the caller.
     slopes[varied] = found[1:] / spread[varied]
     fixed_s = float(found[0] - slopes @ mean)
     return Law(fixed_s, tuple(map(float, slopes)))
@@ -121,7 +120,6 @@ class LawLearner:
             return False
         for key, work, time_s in seen:
             samples = self._samples.setdefault(key, [])
-            # Samples of another number of features cannot be fitted together.
             if samples and len(samples[0][0]) != len(work):  # the function has changed
                 samples.clear()
             samples.append((work, time_s))
@@ -273,7 +271,6 @@ class Exchange:
         is_whole = seat.pipelines == 1 and own.time_s > 0.0
         # What this pipeline knows alone; it also answers where the others are too late.
         alone = Slowest(own.time_s, is_whole, own.pays, own.work, mean_s=own.time_s)
-        # One pipeline waits for nobody.
         if seat.pipelines == 1:
             return replace(alone, came=own.came, ordered_s=own.ordered_s, slowdown=slowdown)
         keys = [f"batch/{iteration}/time/{pipeline}" for pipeline in range(seat.pipelines)]

@@ -373,8 +373,6 @@ class BatchPlanner:
         for key, table in tables.items():
             nearest[number[key]] = [column[nearest_clock(table, clock)] for clock in clocks]
         self._nearest = nearest  # (classes, clocks): the column that a class runs at
-        # Costs are then known at every clock of the list, as a rank keeps one clock over several
-        # classes.
         self._one_s, self._one_j = (
             np.take_along_axis(table, nearest, axis=1)
             for table in (self._problem.time_s, self._problem.cost_j)
@@ -613,7 +611,6 @@ class BatchPlanner:
         return True
 
     def _set_laws(self, laws: Mapping[Key, Law]) -> None:
-        # A law is asked for each key before training, not when its first batch comes.
         keys = self.dag.iteration.keys
         missing = next((key for key in keys if key not in laws), None)
         if missing is not None:
@@ -630,7 +627,6 @@ class BatchPlanner:
         self._features = features.pop()
         self._fixed_s = np.array([laws[key].fixed_s for key in keys])
         self._per_work_s = np.array([laws[key].per_work_s for key in keys])
-        # In the order of the program, so that work is looked up for all computations at once.
         self._microbatch = np.array([c.microbatch for c in self.dag.computations])
 
     def _scales(self, work: NDArray[np.float64]) -> Floats:
@@ -728,7 +724,6 @@ def _latest_ends(
     before_start = problem.before_start
     before = problem.before
     lag_s = problem.before_lag_s
-    # Nothing follows the last nodes but the deadline.
     for k in range(len(latest_s)):
         latest_s[k] = deadline_s
     # Backward, so that all that follow a node are known before what it waits for is.
@@ -802,7 +797,6 @@ def _merge(
         first = rank_start[rank]
         stop = rank_start[rank + 1]
         count = 0
-        # Segments are runs of one clock; a change is what the budget counts.
         for i in range(first, stop):
             if i == first or column[i] != column[i - 1]:
                 begin[count] = i
@@ -823,7 +817,6 @@ def _merge(
             for i in range(begin[best - 1], begin[best + 1]):
                 column[i] = raised[best]
             count -= 1
-            # The segment is gone, so those behind it move up.
             for s in range(best, count + 1):
                 begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
             # Only merges with the new segment cost something else now.

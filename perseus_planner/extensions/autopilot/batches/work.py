@@ -113,7 +113,6 @@ def work_of(microbatches: Iterable[Any], function: WorkFunction | None) -> Float
             raise UsageError(
                 f"work= raised {type(error).__name__} for microbatch {len(rows)}: {error}"
             ) from error
-    # Arrays of numbers are taken as well as numbers, but nothing that cannot become one.
     try:
         arrays = [np.atleast_1d(np.asarray(row, dtype=np.float64)) for row in rows]
     except (TypeError, ValueError) as error:

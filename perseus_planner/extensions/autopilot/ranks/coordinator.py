@@ -293,12 +293,10 @@ class Coordinator:
         if not self._are_there[turn]:
             return
         for rank, frame in zip(ranks, self._board.store.multi_get(keys), strict=True):
-            # A frame may be one that was read before.
             iteration = decode(frame, FrameHead).iteration if frame else -1
             if iteration > self._seen.get(rank, -1):
                 self._seen[rank] = iteration
                 self._pending.setdefault(iteration, {})[rank] = frame
-        # In order of iterations, as the autopilot takes them in this order.
         for iteration in sorted(self._pending):
             frames = self._pending[iteration]
             if len(frames) == len(self._places.observed_in(iteration)):
@@ -317,7 +315,6 @@ class Coordinator:
         """Tell the process what the ranks have run in an iteration, if that is new, and known of
         all ranks.
         """
-        # Order 0 is not known yet, and tells nothing.
         orders = {rank: decode(frame, FrameHead).order for rank, frame in frames.items()}
         new = {rank: order for rank, order in orders.items() if order}
         # Orders are large and rarely new, so their numbers are compared first.
@@ -330,7 +327,6 @@ class Coordinator:
                 return  # the rank runs something else by now
             self._trainings[rank] = training
         self._orders |= new
-        # A job is planned only as a whole.
         if len(self._orders) == len(self._places.of):
             self._tell(process)
 

@@ -64,7 +64,6 @@ def open_files(path: Path | None, job: AutopilotJob) -> LearntFiles:
     # Of several files of this job, the one that knows the most.
     of_job = [file for file, profile in found.items() if difference(profile, job) is None]
     best = max(of_job, key=lambda file: row_count(found[file]), default=None)
-    # Nothing was learnt of this job yet.
     if best is None:
         return LearntFiles(None, own, tuple(notes))
     text = (
@@ -156,7 +155,6 @@ def _path_to_write(
         return own, [Note(text, is_warning=True)]
     profile = found.get(path)
     other = None if profile is None else difference(profile, job)
-    # Nothing is there, or the same job's, so it is written under its own name.
     if profile is None:
         return path, []
     if other is None:

@@ -266,7 +266,6 @@ class AutopilotRank:
         seat = context.seat
         job = seat.job
         options = seat.options
-        # In large jobs, each pipeline is observed in its turn.
         every = turns(seat.part.pipelines, seat.part.positions)
         observer = Observer(
             job.own_store,
@@ -277,7 +276,6 @@ class AutopilotRank:
             turn=seat.own.pipeline % every,
             is_written=seat.own.is_first,
         )
-        # Only rank 0 has a process, and talks to it.
         if job.rank != 0:
             return cls(observer, None)
         coordinator = Coordinator(

@@ -209,7 +209,6 @@ class Planner:
             text = f"the autopilot cannot plan what this job runs: {error}"
             return [LogLine(text, is_warning=True), Status(AutopilotStatus("stopped"))]
         self._job = job
-        # Ranks may have other orders now, so nothing that was sent holds.
         self._sent = None
         self._first = None
         self._told_rows = 0

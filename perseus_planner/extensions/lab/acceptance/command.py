@@ -61,7 +61,6 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
         raise UsageError(f"{folder}: {error.strerror}; give another folder with --into") from error
     rank = Rank(gpu, read_only, folder.resolve())
     is_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    # Only a rehearsal is for any number of nodes.
     if not (rehearses or (is_one_node and rank.size <= _MOST_RANKS)):
         raise UsageError(
             f"--acceptance is about one node of 1 to {_MOST_RANKS} GPUs; start it on each node by "
@@ -69,7 +68,6 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
         )
     acceptance = Acceptance(rank)
     results = list[CheckResult]()
-    # Checks that a profile does not need are left out of a rehearsal.
     checks = [check for check in CHECKS if not rehearses or check.name in REHEARSED]
     for number, check in enumerate(checks, 1):
         # Every rank runs every check, as the ranks meet in each of them.

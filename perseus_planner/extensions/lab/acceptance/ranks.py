@@ -249,7 +249,6 @@ class Rank:
         sender: Connection,
     ) -> None:
         """Run a step in a new process, send what it returns or why it does not, and end."""
-        # Torch reads rank and size from the environment.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size))
         os.environ.setdefault("LOCAL_RANK", str(self.rank))
         os.environ.update(environment)
@@ -274,7 +273,6 @@ class Rank:
         except BaseException as error:
             traceback.print_exc()
             problem = f"{describe_error(error)}; more is in its log in {self.folder}"
-        # Sent in either case, as the rank waits for it.
         sender.send((value, problem))
         print(f"took {time.process_time():.1f} s of the processor")
         log.flush()

@@ -531,7 +531,6 @@ def _check_profile(acceptance: Acceptance) -> Finding:
     path = acceptance.rank.folder / "profile.yaml"
     found = acceptance.rank.everywhere(_profile, path, limit_s=_SLOW_S, environment=DETERMINISTIC)
     acceptance.profile = profile = Profile.load(path)
-    # The first row of each is that at the highest clock.
     rows = {key: points[0] for key, points in profile.measurements.items()}
     beside = {
         f"{stage} {kind}": (row.time_s, acceptance.times[stage, kind])
@@ -604,7 +603,6 @@ def _check_plan(acceptance: Acceptance) -> Finding:
     if acceptance.change is not None:
         profile = replace(profile, clock_change=acceptance.change)
     acceptance.rank.everywhere(_solve, profile, path)
-    # The prediction is read from the file, as a training reads it.
     acceptance.plan, predicted = path, Plan.load(path)
     found = _trainings(acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False)
     # A plan that was not followed is no measurement of it.
