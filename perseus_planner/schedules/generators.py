@@ -639,7 +639,7 @@ def generate_for_stages(
     """
     # A number that the schedule fixes, or the user gives, counts before what follows from ranks.
     fixed = _generator(name).virtual_stages
-    if ranks is not None and fixed is None and virtual_stages is None and stages % ranks == 0:
+    if ranks and fixed is None and virtual_stages is None and stages % ranks == 0:
         virtual_stages = stages // ranks
     per_rank = fixed or virtual_stages or 1
     if ranks is None and stages % per_rank:
@@ -647,7 +647,8 @@ def generate_for_stages(
             f"{stages} stages cannot be shared by ranks of {per_rank} stages each; give the number "
             "of ranks"
         )
-    ranks = ranks or stages // per_rank or stages
+    if ranks is None:
+        ranks = stages // per_rank
     return generate(
         name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group
     )

@@ -318,3 +318,9 @@ def test_one_virtual_stage_is_the_schedule_without_interleaving():
     assert schedules.interleaved_1f1b(4, 1, 10).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_1f1b(4, 1, 10, group=7).ranks == one_f_one_b(4, 10).ranks
     assert schedules.interleaved_zero_bubble(4, 1, 11).ranks == schedules.zb_h1(4, 11).ranks
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "dualpipe-v"])
+def test_no_ranks_are_refused_for_any_number_of_stages(name: str):
+    with pytest.raises(ScheduleError):
+        schedules.generate_for_stages(name, 4, microbatches=8, ranks=0)

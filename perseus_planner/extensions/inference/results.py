@@ -236,7 +236,12 @@ def _check_gpus(load: _Load, tensor_degree: int) -> None:
 def _notes(load: _Load, power_w: float | None) -> Iterator[str]:
     """Yield what to know of a load, whatever program measured it."""
     # Latencies hold for those that completed, while the energy was spent on all.
-    if load.failed:
+    if load.failed and math.isnan(load.completed):
+        yield (
+            f"{load.failed:.0f} requests failed; latencies are those of the ones that completed, "
+            "which bear the energy of all"
+        )
+    elif load.failed:
         yield (
             f"{load.failed:.0f} of {load.completed + load.failed:.0f} requests failed; latencies "
             f"are those of the {load.completed:.0f} that completed, which bear the energy of all"

@@ -80,7 +80,8 @@ def read_power(path: Path) -> list[Samples]:
     for gpu, time_s, power_w, clock_mhz in rows:
         by_gpu.setdefault(gpu, []).append((time_s, power_w, clock_mhz))
     found = []
-    for gpu, of_gpu in sorted(by_gpu.items()):
+    # Ranks are traced in the order of the GPUs' numbers, where 10 is not before 2.
+    for gpu, of_gpu in sorted(by_gpu.items(), key=lambda named: _by_number(named[0])):
         # Logs may be out of order, and samples without power are of no use.
         table = np.array(sorted(of_gpu))
         table = table[np.isfinite(table[:, 1])]
@@ -94,6 +95,12 @@ def read_power(path: Path) -> list[Samples]:
             "--query-gpu=timestamp,index,power.draw.instant,clocks.sm --format=csv -lms 200"
         )
     return found
+
+
+def _by_number(gpu: str) -> tuple[bool, int, str]:
+    """Return by what GPUs are sorted: numbers by their value, then others by their text."""
+    is_number = gpu.isdecimal()
+    return not is_number, int(gpu) if is_number else 0, gpu
 
 
 Rows = list[tuple[str, float, float, float]]

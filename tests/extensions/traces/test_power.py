@@ -40,6 +40,14 @@ def test_nvidia_smi_query(tmp_path: Path):
     assert of_1.clock_mhz.tolist() == [1410.0]
 
 
+def test_gpus_are_in_the_order_of_their_numbers(tmp_path: Path):
+    lines = [f"2026/11/28 12:00:00.500, {gpu}, {100 + gpu}.00 W, 1335 MHz\n" for gpu in range(12)]
+    head = "timestamp, index, power.draw.instant [W], clocks.current.sm [MHz]\n"
+    found = read_power(_log(tmp_path, head + "".join(lines)))
+    assert [each.gpu for each in found] == [str(gpu) for gpu in range(12)]
+    assert [float(each.power_w[0]) for each in found] == [100.0 + gpu for gpu in range(12)]
+
+
 def test_nvidia_smi_dmon(tmp_path: Path):
     (of_0,) = read_power(
         _log(
