@@ -122,7 +122,7 @@ def test_help_describes_every_option_and_ends_with_an_example(name: str | None):
     command = main if name is None else main.commands[name]
     assert [
         option.name
-        for option in command.params
+        for option in command.get_params(click.Context(command))
         if isinstance(option, click.Option) and not option.help
     ] == []
     text = done("--help" if name is None else f"{name} --help")

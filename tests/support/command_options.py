@@ -35,7 +35,8 @@ def check_inline(command: str) -> None:
         shown = main.commands[name]
         if isinstance(shown, click.Group) and len(words) > 1:
             shown = shown.commands[words[1]]
-        options = {option for each in shown.params for option in [*each.opts, *each.secondary_opts]}
+        parameters = shown.get_params(click.Context(shown))
+        options = {option for each in parameters for option in [*each.opts, *each.secondary_opts]}
         assert {word for word in words if word.startswith("-")} <= options | {"--help", "--json"}, (
             command
         )

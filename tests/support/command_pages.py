@@ -51,7 +51,10 @@ def _section(path: tuple[str, ...], command: click.Command) -> str:
     name = " ".join(("planner", *path))
     first = (command.help or "").strip().split("\n\n")[0]
     lines = [f"## {name}", "", _line(first), ""]
-    rows = [_row(parameter) for parameter in command.params if isinstance(parameter, click.Option)]
+    # Some commands make their options when they are asked for; all have --help.
+    parameters = command.get_params(click.Context(command))
+    options = [each for each in parameters if isinstance(each, click.Option)]
+    rows = [_row(option) for option in options if "--help" not in option.opts]
     shown = [row for row in rows if row]
     if shown:
         lines += ["| option | meaning |", "|---|---|", *shown, ""]
