@@ -15,12 +15,12 @@ The correction of each kind is the ratio of measured to modelled time, and of en
 measured clock, interpolated linearly in between and constant beyond. So a full sweep determines the
 shape of the estimate over clocks, a single clock only its level. All clocks have a row then, also
 those that the model's power limit does not allow, as measured stages may run at them. A stage that
-draws more than this limit shows that the measured GPU has another one: then no clock is capped.
+draws more than this limit shows that the measured GPU has another one: then the highest measured
+clock is not capped.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -450,13 +450,16 @@ class Calibration:
     ratios: Mapping[str, NDArray[np.float64]]
     source: str  #: What was measured
     blocking_power_w: float  #: Power of one GPU while it waits
-    #: Whether the model's power limit holds; not if more was measured.
-    is_limited: bool = True
+    #: Power limit of the model, watts, where the stage drew more than the model's own: what the
+    #: model has at the highest measured clock. None for its own.
+    power_limit_w: float | None = None
 
     def load(self, phases: Phases, system: System) -> Load:
         """Return a computation on the GPU that was measured."""
         load = phases.load(system)
-        return load if self.is_limited else replace(load, power_limit_w=math.inf)
+        return (
+            load if self.power_limit_w is None else replace(load, power_limit_w=self.power_limit_w)
+        )
 
     def factors(
         self, kind: str, clocks_mhz: Sequence[int]
@@ -512,7 +515,14 @@ def calibration_of(
         ),
         default=0.0,
     )
-    is_limited = most_w <= _ABOVE_LIMIT * system.gpu.power_limit_w
+    limit_w = None
+    if most_w > _ABOVE_LIMIT * system.gpu.power_limit_w:
+        # The measured GPU has another limit, which its highest clock was within.
+        limit_w = max(
+            load.free_power_w(row.clock_mhz)
+            for kind, load in ((kind, of_kind.load(system)) for kind, of_kind in phases.items())
+            for row in profile.measurements.get((stage, kind), ())
+        )
     ratios = {}
     for kind in "FBIW":
         rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
@@ -526,8 +536,8 @@ def calibration_of(
                 "it at one clock or more"
             )
         load = phases[kind].load(system)
-        if not is_limited:
-            load = replace(load, power_limit_w=math.inf)
+        if limit_w is not None:
+            load = replace(load, power_limit_w=limit_w)
         # Measured over modelled, so that factors correct any other stage.
         ratios[kind] = np.array(
             [
@@ -544,5 +554,5 @@ def calibration_of(
         ratios,
         f"stage {stage} of {source} ({origin})",
         profile.blocking_w(stage) / gpus,
-        is_limited,
+        limit_w,
     )

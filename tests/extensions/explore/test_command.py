@@ -118,7 +118,7 @@ def twice(name: str, target: str) -> None:
     """Write profile `name` to `target` with twice the time and three times the energy."""
     profile = Profile.load(name)
     table = {
-        key: tuple(Measurement(row.clock_mhz, 2 * row.time_s, 3 * row.energy_j) for row in rows)
+        key: tuple(Measurement(row.clock_mhz, 3 * row.time_s, 2 * row.energy_j) for row in rows)
         for key, rows in profile.measurements.items()
     }
     replace(profile, measurements=table, blocking_power_w=77.0, origin="measured").save(target)
@@ -166,9 +166,9 @@ def test_a_system_file_of_measured_kernels_is_that_of_explore(folder: Path):
 NAMES = ", ".join(PRESETS)
 GPUS = ", ".join(SYSTEMS)
 REFUSED = {
-    GPT: "give either --stages, the number of stages, or --layers, the layers of each",
+    GPT: "give either --stages, the number of stages, --layers, the layers of each, or --layout",
     f"{GPT} --stages 4 --layers 12,12": (
-        "give either --stages, the number of stages, or --layers, the layers of each"
+        "give either --stages, the number of stages, --layers, the layers of each, or --layout"
     ),
     f"{GPT} --stages 25": "stages is 25; give a whole number from 1 to the 24 layers of the model",
     f"{GPT} --layers twelve": "--layers: 'twelve' is not a whole number of at least 1",

@@ -433,7 +433,8 @@ def test_a_body_that_is_none_is_refused(body, status, ask):
         ({"ttl_s": 0}, "body.ttl_s: Input should be greater than 0"),
         (
             {"cause": "magic"},
-            "body.cause: Input should be 'compute', 'communication', 'data' or 'unknown'",
+            "body.cause: Input should be 'compute', 'communication', 'data', 'thermal' or "
+            "'unknown'",
         ),
         ({"key": "a/b"}, "body.key: String should match pattern"),
         ({"key": ""}, "body.key: String should match pattern"),

@@ -31,7 +31,7 @@ def test_a_saving_is_printed_and_what_is_written_can_be_solved(traced: Path):
     assert "Bottleneck: rank 3 (stage 3): computes " in said
     assert "A plan at the same speed would save " in said
     assert (
-        "Known: clock assumed: 1340 MHz, of 1410 at most; power assumed: 320 W computing;" in said
+        "Known: clock assumed: 1340 MHz, of 1410 at most; power assumed: 360 W computing;" in said
     )
     job = traced / "job"
     assert {path.name for path in job.iterdir()} == {
