@@ -144,7 +144,7 @@ FAR_OFF = 2.0
 account of a run says nothing of such iterations either.
 """
 _ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
-_PROFILE = "profile where you train, as `planner profile --help` says"
+_HELP = "as `planner profile --help` says, and plan again"
 _MOST_RANKS = 8  #: named
 
 Cause = Literal["late clocks", "one rank", "all ranks", "waiting"]
@@ -184,7 +184,7 @@ def verdict_of(
     return replace(
         verdict,
         text=f"{verdict.text}; {unlike}",
-        next_step=f"{_PROFILE} with the torch that trains, and plan again",
+        next_step=f"profile where you train, with the torch that trains, {_HELP}",
     )
 
 
@@ -246,7 +246,7 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
             else ""
         )
         name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
-        step = f"{_PROFILE}, and plan again"
+        step = f"profile where you train, {_HELP}"
         return Verdict(ratio, "all ranks", those, f"{begin}{name} {how}{host}", step)
     verb = "computes" if len(those) == 1 else "compute"
     others = "the others wait" if ratio > 1 else "the others do not"

@@ -269,4 +269,4 @@ def test_a_plan_profiled_with_another_torch_is_said_where_stages_are_sharded(
     verdict = summarize_run(run).verdict
     assert verdict is not None
     assert verdict.text.endswith(f"; {clause}")
-    assert verdict.next_step.startswith("profile with the torch that trains")
+    assert verdict.next_step.startswith("profile where you train, with the torch that trains")

@@ -32,14 +32,14 @@ from perseus_planner.solver.modes import ModeProblem, baseline, in_modes
 
 BEFORE = {
     "smooth": (
-        *("42027bcd071c28fe", "bffcb49c42df862c", "3b2a4fb0e30cac8c", "8aa9d8014a76c929"),
-        *("e989ae5761f0e8d9", "3fc6b4eeb6890b1c"),
+        *("42027bcd071c28fe", "bffcb49c42df862c", "3b2a4fb0e30cac8c", "b10a9e22307e5491"),
+        *("0bf5030dae79d9ea", "80b538a1d6ec59ff"),
     ),
     "job 3": ("d13e53859441dda1", "ee5a767f33ce1be4", "f9746bb61f58cd1d", "f9746bb61f58cd1d"),
     "job 5": ("5787e69adcbc54d6", "d17850f97ef20f3c", "42511ffaff34fe93", "498887f1094d4303"),
 }
-"""Digests of frontiers, profiles and plans, made before there were modes; the third of "smooth",
-whose plan is better since small problems are searched by labels, after.
+"""Digests of frontiers, profiles and plans, made before there were modes; the plans of "smooth"
+after, since small problems are searched by labels.
 """
 
 

@@ -77,7 +77,7 @@ def test_the_first_sentence_says_what_is_saved_and_why():
     assert first.endswith(
         f": {share:.1f} % less energy than all clocks at maximum, and 2.0 % longer."
     )
-    assert why.startswith("In its pipeline computing takes ")
+    assert why.startswith("Per pipeline, computing takes ")
     assert "ranks run at lower clocks; waiting takes" in why
     assert before.startswith("With all clocks at maximum, ")
     assert bottleneck.startswith("Rank 2 is the bottleneck: it computes for ")
@@ -135,7 +135,7 @@ def test_a_report_with_a_run_leads_with_the_run(tmp_path: Path):
     assert report.savings[0].is_run
     job, pipeline, *_ = report.where.sentences
     assert job.startswith("The run in the folder run (2 pipelines together) takes ")
-    assert pipeline.startswith("In each pipeline computing takes ")
+    assert pipeline.startswith("Per pipeline, computing takes ")
     run = report.where.iterations[-1]
     planned = energy_of_plan("plan", plan)
     assert (run.kind, run.phases) == ("run", ())
