@@ -120,3 +120,4 @@ def test_a_dry_run_does_all_but_set_clocks(tmp_path: Path):
             None,
             [],
         )
+        assert rank["set"] == 0

@@ -227,9 +227,10 @@ def dry_run(state: str) -> None:
         watch.planned, watch.takes_s = (lambda: None), 0.01
         plan = plan_of(schedule_of("1f1b", 2, 4))
         with planned(pipeline, plan, dry_run=True) as runtime:
-            while not every_rank(any(row.changes_set for row in runtime.iterations)):
+            while not every_rank(len(runtime.iterations) >= 4):
                 pipeline.step()
             result["as planned"] = {row.is_as_planned for row in runtime.iterations} == {True}
+            result["set"] = sum(row.changes_set for row in runtime.iterations)
         result.update(plan=runtime.plan == plan, **outcome(runtime, warning_log))
 
 
