@@ -37,10 +37,10 @@ ROOMS = (
 LEAVES = ("profiler", "runtime", "cli")
 """Folders that no other folder imports, but that the last may import the others."""
 FACE = "face"
-"""The package itself, of public names."""
+"""The package itself, of public names; the command line uses them."""
 DOORS = ("perseus_planner", "perseus_planner.runtime")
 """Modules under whose names users import what extensions bring."""
-CORE = (*ROOMS, FACE, *LEAVES)
+CORE = (*ROOMS, *LEAVES[:-1], FACE, LEAVES[-1])
 """What works without any extension."""
 EXTENSIONS = "extensions"
 """The folder of extensions, which the core does not import; `base.extensions` finds them."""

@@ -66,7 +66,7 @@ def _wrap_when_loaded(loader: Any) -> None:
 def _wrap(module: ModuleType) -> None:
     try:
         try:
-            import perseus_planner  # noqa: F401
+            import perseus_planner.base  # noqa: F401
         except ModuleNotFoundError:  # this is not the environment of `planner run`
             sys.path.append(_ROOT)
         from perseus_planner.runtime.unmodified.training import wrap
