@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import ProfileError, ScheduleError, shown
 from perseus_planner.base.units import STAGE
+from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.measurement import OperatingPoint, pareto_front, undominated
 from perseus_planner.profiles.modes import in_mode
 from perseus_planner.schedules import Computation, Schedule
@@ -58,7 +59,13 @@ class PipelineDag:
                     else f"use a schedule without {key[1]}"
                 )
                 if computation in self.schedule.forward_of:
-                    other = "write the two in cells of their own if they run one after the other"
+                    # `planner profile` does not measure pairs, so the table is where rows come in.
+                    raise ProfileError(
+                        f"the profile has no {word_of(key[1])} of stage {key[0]}, which "
+                        f"{self.schedule.text_of(computation)} needs; add its rows to the "
+                        "profile's table, as `planner profile` does not measure pairs yet, or "
+                        "write the two in cells of their own if they run one after the other"
+                    )
                 raise ProfileError(
                     f"the profile has no {key[1]} of stage {key[0]}, which "
                     f"{self.schedule.text_of(computation)} needs; measure it, or {other}"
