@@ -420,8 +420,8 @@ def _yaml_complaint(path: Path, reason: Exception) -> str:
     mark = getattr(reason, "problem_mark", None)
     where = (
         f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
-        # ValueError and others, which come through PyYAML, name no problem of their own.
     )
+    # ValueError and others, which come through PyYAML, name no problem of their own.
     problem = printable(str(getattr(reason, "problem", None) or reason))
     if "nesting depth" in problem:  # of libyaml, which since PyYAML 6.0.4 ends at 1,000 levels
         return f"{path}: {_TOO_DEEP}"

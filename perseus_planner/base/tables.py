@@ -380,9 +380,9 @@ def html_table(columns: Sequence[Sequence[str]]) -> str:
     (corner, *heading), *rows = zip(*columns, strict=True)
     first = _cell("th", corner, scope="col") if corner.strip() else "<td></td>"
     names = first + "".join(_cell("th", name, scope="col") for name in heading)
+    # On a narrow page each cell stands alone, so it carries its heading.
     lines = (
         _cell("th", name, corner, scope="row")
-        # On a narrow page each cell stands alone, so it carries its heading.
         + "".join(
             _cell("td", *cell_and_heading) for cell_and_heading in zip(cells, heading, strict=True)
         )

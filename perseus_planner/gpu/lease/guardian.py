@@ -194,7 +194,9 @@ def main(lease: str, *numbers: str) -> int:
     reset, by the guardian or the owner, else 2.
     """
     owner = os.getppid()
+    # Numbers of processes are used again, so ranks are watched from the start, while they live.
     users = [WatchedProcess(int(number)) for number in numbers]
+    # Who ends a job sends these to all of its processes, and the guardian has to outlive them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     records = open_records(lease)

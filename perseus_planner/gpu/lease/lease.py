@@ -193,10 +193,7 @@ def reset_gpu(
         The records that were removed.
 
     Raises:
-        # The number of a process is used again, so ranks are watched from the start, while they
-        # live.
         GpuInUse: If a living process has leased the GPU, and `force` is False.
-        # Who ends a job sends these to all of its processes; the guardian has to outlive them.
         GpuError: If the GPU cannot be reset, or a record cannot be removed.
     """
     if not gpu.keeps_settings:

@@ -104,9 +104,9 @@ class Load:
         if self.megacycles == self.memory_s == 0.0:  # an empty stage
             return self.static_w
         arithmetic_s = self.megacycles / clock_mhz
+        # Each kind of power counts for its share of the time.
         w_per_mhz = (
             self.arithmetic_w_per_mhz * arithmetic_s + self.memory_w_per_mhz * self.memory_s
-            # Each kind of power counts for its share of the time.
         ) / (arithmetic_s + self.memory_s)
         return self.static_w + w_per_mhz * clock_mhz * self.voltage(clock_mhz) ** 2
 
@@ -182,6 +182,7 @@ class GpuModel:
             intensity: Power of the arithmetic above static power, as a share of that of products.
         # What does not follow the clock: the memory's part of the roofline.
         """
+        # What does not follow the clock: the memory's part of the roofline.
         fixed_s = memory_s + exchange_s + idle_s
         activity = (memory_s + 0.5 * exchange_s) / fixed_s if fixed_s > 0 else 0.0
         return self._load(
