@@ -41,7 +41,7 @@ def course_of(run: Run) -> RunCourse:
     common = sorted(set.intersection(*map(set, by_rank)))
     # So many iterations share a point that a long run has no more points than can be seen.
     each = max(1, math.ceil(len(common) / MOST_POINTS))
-    groups = [common[place : place + each] for place in range(0, len(common), each)]
+    groups = [common[first : first + each] for first in range(0, len(common), each)]
     rows = [[[rank[number] for rank in by_rank] for number in group] for group in groups]
     return RunCourse(
         each,
@@ -65,5 +65,5 @@ def _clock(ranks: Sequence[IterationRecord]) -> float | None:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return fmean(known_values) if known_values else None

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.solver.frontier import Frontier
 
-_WARNINGS = (
-    "warnings",
-    "measured while too hot",
-    "unlike training",
-)  #: conditions of a profile that are always printed
+_WARNINGS = ("warnings", "measured while too hot", "unlike training")
+"""Conditions of a profile that are always printed."""
 _LARGE_OVERHEAD = 0.1  #: of the measured iteration time
 
 
@@ -272,15 +269,8 @@ _BOUND = (
     "waiting included."
 )
 _RATIOS = (1.01, 1.02, 1.05, 1.1, 1.2)  #: of the baseline's time, in the table
-_STRAGGLER_RATIOS = (
-    1.05,
-    1.1,
-    1.15,
-    1.2,
-    1.3,
-    1.5,
-    2.0,
-)  #: of the baseline's time, in the table beside stragglers
+#: of the baseline's time, in the table beside stragglers
+_STRAGGLER_RATIOS = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
 _NEAR = 1e-3  #: a row so near to a marked one is left out
 _MOST_POINTS = 500  #: of a charted bound, far more than can be seen
 
@@ -508,6 +498,7 @@ class FrontierChart:
 def chart_frontier(frontier: Frontier) -> FrontierChart:
     """Return the chart of a frontier alone: its bound, the baseline and the special points."""
     count = len(frontier.times_s)
+    # Evenly spread over the points, both ends among them.
     last = min(count, _MOST_POINTS) - 1
     kept = sorted({round(k * (count - 1) / max(1, last)) for k in range(last + 1)}, reverse=True)
     origin = origin_label(frontier.profile.origin)
@@ -518,6 +509,7 @@ def chart_frontier(frontier: Frontier) -> FrontierChart:
         frontier.baseline_energy_j,
         origin,
     )
+    # The ends of the bound: nothing is faster than the one, and nothing takes less than the other.
     special = (
         IterationPoint(f"bound, {name}", "landmark", time_s, frontier.bound_j(time_s), origin)
         for name, time_s in (

@@ -92,16 +92,16 @@ def chart_plan(name: str, plan: Plan, note: str) -> GanttChart:
     lanes = []
     for program, waiting_w in zip(plan.iteration.programs, plan.rank_waiting_w, strict=True):
         gaps_us, times_us = _gaps_and_times_us(
-            [(spans[place].start_s, spans[place].end_s) for place in program]
+            [(spans[node].start_s, spans[node].end_s) for node in program]
         )
         # Operations of fixed time have no clock.
-        clocks = tuple(plan.clocks.get(plan.iteration.names[place]) for place in program)
-        powers_w = tuple(round(spans[place].power_w) for place in program)
-        spare = tuple(spare_us[place] for place in program)
+        clocks = tuple(plan.clocks.get(plan.iteration.names[node]) for node in program)
+        powers_w = tuple(round(spans[node].power_w) for node in program)
+        spare = tuple(spare_us[node] for node in program)
         lanes.append(Lane(gaps_us, times_us, clocks, powers_w, spare, None, waiting_w))
     names = plan.iteration.names
     programs = tuple(
-        " ".join(names[place] for place in program) for program in plan.iteration.programs
+        " ".join(names[node] for node in program) for program in plan.iteration.programs
     )
     return GanttChart(
         name, note, origin_label(plan.origin), round(_US * timeline.time_s), tuple(lanes), programs
@@ -116,10 +116,10 @@ def spare_s(iteration: Iteration, spans: Sequence[Span]) -> list[float]:
     # Nothing may end later than the iteration does now.
     latest_s = [end_s] * len(spans)
     # Backward, so that all that wait for a node are known before it.
-    for place in reversed(iteration.order):
-        start_s = latest_s[place] - spans[place].time_s
-        for other, lag_s in iteration.waits[place]:
-            latest_s[other] = min(latest_s[other], start_s - lag_s)
+    for node in reversed(iteration.order):
+        start_s = latest_s[node] - spans[node].time_s
+        for before, lag_s in iteration.waits[node]:
+            latest_s[before] = min(latest_s[before], start_s - lag_s)
     # Rounding of spans may make a slack negative.
     return [max(0.0, latest - span.end_s) for latest, span in zip(latest_s, spans, strict=True)]
 
@@ -152,7 +152,7 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
             records = rank.computations[number]
             waiting_w = None if plan is None else plan.rank_waiting_w[rank.pipeline_rank]
             lanes.append(_recorded_lane(records, row.begin_s, waiting_w, in_mhz))
-            programs.append(" ".join(str(each.computation) for each in records))
+            programs.append(" ".join(str(record.computation) for record in records))
         note = f"recorded: iteration {number} {by}, each rank from the start of its iteration"
         if len(pipelines) > 1:
             note += f"; pipeline {pipeline}"
@@ -248,6 +248,7 @@ def _recorded_lane(
 def _late_us(row: ComputationRecord) -> int | None:
     if row.is_overtaken:
         return NEVER
+    # A clock that was set too late, and not one that is a little late as all are.
     return (
         round(_US * (row.set_end_s - row.begin_s))
         if row.is_late and row.set_end_s is not None
@@ -261,6 +262,7 @@ def _gaps_and_times_us(
     """Return gaps and times in whole microseconds whose sums are never off by more than half a
     microsecond.
     """
+    # Starts and ends are rounded, and lengths follow from them, so that errors never add up.
     starts_us, ends_us = ([round(_US * span[end]) for span in spans_s] for end in (0, 1))
     gaps_us = tuple(start - before for start, before in zip(starts_us, [0, *ends_us], strict=False))
     return gaps_us, tuple(end - start for start, end in zip(starts_us, ends_us, strict=True))
@@ -383,8 +385,8 @@ def draw_frontier(chart: FrontierChart) -> Figure:
 
 def _series_colours() -> dict[int, str]:
     """Return number of a series -> its colour on the pages, by the light theme, which is first."""
-    found = re.findall(r"--series-(\d): (#[0-9a-f]{6})", page_file("theme.css"))
-    return {int(number): colour for number, colour in reversed(found)}
+    series = re.findall(r"--series-(\d): (#[0-9a-f]{6})", page_file("theme.css"))
+    return {int(number): colour for number, colour in reversed(series)}
 
 
 def _wrapped(*lines: str) -> str:
@@ -439,10 +441,10 @@ def _colour_scale(values: Collection[float]) -> ScalarMappable:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    stops = re.findall(r"--scale-\d: (#[0-9a-f]{6})", page_file("theme.css"))[
-        :5
-    ]  # the light theme comes first
+    # The light theme comes first in the file.
+    stops = re.findall(r"--scale-\d: (#[0-9a-f]{6})", page_file("theme.css"))[:5]
     map_ = LinearSegmentedColormap.from_list("planner", stops)
+    # One value alone would be a scale without length.
     return ScalarMappable(Normalize(min(values), max(max(values), min(values) + 1)), map_)
 
 
@@ -474,10 +476,12 @@ def _draw_chart(
 ) -> None:
     for row, (lane, values) in enumerate(zip(chart.lanes, shades, strict=True)):
         spans = spans_s(lane)
+        # Bars without a value stay on the chart, in a colour that the scale does not have.
         fill = [_UNKNOWN if value is None else colours.to_rgba(np.array(value)) for value in values]
-        place = (row - _HEIGHT / 2, _HEIGHT)
-        axes.broken_barh([(0.0, chart.time_us / 1e6)], place, facecolors=_WAITING)
-        axes.broken_barh(spans, place, facecolors=fill, edgecolors="black", linewidth=0.2)
+        extent = (row - _HEIGHT / 2, _HEIGHT)
+        # Waiting is behind all bars, so it shows where none is.
+        axes.broken_barh([(0.0, chart.time_us / 1e6)], extent, facecolors=_WAITING)
+        axes.broken_barh(spans, extent, facecolors=fill, edgecolors="black", linewidth=0.2)
         # Bars are small in large pipelines, so marks are lines across them.
         critical = [
             span for span, spare in zip(spans, lane.spare_us or (), strict=False) if spare == 0
@@ -491,6 +495,7 @@ def _draw_chart(
             _LATE,
         )
         _draw_lines(axes, row, [span for span, us in late if us == NEVER], _NEVER_SET)
+    # Rank 0 on top, with room below for the line of a critical path.
     axes.set_ylim(len(chart.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(chart.lanes)))
     axes.set_ylabel("rank")
@@ -517,6 +522,7 @@ def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Line2D | Patch] = [Patch(color=_WAITING, label="waiting")]
+    # Only what the charts have is explained.
     late = {
         us if us == NEVER else 0 for lane in lanes for us in lane.late_us or () if us is not None
     }
@@ -541,12 +547,14 @@ def draw_curves(profile: Profile) -> Figure:
     from matplotlib.figure import Figure
 
     stages = profile.stages
+    # As many columns as fit beside each other on a page.
     rows = ceil(stages / _COLUMNS)
     columns = min(stages, _COLUMNS)
     figure = Figure(figsize=(1.0 + 3.4 * columns, 0.8 + 2.8 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for curve in curves_of(profile):
         _draw_curve(grid[curve.stage], curve)
+    # The grid has places for stages that do not exist.
     for stage, axes in enumerate(grid):
         axes.set_visible(stage < stages)
         axes.set_title(f"stage {stage}", fontsize="small")
@@ -564,6 +572,7 @@ def draw_curves(profile: Profile) -> Figure:
 
 
 def _draw_curve(axes: Axes, curve: MeasuredCurve) -> None:
+    # The hull is what plans use; points above it are drawn too.
     by_clock = {point.clock: point for point in curve.points}
     hull = [by_clock[clock] for clock in curve.hull]
     (line,) = axes.plot(

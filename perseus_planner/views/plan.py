@@ -114,6 +114,7 @@ def summarize_plan(
     """Summarize a plan; `straggler_time_s` is the iteration time of the straggler that it was
     made for, if any, and `measuring_again` what is known of a second sweep.
     """
+    # A plan is compared with its own baseline first; what else is said adds to that.
     return PlanSummary(
         **vars(
             compare(
@@ -149,6 +150,7 @@ def summarize_plans(
     replicas: Replicas, plans: Sequence[Plan], straggler_time_s: float | None = None
 ) -> PlansSummary:
     """Summarize the plans of several frontiers, one for each of `replicas.frontiers`."""
+    # With plans of several baselines only the weaker name holds for all.
     names = {plan.baseline for plan in plans}
     together = compare(
         *replicas.time_and_energy(plans),
@@ -165,7 +167,9 @@ def summarize_plans(
 
 def summarize_timeline(plan: Plan) -> TimelineSummary:
     """Summarize a plan with the timeline of its iteration."""
-    pairs = {str(each): plan.schedule.text_of(each) for each in plan.schedule.forward_of}
+    pairs = {
+        str(backward): plan.schedule.text_of(backward) for backward in plan.schedule.forward_of
+    }
     computations = tuple(
         ComputationSummary(
             pairs.get(name, name),
@@ -186,8 +190,7 @@ def _rank(plan: Plan, number: int) -> RankSummary:
     # Modes are no part of the schedule, so clocks are looked up by the computation.
     clocks = [plan.clocks[str(computation)] for computation in plan.schedule.ranks[number]]
     spans = [
-        plan.timeline.spans[plan.iteration.names[place]]
-        for place in plan.iteration.programs[number]
+        plan.timeline.spans[plan.iteration.names[node]] for node in plan.iteration.programs[number]
     ]
     busy_s = math.fsum(span.time_s for span in spans)
     busy_j = math.fsum(span.energy_j for span in spans)
@@ -197,6 +200,7 @@ def _rank(plan: Plan, number: int) -> RankSummary:
 
 
 def _beside_straggler(plan: Plan, straggler_time_s: float) -> Comparison:
+    # Both wait until the straggler ends, if they are faster than it.
     waiting_w = math.fsum(plan.rank_waiting_w)
     waiting_s = [
         max(0.0, straggler_time_s - time_s) for time_s in (plan.time_s, plan.baseline_time_s)
@@ -214,6 +218,7 @@ def plan_text(summary: PlanSummary) -> str:
     """Return what `planner plan` prints: a table that compares the plan with all clocks at
     maximum.
     """
+    # Each quantity is a column of two numbers, which get one unit; turned, these become rows.
     rows = [
         *quantities(["{} per iteration"], "s", [summary.time_s, summary.baseline_time_s]),
         *quantities(["{} per iteration"], "J", [summary.energy_j, summary.baseline_energy_j]),
@@ -248,6 +253,7 @@ def plan_text(summary: PlanSummary) -> str:
         notes.append(_again_note(summary.measuring_again))
     notes += schedule_remarks(summary.context)
     notes += summary.remarks
+    # Remarks come last: they are about the profile, and not about this plan.
     return Sheet(
         f"Plan for {pipeline_text(summary.context)}, within {si(summary.deadline_s, 's', 6)}",
         source_text(summary.context),

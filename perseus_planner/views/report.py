@@ -134,6 +134,7 @@ def make_report(sources: Sources, rates: EnergyRates, size: IterationSize) -> En
         frontier=chart_sources(sources),
         iterations=charts,
         left_out=left_out,
+        # The load of each rank is that of plans: runs have their own tables.
         ranks=tuple(
             RanksOfPlan(name, origin_label(plan.origin), plan.time_s, summarize_plan(plan).per_rank)
             for name, plan in sources.plans.items()
@@ -241,7 +242,7 @@ def report_text(report: EnergyReport) -> str:
     verdicts = dry_runs + "".join(
         f"{name}: {run.verdict}\n" for name, run in report.runs.items() if run.verdict is not None
     )
-    kareus = "".join(f"{each.sheet.text()}\n" for each in report.kareus)
+    kareus = "".join(f"{read_plans.sheet.text()}\n" for read_plans in report.kareus)
     unplanned = "".join(f"{name}: {unplanned_text(run)}" for name, run in report.unplanned.items())
     # Without savings there may still be runs without a plan, and plans of others.
     if not report.savings:

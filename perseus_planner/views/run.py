@@ -358,8 +358,10 @@ def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
 
 def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> SetCall:
     # A rank asks for the clock of its next computation.
-    place = next(place for place, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s)
-    return SetCall(place, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
+    position = next(
+        position for position, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s
+    )
+    return SetCall(position, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
 
 
 _SAME_TIME = 0.0005  #: times that differ by less, relative to each other, are called the same
@@ -440,7 +442,7 @@ def run_text(summary: RunSummary) -> str:
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns = [Column("rank", "rank"), *several]
     # What every reader wants comes first, and all else behind details.
-    known = [
+    first_parts = [
         *([] if summary.dry_run is None else [f"{summary.dry_run}."]),
         *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
         *([] if summary.current.time_s is None else [f"{time_and_saving(summary)}."]),
@@ -468,7 +470,7 @@ def run_text(summary: RunSummary) -> str:
         ),
         totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
     ]
-    return "\n\n".join([*known, *parts]) + "\n"
+    return "\n\n".join([*first_parts, *parts]) + "\n"
 
 
 def run_origin_text(summary: RunSummary) -> str:
@@ -659,8 +661,8 @@ def account_text(account: Account, *, saves: bool) -> str:
         parts.append(f"{text[0].upper()}{text[1:]}.")
         # A part that was not judged may have saved something else.
         if account.is_judged and account.judged_j < _ALL_JUDGED * account.energy_j:
-            known = 100 * account.judged_j / account.energy_j
-            parts.append(f"What was saved is known of {known:.1f} % of the energy.")
+            known_share = 100 * account.judged_j / account.energy_j
+            parts.append(f"What was saved is known of {known_share:.1f} % of the energy.")
     # What passes between iterations belongs to the run, and to no iteration.
     if account.gpu_s:
         share = 100 * account.between_s / account.gpu_s
@@ -676,8 +678,8 @@ def account_text(account: Account, *, saves: bool) -> str:
         )
     # Counters may have been read in a part of the time only.
     if account.metered_s < (1 - 1e-9) * account.gpu_s:
-        known = 100 * account.metered_s / account.gpu_s
-        parts.append(f"The energy of {known:.1f} % of the time is known.")
+        known_share = 100 * account.metered_s / account.gpu_s
+        parts.append(f"The energy of {known_share:.1f} % of the time is known.")
     return "\n".join(parts)
 
 
@@ -730,6 +732,7 @@ class UnplannedRun:
 
 def summarize_unplanned(run: Run) -> UnplannedRun:
     """Return the summary of a run without a plan."""
+    # One origin can be named only if all ranks have it.
     origins = {rank.iterations[-1].origin for rank in run.ranks}
     return UnplannedRun(
         dry_run=f"{_NOTHING_SET}; it learns full clocks alone" if run.is_dry_run else None,
@@ -791,6 +794,7 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
         summary: The run.
         unit: The unit of its clocks.
     """
+    # Only jobs of several pipelines need a column for them.
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank = [Column("rank", "rank"), *several]
     mean = [
@@ -800,6 +804,7 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
         Column("deg C", "ran.temperature_c", ".0f"),
         Column("  throttled", _throttled, "<"),
     ]
+    # Without a plan there is nothing beside which these could stand.
     changes = [
         Column(f"{unit} requested", _clocked("clock_s"), ".0f"),
         Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),

@@ -85,9 +85,9 @@ class Sources:
                 "least one"
             )
         # Numbers of different profiles or schedules must not stand in one table.
-        for place, wrong in enumerate(_WRONG):
+        for number, wrong in enumerate(_WRONG):
             values = {
-                name: part[place] for name, part in self._parts.items() if part[place] is not None
+                name: part[number] for name, part in self._parts.items() if part[number] is not None
             }
             first = next(iter(values), "")
             for name, value in values.items():
@@ -562,12 +562,12 @@ def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy
     busy_s = []
     clocks = []
     for program, waiting_w in zip(iteration.programs, plan.rank_waiting_w, strict=True):
-        in_order = [spans[place] for place in program]
+        in_order = [spans[node] for node in program]
         # Operations of fixed time have no clock and no kind, so phases are told by computations.
         computed = [
-            (iteration.computations[place].kind, plan.clocks[iteration.names[place]], spans[place])
-            for place in program
-            if place < len(iteration.computations)
+            (iteration.computations[node].kind, plan.clocks[iteration.names[node]], spans[node])
+            for node in program
+            if node < len(iteration.computations)
         ]
         ends_s = _phase_ends_s([(kind, span) for kind, _, span in computed], time_s)
         uses.append(list(_phases(in_order, ends_s, waiting_w)))
@@ -701,8 +701,8 @@ def _with_layouts(found: Bottleneck, text: str, dag: PipelineDag, plan: Plan) ->
     # What a stage gains or loses is layers, whose kinds share time as those of all stages do.
     gained_s = [after - now for after, now in zip(better.stage_s, stage_s, strict=True)]
     moved_s = [
-        max(0.0, time_s + gained_s[each.stage] * kind_s[each.kind])
-        for each, time_s in zip(computations, times_s, strict=True)
+        max(0.0, time_s + gained_s[work.stage] * kind_s[work.kind])
+        for work, time_s in zip(computations, times_s, strict=True)
     ]
     return replace(
         found,
@@ -747,12 +747,10 @@ def _saving_sentences(
     subject = f"The run in the folder {saving.name}" if saving.is_run else saving.name
     many = f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
     time_share = 100 * (saving.time_ratio - 1)
-    slower = (
-        f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
-        # Differences that are rounded to none are none.
-        if abs(time_share) >= 0.05
-        else "as long"
-    )
+    slower = "as long"
+    # Differences that are rounded to none are none.
+    if abs(time_share) >= 0.05:
+        slower = f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
     yield (
         f"{subject}{many} takes {si(saving.energy_j, 'J', 3)} and {si(saving.time_s, 's', 3)} per "
         f"iteration: {100 * abs(saving.saved_share):.1f} % "
@@ -811,9 +809,9 @@ def _bottleneck_sentences(
         parts = [clock / most for clock, most in zip(planned.clocks, before.clocks, strict=True)]
         others = [part for rank, part in enumerate(parts) if rank not in found.ranks]
         kept = fmean(parts[rank] for rank in found.ranks)
-        them = "them" if more else "it"
+        pronoun = "them" if more else "it"
         text += (
-            f". The plan runs {them} at {100 * kept:.0f} % of the highest clock on average, "
+            f". The plan runs {pronoun} at {100 * kept:.0f} % of the highest clock on average, "
             "the others at "
         )
         text += f"{100 * fmean(others):.0f} %"
@@ -847,6 +845,7 @@ def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Itera
     saved_j = [
         was.energy_j - now.energy_j for was, now in zip(before.phases, planned.phases, strict=True)
     ]
+    # The phases share what was saved, so parts would mean nothing if nothing was.
     whole_j = math.fsum(saved_j)
     if whole_j <= 0:
         return

@@ -78,6 +78,7 @@ class PerfettoTrace:
         """Add an arrow from the end of a slice to the start of another one: thread and
         nanoseconds.
         """
+        # Both ends of an arrow are events with one number.
         what: dict[str, Any] = {"cat": "transfer", "id": next(self._flows)}
         self._add("s", name, **what, tid=self._threads[begin[0]], ts=_us(begin[1] - 1))
         self._add("f", name, **what, tid=self._threads[end[0]], ts=_us(end[1]), bp="e")
@@ -219,7 +220,10 @@ def _add_plan(trace: PerfettoTrace, name: str, plan: Plan) -> None:
         trace.add_flow(*flow)
     # Power is an average of each computation, so it steps where they begin.
     powers = {
-        rank: steps(((each.start_ns, each.details["watts"]) for each in row), row[-1].end_ns)
+        rank: steps(
+            ((slice_of_rank.start_ns, slice_of_rank.details["watts"]) for slice_of_rank in row),
+            row[-1].end_ns,
+        )
         for rank, row in enumerate(slices)
     }
     trace.add_powers(powers, len(slices))
@@ -227,7 +231,9 @@ def _add_plan(trace: PerfettoTrace, name: str, plan: Plan) -> None:
     for rank, of_rank in enumerate(slices):
         # The clock of a computation lasts until the next one begins.
         spans = [
-            (each.start_ns, each.details[setting]) for each in of_rank if setting in each.details
+            (slice_of_rank.start_ns, slice_of_rank.details[setting])
+            for slice_of_rank in of_rank
+            if setting in slice_of_rank.details
         ]
         trace.add_clock(plan, rank, [(0, spans[0][1]), *spans], of_rank[-1].end_ns)
 
@@ -238,16 +244,16 @@ def _transfers(plan: Plan) -> Iterator[tuple[str, tuple[int, int], tuple[int, in
     """
     iteration = plan.iteration
     spans = list(plan.timeline.spans.values())
-    for place, computation in enumerate(iteration.computations):
-        for other in iteration.predecessors[place]:
-            ranks = iteration.rank_of[other], iteration.rank_of[place]
+    for node, computation in enumerate(iteration.computations):
+        for before in iteration.predecessors[node]:
+            ranks = iteration.rank_of[before], iteration.rank_of[node]
             # Within a rank, the order says what waits for what.
-            if other >= len(iteration.computations) or ranks[0] == ranks[1]:
+            if before >= len(iteration.computations) or ranks[0] == ranks[1]:
                 continue
-            from_ns = _ns(spans[other].end_s)
-            to_ns = _ns(spans[place].start_s)
+            from_ns = _ns(spans[before].end_s)
+            to_ns = _ns(spans[node].start_s)
             # A computation without work has no slice that an arrow could begin at.
-            if from_ns > _ns(spans[other].start_s):
+            if from_ns > _ns(spans[before].start_s):
                 name = "activations" if computation.kind == "F" else "gradients"
                 name += f" of microbatch {computation.microbatch}"
                 yield name, (ranks[0], from_ns), (ranks[1], to_ns)
@@ -265,15 +271,15 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
 
     # Waiting is what lies between two slices.
     done_s = 0.0
-    for place in iteration.programs[rank]:
-        name = iteration.names[place]
+    for node in iteration.programs[rank]:
+        name = iteration.names[node]
         span = timeline.spans[name]
         category = "operation of fixed time"
         details: dict[str, Any] = {}
-        if place < len(iteration.computations):
+        if node < len(iteration.computations):
             category = "computation"
-            stage, _, microbatch = iteration.computations[place]
-            details = {"stage": stage, "kind": iteration.keys[place][1], "microbatch": microbatch}
+            stage, _, microbatch = iteration.computations[node]
+            details = {"stage": stage, "kind": iteration.keys[node][1], "microbatch": microbatch}
             details[setting_of(plan.control)] = plan.clocks[name]
         details |= {"joules": span.energy_j, "watts": span.power_w}
         yield from waiting("waiting", done_s, span.start_s)
@@ -305,10 +311,13 @@ def trace_run(run: Run, path: str | os.PathLike[str]) -> None:
             "again in a minute, or when the training has ended"
         )
     first = min(kept)
+    # The title says what was measured and what was simulated, as a trace has no place for it
+    # elsewhere.
     summary = summarize_run(run)
     sources = run_origin_text(summary)
     pipelines = sorted({rank.pipeline for rank in run.ranks})
     trace = PerfettoTrace(len(pipelines))
+    # A process for each pipeline, as their ranks have the same numbers.
     for pipeline in pipelines:
         ranks = [rank for rank in run.ranks if rank.pipeline == pipeline]
         ranks.sort(key=lambda rank: rank.pipeline_rank)
