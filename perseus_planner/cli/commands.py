@@ -41,9 +41,8 @@ def main(context: click.Context) -> None:
     `planner job.yaml` does all three for a job file. Run a command with --help to see its options.
     """
     if context.invoked_subcommand not in ("run", "measure"):  # these start other programs
-        os.environ.setdefault(
-            "OPENBLAS_NUM_THREADS", "1"
-        )  # matrices are small here, and threads wait for each other
+        # Matrices are small here, and threads wait for each other.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if context.invoked_subcommand not in ("doctor", "reset"):  # these report such GPUs themselves
         _recover_gpus()
 
@@ -60,6 +59,7 @@ def _add_commands() -> None:
     own.
     """
     added, main.problems = extensions.commands()
+    # Headings of the core come first, in their order.
     for heading in dict.fromkeys((*_CORE, *added)):
         main.add_section(heading, *_CORE.get(heading, ()), *added.get(heading, {}).values())
 
@@ -72,6 +72,7 @@ def _recover_gpus() -> None:
     """Reset GPUs that killed processes have left set on this node, and print them on stderr."""
     from perseus_planner.gpu.lease.records import has_records
 
+    # Importing leases takes milliseconds, which most commands do without.
     if not has_records():
         return
     from perseus_planner.base.errors import GpuError
@@ -86,5 +87,6 @@ def _recover_gpus() -> None:
                 f"planner: GPU {record.gpu} ({record.name}), left set by {record.owner}, {done}",
                 err=True,
             )
+    # What cannot be recovered now is told, and must not keep a command from its work.
     except GpuError as error:
         click.echo(f"planner: {error}", err=True)

@@ -224,6 +224,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         return
     # A log keeps every line, so there is one now and then instead of a bar.
     if not sys.stderr.isatty():
+        # Told now and then, also for the first time: short work needs no line at all.
         told_s = time.monotonic()
 
         def line(done: int, total: int) -> None:
@@ -241,7 +242,8 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
     columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar, number = bars.add_task(what, total=None), count(1)
+        bar = bars.add_task(what, total=None)
+        number = count(1)
 
         # Compiling takes the first run longer, which would look like a bar that hangs.
         def compiling() -> None:

@@ -236,7 +236,8 @@ def _measure(gpu: Gpu, inspection: Inspection) -> GpuDiagnosis:
     limit = CheckResult(POWER_LIMIT.name, NOT_TRIED, "the GPU could not be leased")
     try:
         with lease_gpus([gpu]):
-            limit, clock = run_check(POWER_LIMIT, gpu), run_check(CLOCK, gpu)
+            limit = run_check(POWER_LIMIT, gpu)
+            clock = run_check(CLOCK, gpu)
     except GpuError as error:
         clock = failure(CLOCK, error)
     # The latency is shown apart from whether clocks can be set.
@@ -250,6 +251,7 @@ def _verdict(inspections: Sequence[Inspection], gpus: int) -> Verdict:
     return Verdict(
         gpus,
         observe=sum(inspection.can_observe for inspection in inspections),
+        # Whether a setting is permitted is known only where it was tried, on each GPU.
         set_clocks=None if None in can_set else sum(map(bool, can_set)),
         profile=sum(
             inspection.can_observe and inspection.can_set_clocks is not False
@@ -267,10 +269,12 @@ def _clock_change(
     settles_s = [latency.settle_p50_s for latency in latencies if latency.settle_p50_s is not None]
     change: dict[str, float] = {}
     if latencies:
+        # Three digits, as calls vary by more.
         change["call_s"] = float(f"{median(latency.call_p50_s for latency in latencies):.3g}")
     if settles_s:
         change["settle_s"] = float(f"{median(settles_s):.3g}")
     if parallel is not None:
+        # Where calls do not wait for each other, each GPU is a node of its own to the planner.
         change["gpus_per_node"] = parallel.gpus if parallel.queue else 1
     return change
 
@@ -300,6 +304,7 @@ def _verdict_text(verdict: Verdict) -> str:
         set_clocks = works(verdict.set_clocks)
     else:
         set_clocks = "not tried; `planner doctor --measure-latency` tries it"
+        # Profiling sets clocks, so what was not tried may still refuse it.
         profile += ", where setting clocks is permitted" if verdict.profile else ""
     mig = ""
     if verdict.mig:
@@ -319,6 +324,7 @@ def _verdict_text(verdict: Verdict) -> str:
 def _gpu_text(diagnosis: GpuDiagnosis) -> str:
     seen = diagnosis.inspection
     origin = "" if seen.origin == "measured" else f", {seen.origin}"
+    # In the order of what can be done: read, then set, then why it may not be set.
     rows = [
         *(
             (
@@ -339,6 +345,7 @@ def _gpu_text(diagnosis: GpuDiagnosis) -> str:
             ("changing the clock", text)
             for text in (diagnosis.latency.texts if diagnosis.latency is not None else ())
         ),
+        # Another job's lease explains a clock that is locked.
         ("lease", seen.leased_by or "free"),
         *(("stale lease", text) for text in seen.stale_leases),
         *(("warning", text) for text in seen.warnings),
@@ -481,10 +488,8 @@ def _use_all_kernels() -> None:
     from perseus_planner.schedules import one_f_one_b
 
     profile = profile_simulated("simulated:a100-sxm", 2)
-    for microbatches in (
-        1,
-        6,
-    ):  # all choices of the first one are tried, the second one is searched
+    # All choices of the first one are tried, the second one is searched.
+    for microbatches in (1, 6):
         frontier = solve(profile, one_f_one_b(2, microbatches))
         frontier.plan_until(1.05 * frontier.baseline_time_s, max_changes=2, on_time=None)
     if "warm up" in extensions.places("offers"):

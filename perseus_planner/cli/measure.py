@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from perseus_planner.gpu.monitor import Monitor, PowerSample, Window
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-Handled = Annotated[
-    float, Option(type=click.FloatRange(0, min_open=True), metavar="N")
-]  #: how much a command handles
+#: how much a command handles
+Handled = Annotated[float, Option(type=click.FloatRange(0, min_open=True), metavar="N")]
 
 
 @command(
@@ -120,6 +119,7 @@ def _opened(
             raise UsageError(
                 f"--gpu {gpu}: has a time of its own, in which commands take none; use {emulated}/0"
             )
+    # Without names, all of the node.
     names = expanded(gpus) or None
     with Monitor(names, sample_s=every_s, on_sample=record, strict=False) as monitor:
         # A GPU that was named must be measured, and of all others those that can be.
@@ -215,6 +215,7 @@ class _Result:
         from perseus_planner.base.tables import Column, lay_out, table
 
         lines = [""]
+        # Without energy the time is still told below.
         window = self.window
         if window is not None and window.gpus:
             columns = lay_out(
@@ -227,6 +228,7 @@ class _Result:
                 Column("peak (W)", "peak_w", ".1f"),
             )
             lines += [table(columns), ""]
+        # A sum without a GPU that was lost would look like a saving.
         if window is None or self.lost:
             why = "; ".join(self.lost)
             lines.append(f"{self.command[0]}: {si(self.time_s, 's')}, energy unknown: {why}")

@@ -63,6 +63,7 @@ class _Command(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return all parameters."""
+        # Only once: click asks for the parameters each time that it shows or reads them.
         self.params += self._others()
         self._others = list
         return super().get_params(ctx)
@@ -129,9 +130,11 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
             yield from _parameters(hint, get_type_hints(hint, include_extras=True))  # type: ignore[arg-type]
             continue
         settings = _settings(hint)
+        # Without a default the parameter must be given; click would take None.
         if parameter.default is not parameter.empty:
             settings["default"] = parameter.default
         settings.setdefault("required", "default" not in settings)
+        # Positional parameters are arguments; those of dataclasses are options all the same.
         if parameter.kind is not parameter.KEYWORD_ONLY and not is_dataclass(function):
             if settings.pop("multiple", False):
                 settings["nargs"] = -1
@@ -145,9 +148,12 @@ def _parameters(function: Callable[..., None], hints: dict[str, Any]) -> Iterato
 
 def _settings(hint: Any) -> dict[str, Any]:
     """Return what the type of a parameter says of it, as arguments of `click.Option`."""
-    origin, (first, *others) = get_origin(hint), get_args(hint) or (hint,)
+    origin = get_origin(hint)
+    first, *others = get_args(hint) or (hint,)
     if origin is Annotated:
         settings = _settings(first)
+        # In the order of the type: an `Option` says what differs from what the type implies, a text
+        # is the help.
         for said in others:
             if isinstance(said, Option):
                 settings |= said.settings
@@ -260,10 +266,11 @@ class SourceFile(Text):
             path = Path(text)
             # A path that does not exist is refused by whoever reads it, with the reason.
             kind = kind_of(path) if path.exists() else None
+            # Extensions may bring kinds of files, which only a command for all kinds shows.
             taken = kinds or {*extensions.places("shown"), *wanted}
             if kind in _KINDS and kind not in taken:
                 # The error names what is wanted, in the words of the help.
-                names = ", ".join(_KINDS[each] for each in wanted[:-1])
+                names = ", ".join(_KINDS[kind_name] for kind_name in wanted[:-1])
                 names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
                 raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
             return path
@@ -302,6 +309,7 @@ def check_writable(path: Path, place: str) -> None:
         raise UsageError(
             f"{place} {path}: there is no folder {path.parent}; make it, or name another"
         )
+    # A new file needs a folder that can be written to, an old one itself.
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         what = "this file" if path.exists() else f"the folder {path.parent}"
         raise UsageError(
@@ -315,10 +323,11 @@ def check_folder(path: Path, place: str) -> None:
     Raises:
         UsageError: If the folder that it would be in cannot be written to.
     """
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not os.access(there, os.W_OK):
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(nearest, os.W_OK):
         raise UsageError(
-            f"{place} {path}: {there} cannot be written to; change its permissions, or name another"
+            f"{place} {path}: {nearest} cannot be written to; change its permissions, or name "
+            "another"
         )
 
 

@@ -324,10 +324,13 @@ def plan(
         plans = _make_plans(pipelines, target, limits)
         again = None
         if len(plans) == 1:
+            # Another sweep is told of one plan alone: several have no common margin.
             again = pipelines.frontiers[0].measuring_again(plans[0], **limits.arguments())
         if bound:
             pairs = zip(pipelines.frontiers, plans, strict=True)
-            plans = tuple(of.with_point_bound(each) for of, each in pairs)
+            plans = tuple(
+                pipeline_frontier.with_point_bound(chosen) for pipeline_frontier, chosen in pairs
+            )
     for pipeline_plan, file in zip(plans, files, strict=True):
         pipeline_plan.save(file)
     summary: Any
@@ -347,7 +350,9 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
     if target.power_budget_w is not None:
         return (frontier.plan_within_power(target.power_budget_w, **arguments),)
     # Tied modes are chosen on one frontier, so several cannot be matched in time.
-    has_tied_modes = any(each.dag.has_tied_modes for each in pipelines.frontiers)
+    has_tied_modes = any(
+        pipeline_frontier.dag.has_tied_modes for pipeline_frontier in pipelines.frontiers
+    )
     if has_tied_modes and others:
         raise UsageError(
             "modes that are tied to each other are planned for one kind of pipeline; give one "
@@ -379,6 +384,7 @@ def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tupl
         elif wanted_s is None or wanted_s > least_s:
             wanted_s = max(least_s, fastest_s)
         return pipelines.plans_for(wanted_s, **arguments)
+    # The choice of a single frontier, by what was asked for.
     if target.straggler_time_s is not None:
         return (frontier.plan_beside_straggler(target.straggler_time_s, **arguments),)
     if wanted_s is None:
@@ -402,6 +408,7 @@ def _numbered(target: Path, count: int, sources: Iterable[Path]) -> list[Path]:
     Raises:
         UsageError: If one of the files is a folder, or is read itself.
     """
+    # One result keeps the name that was given.
     targets = [target]
     if count > 1:
         targets = [
@@ -434,6 +441,7 @@ def run_job(
             f"{job}: has several profiles or none; run `planner profile`, `planner solve` and "
             "`planner plan`"
         )
+    # Beside the profile, so that all of a job stands together.
     frontier, chosen = (str(named.with_name(name)) for name in ("frontier.npz", "plan.yaml"))
     # Each step is a command as a user would type it, so that it can be repeated by hand.
     steps = [

@@ -413,6 +413,7 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     from perseus_planner.plans.calibration import MeasuredPlan
     from perseus_planner.runs.run import calibration_of
 
+    # In the order of the plans that are files.
     times_s = [DURATION.read(text, "--measured") for text in texts]
     # Runs have their times in them, so only plans that are files need one.
     plans = [path for path in paths if not path.is_dir()]
@@ -434,5 +435,6 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
         if path.is_dir():
             yield calibration_of(Run.load(path))
         else:
+            # One plan alone has one time, so the option names it; of several, the file does.
             name = "--measured" if len(paths) == 1 else str(path)
             yield MeasuredPlan(Plan.load(path), next(left_s), name)

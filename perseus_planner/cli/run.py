@@ -153,6 +153,7 @@ def _modules(given: str | None) -> str:
     from perseus_planner.runtime import unmodified
 
     startup = str(Path(unmodified.__file__).absolute().with_name("startup"))
+    # A job started from a job has it already.
     others = (
         [] if given is None else [folder for folder in given.split(os.pathsep) if folder != startup]
     )
@@ -164,9 +165,11 @@ def _flag_that_ignores(command: Sequence[str]) -> str | None:
     if there is none.
     """
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        # Options come before the script: `-c` and `-m` end them, as does any other word.
         for word in command[1:]:
             if not re.fullmatch(r"-[a-zA-Z]+", word) or word[1] in "cm":
                 break
+            # -I and -E ignore PYTHONPATH, and -S leaves `sitecustomize` out.
             if set(word) & set("IES"):
                 return word
     return None

@@ -104,6 +104,7 @@ def show(
     plans of Kareus. The figure of a run shows the last iteration that ran as planned on all ranks.
     The trace of a run has all iterations whose computations were kept.
     """
+    # Two runs are compared as text, so all else is refused there.
     if run2 is not None:
         others = (plot, figure, beside, perfetto, table, blocking_power_w)
         _show_pair(file, run2, has_more=any(others))
@@ -119,11 +120,13 @@ def show(
         check_figure_path(plot, "--plot")
     refuse_same([file, *beside], perfetto, "--perfetto")
     refuse_same([file, *beside], table, "--csv")
+    # Read once, whatever is drawn or written of it.
     view = _view(file, blocking_power_w)
     if perfetto is not None and view.write_trace is None:
         raise UsageError(f"--perfetto {perfetto}: {file} has no timeline; name a plan or a run")
     if table is not None and view.csv is None:
         raise UsageError(f"--csv {table}: {file} has no iterations; name a run folder")
+    # Drawn before anything is written, as a figure may be refused.
     if plot is not None:
         from perseus_planner.views import figures
 
@@ -184,7 +187,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     # Plans of others need an extension, and the power that their files lack.
     if kind == "kareus":
         plans = extensions.offer("kareus")(path, blocking_power_w)
-        text = "\n".join(each.sheet.text() for each in plans)
+        text = "\n".join(kareus_plan.sheet.text() for kareus_plan in plans)
         return _View({"kareus": plans}, text)
     if blocking_power_w is not None:
         raise UsageError(
@@ -368,11 +371,13 @@ def report(
     rates = EnergyRates(price, pue, carbon / 1e3)
     reported = extensions.places("reported")
     # Some kinds of plans have a report of their own, made by their extension.
+    # The extension reports on all sources itself.
     for kind in reported.keys() & set(map(kind_of, source)):
         content, text, html = extensions.load(reported[kind])(source, rates)
         write_file(output, html, UsageError)
         console.report(content, text, [output])
         return
+    # Other planners are replayed, which takes seconds.
     with console.progress("Reporting"):
         sources = read_sources(source, blocking_power_w)
         job_report = make_report(sources, rates, _size(sources, size))
@@ -393,6 +398,7 @@ def _size(sources: Sources, options: SizeOptions) -> IterationSize:
                 numbers[name] = float(of_job * sources.share_of_pipelines)
             except OverflowError:
                 numbers[name] = math.inf  # which `IterationSize` refuses
+    # The job file knows how many pipelines train side by side.
     if options.pipelines is None:
         numbers["pipelines"] = sources.pipelines
     return IterationSize(**numbers)
