@@ -43,19 +43,22 @@ class ArmedClocks:
                 has been since then.
             row: Its clocks; None if they are not known.
         """
+        # Inside means that no end was seen, so the last look is the latest that it can have been.
         ended_ns = looked_ns if self._is_inside else self._ended_ns
         self._is_inside = True
+        # Clocks of an iteration that was cut off must not be set in the next one.
         self._dues.clear()
         if row is None or ended_ns is None:
             return False
         (least_ns, longest_ns), *clocks = row
+        # A pause of another length means that something ran in between, such as an evaluation.
         if not least_ns <= now_ns - ended_ns <= longest_ns:
             return False
         due_ns = now_ns
         before = 0
-        for place, (clock, until_ns) in enumerate(clocks):
+        for position, (clock, until_ns) in enumerate(clocks):
             if clock != before:  # rows repeat their last entry
-                self._dues.append(Due(place, clock, due_ns))
+                self._dues.append(Due(position, clock, due_ns))
             before = clock
             due_ns = now_ns + until_ns
         return True

@@ -109,6 +109,7 @@ class Connection:
     """
 
     def __init__(self, address: str, attach_request: AttachRequest) -> None:
+        # A forked child shares the descriptors, and must not detach its parent.
         self._owner = os.getpid()
         self._attach_request = attach_request
         self._received: deque[ToRank] = deque()
@@ -136,9 +137,13 @@ class Connection:
         """
         self._received.clear()
         self._channel, pid = _connect(address)
-        self._controller, watched = WatchedProcess(pid), WatchedProcess(pid)
+        self._controller = WatchedProcess(pid)
+        # One of its own for the thread, which closes it.
+        watched = WatchedProcess(pid)
         self._is_open = True
+        # From now on the end of the controller is noticed, whatever the training does.
         self.recovery = in_background(partial(self._watch, watched), "planner watch")
+        # The wait for a sign of life begins now.
         self._alive_ns[0] = time.monotonic_ns()
         try:
             self._check_alive()  # so the process that is watched now is the controller
@@ -157,10 +162,13 @@ class Connection:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
+            # Messages to a rank that is not attached yet say nothing about that.
             while (message := self._wait(deadline_s)) is not None:
                 if (reply := attach_reply(message)) is not None:
                     return reply
         except ControllerLost as error:
+            # An end of the socket while the controller lives is a fault of it, and needs no
+            # recovery.
             if not self._is_cut():
                 raise
             # Another rank's GPU may be set already.
@@ -185,6 +193,7 @@ class Connection:
             while self._is_open and (message := self._receive()) is not None:
                 messages.append(message)
         except ControllerLost:
+            # What came before the end is returned first; the next call raises.
             if not messages:
                 raise
         return messages
@@ -202,6 +211,7 @@ class Connection:
             GpuError: If this process has no permission to.
         """
         try:
+            # By the descriptor, which means this process, whatever has its number later.
             if self._controller.descriptor is not None:
                 signal.pidfd_send_signal(self._controller.descriptor, signal.SIGKILL)
             # Its number is not reused while its end of the socket is open.
@@ -226,7 +236,9 @@ class Connection:
         """
         from perseus_planner.gpu.lease.lease import recover  # seldom needed
 
+        # Tells `detach` to look once more, as a controller may have set a GPU until its end.
         self._was_lost = True
+        # It was killed a moment ago, so commands of it may still be under way.
         recoveries = recover(is_fresh=True)
         locked = [f"{left.record.gpu} ({left.problem})" for left in recoveries if left.problem]
         if locked:
@@ -246,6 +258,7 @@ class Connection:
     def _watch(self, controller: WatchedProcess) -> str:
         """Wait for the end of the controller, and recover; end without if this rank leaves."""
         while not controller.has_ended():
+            # Looked at often enough that a rank that leaves ends the thread within a second.
             if not self._is_open:
                 break
             if controller.descriptor is None:
@@ -260,6 +273,7 @@ class Connection:
 
         `messages` still returns what the controller sent before.
         """
+        # A child only closes what it has got.
         if os.getpid() != self._owner:
             self.close()
             return None
@@ -268,6 +282,7 @@ class Connection:
             if self._is_open:
                 problem = self._detach(timeout_s)
         except GpuError as error:
+            # Only one that hangs is killed: it may be resetting GPUs.
             if self.age_s() > HUNG_S:
                 with suppress(GpuError):
                     self.kill()
@@ -334,6 +349,7 @@ class Connection:
         if received is None:
             return None
         message: FromRank | ToRank
+        # No message to a rank brings a descriptor.
         message, descriptor = received
         if descriptor is not None:
             os.close(descriptor)
@@ -345,6 +361,7 @@ class Connection:
 
     def _wait(self, deadline_s: float) -> ToRank | None:
         """Return the next message; None if none arrives in time."""
+        # A readable socket may hold no whole message yet.
         while (message := self._receive()) is None:
             if not is_readable(self.fileno(), deadline_s - time.monotonic()):
                 return None
@@ -356,6 +373,7 @@ class Connection:
 
     def _is_cut(self) -> bool:
         """Whether the other end of the socket is closed."""
+        # Asked of no events, poll tells hang-ups alone.
         poller = select.poll()
         poller.register(self.fileno(), 0)
         return bool(poller.poll(0))
@@ -369,6 +387,7 @@ def _connect(address: str) -> tuple[PacketChannel, int]:
     """
     connection = socket.socket(socket.AF_UNIX, SOCKET_KIND)
     try:
+        # A backlog that is full would let `connect` wait for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT)
         connection.connect(socket_name(address))
     except OSError as error:
@@ -376,13 +395,14 @@ def _connect(address: str) -> tuple[PacketChannel, int]:
         raise ControllerLost(
             f"the clock controller of this node cannot be reached at {address}: {error}"
         ) from None
-    other = Credentials.of(connection)
-    if not other.is_same_user():
+    # The kernel says who listens, whatever the address promises.
+    listener = Credentials.of(connection)
+    if not listener.is_same_user():
         connection.close()
         raise ControllerLost(
-            f"the process that listens at {address}, {other.pid}, belongs to user {other.uid}"
+            f"the process that listens at {address}, {listener.pid}, belongs to user {listener.uid}"
         )
-    return PacketChannel(connection, AnyMessage), other.pid
+    return PacketChannel(connection, AnyMessage), listener.pid
 
 
 def attach_reply(message: ToRank) -> AttachReply | None:
@@ -400,6 +420,7 @@ def attach_reply(message: ToRank) -> AttachReply | None:
 
 def _refusal_error(refusal: AttachRefusal) -> GpuError:
     """Return the error that the controller met."""
+    # The class by its name, so that callers handle it as if they had met it themselves.
     kind = getattr(errors, refusal.error, None)
     return (
         kind(refusal.text)

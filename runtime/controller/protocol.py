@@ -212,6 +212,7 @@ class LatestStarts:
             Its number, for `marks.clock_request`; 0 if there are so many computations that there is
             no room.
         """
+        # So many entries of a row as fit, the same for all rows.
         most = (_WORDS - _HEADER) // (2 * len(rows))
         if most < 1:
             return 0
@@ -219,11 +220,14 @@ class LatestStarts:
         width = min(most, max(map(len, rows)))
         words = array("q", (len(rows), width))
         for row in rows:
+            # The planned clock and the fastest ones matter most.
             kept = [*row] if len(row) <= width else [row[0], *row[len(row) - width + 1 :]]
+            # Short rows repeat their last entry, so that all are equally long.
             kept += kept[-1:] * (width - len(kept))
             words.extend(number for entry in kept for number in entry)
         start = self._start(table)
         self._words[start] = 0  # so that no half of a table is read
+        # The content before the number, by which a reader knows that it is whole.
         self._words[start + 1 : start + 1 + len(words)] = memoryview(words)
         self._words[start] = table
         return table
@@ -247,14 +251,17 @@ class LatestStarts:
         words = self._words
         start = self._start(table)
         number, rows, width = words[start : start + _HEADER]
+        # Another table may be there by now, or half of one.
         if number != table or position >= rows or _HEADER + 2 * rows * width > _WORDS:
             return None
         first = start + _HEADER + 2 * position * width
+        # Entries are ordered by speed, so the first that is still in time is the slowest.
         clock = 0
         for entry in range(first, first + 2 * width, 2):
             clock, latest_ns = words[entry : entry + 2]
             if latest_ns >= passed_ns:
                 break
+        # Looked at again: it may have been written over while it was read.
         return clock if words[start] == table and clock > 0 else None
 
     def row(self, table: int, position: int) -> list[tuple[int, int]] | None:
@@ -408,10 +415,12 @@ class Handshakes:
         received = [
             self._receive(channel) for channel in list(self._pending) if channel.fileno() in ready
         ]
+        # A process that connects and says nothing must not keep a place.
         for channel, (_, since_ns) in list(self._pending.items()):
             if now_ns - since_ns > _TIMEOUT_NS:
                 self._reject(channel, "it has not sent an attach request")
         if self._listener.fileno() in ready:
+            # As many as may wait; the rest is accepted in the next turn.
             for _ in range(_MAX_PENDING):
                 if not self._accept(now_ns):
                     break
@@ -429,9 +438,10 @@ class Handshakes:
             connection, _ = self._listener.accept()
         except OSError:
             return False
-        other = Credentials.of(connection)
-        if other.is_same_user() and len(self._pending) < _MAX_PENDING:
-            self._pending[PacketChannel(connection, AnyMessage)] = (other.pid, now_ns)
+        peer = Credentials.of(connection)
+        # Other users must not have this user's GPUs set.
+        if peer.is_same_user() and len(self._pending) < _MAX_PENDING:
+            self._pending[PacketChannel(connection, AnyMessage)] = (peer.pid, now_ns)
         else:
             connection.close()
         return True
@@ -472,6 +482,7 @@ def _new_rank(
     """
     if isinstance(message, AttachRequest) and descriptor is not None and pid > 0:
         return NewRank(channel, message, SharedRequest.receive(descriptor), pid)
+    # A descriptor that nobody wants is closed here, or it would stay open.
     if descriptor is not None:
         os.close(descriptor)
     raise ValueError("a rank sends an attach request and its memory first, from a visible process")

@@ -149,6 +149,7 @@ class Rank:
         """
         if self._changes is None:
             values = [value for _, value in sorted(self._values.items())]
+            # The last value of an iteration stands before its first: iterations repeat.
             self._changes = sum(
                 before != value
                 for before, value in zip([*values[-1:], *values], values, strict=False)
@@ -175,6 +176,7 @@ class Rank:
             GpuError: If the power limit in force, to which a reset goes back, cannot be read.
         """
         assert self.gpu is not None  # it was opened before it was leased
+        # A reset has to go back to the limit that was there before.
         if self.attach_request.control == "power-limit":
             self._initial_limit_w = self.gpu.power_limit_w()
         self._is_attached = True
@@ -193,45 +195,58 @@ class Rank:
         as an iteration is like the one before it. The positions at the end of an iteration are not
         known, so nothing is assumed about them.
         """
+        # One number of memory, which the rank or its GPU writes: it holds the whole request.
         request = self._word[0]
         looked_ns = self._looked_ns
         self._looked_ns = now_ns
+        # Nothing new, and no reset that is to come: the most frequent case by far.
         if request == self._seen and (self._outside_ns is None or self._is_reset):
             return self._take_due(now_ns)
         self._seen = request
+        # Since when it is outside counts from the first look that saw it there.
         self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
         request &= ~OUTSIDE
         if request & BY_TIME:
             return self._poll_by_time(request, now_ns, looked_ns)
+        # What requests by position is not timed.
         self._armed.cancel()
+        # Captured requests have no value of their own, as a graph writes the same number each time.
+        # Their clocks are in the table that was named last.
         position, value = parse_clock_request(request)
         if position is not None and is_captured(request):
             value = self.shared.latest.clock(self._table, position, 0) or RESET
         else:
             self._table = table_of(request)
+        # Short iterations pass this state often, and resetting in each would cost more than it
+        # saves.
         limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
         is_outside = self._outside_ns is not None and (
             self._is_reset or now_ns - self._outside_ns >= limit_ns
         )
+        # Asked for once; as long as the GPU stays reset there is nothing to do.
         if position is None or is_outside:
-            was_reset = self._is_reset
-            self._is_reset = True
-            self._wanted = RESET
-            return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
+            return self._reset_request()
         if request == self._request and not self._is_reset:
             return None
+        # The same position again means that an iteration has passed unseen; for captured requests
+        # that cannot be told.
         is_again = not is_captured(request) and is_turned(request, self._request)
         self._request = request
         self._is_reset = False
         before = self._position
         self._position = position
+        # Positions rise within an iteration.
         is_new_iteration = before is not None and (position < before or is_again)
         if is_new_iteration:
+            # How long the last one took decides when a reset is worth its calls.
             self._lasted_ns = now_ns - self._begun_ns
             self._begun_ns = now_ns
             self._first_ns = None
+        # Latest starts count from here.
         if position == 0 and request & BEGUN:
             self._first_ns = now_ns
+        # What was passed unseen is taken from the iteration before; more than a look can miss is
+        # another program.
         passed = range(0 if before is None or is_new_iteration else before + 1, position)
         skipped = (
             [
@@ -242,15 +257,19 @@ class Rank:
             if len(passed) <= MAX_SKIPPED
             else ()
         )
-        known = self._values.get(position)
-        is_new_program = known is not None and known != value
+        # Another value at the same position: a new plan, of which nothing that was remembered
+        # holds.
+        remembered = self._values.get(position)
+        is_new_program = remembered is not None and remembered != value
         is_change = value != self._wanted
         self._wanted = value
         if is_new_program:
             self._values.clear()
-        if known != value and position < _MAX_POSITIONS:
+        # The number of changes is counted again when it is asked for.
+        if remembered != value and position < _MAX_POSITIONS:
             self._values[position] = value
             self._changes = None
+        # A rank that is late gets a faster clock than planned.
         table = table_of(request)
         if table and self._first_ns is not None:
             value = self.shared.latest.clock(table, position, now_ns - self._first_ns) or value
@@ -264,20 +283,27 @@ class Rank:
             is_change=is_change or table != 0,
         )
 
+    def _reset_request(self) -> ClockRequest | None:
+        """Return the request for a reset; None if one was returned last."""
+        was_reset = self._is_reset
+        self._is_reset = True
+        self._wanted = RESET
+        return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
+
     def _poll_by_time(self, request: int, now_ns: int, looked_ns: int) -> ClockRequest | None:
         """Take a request with clocks by time: nothing is wanted before the iteration begins, and
         nothing once it has ended.
         """
         self._position = None
+        # An end: what comes next is waiting, or something that nobody has timed.
         if not request & BEGUN:
             self._armed.end(now_ns)
-            was_reset = self._is_reset
-            self._is_reset = True
-            self._wanted = RESET
-            return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
+            return self._reset_request()
         self._lasted_ns = now_ns - self._begun_ns
         self._begun_ns = now_ns
+        # The table's first row has all clocks of the iteration, with their times.
         row = self.shared.latest.row(table_of(request), 0)
+        # Not armed means full clocks until the next begin.
         self._is_reset = not self._armed.begin(now_ns, looked_ns, row)
         due = self._armed.take(now_ns)
         value = RESET if due is None else due.clock
@@ -316,6 +342,7 @@ class Rank:
             GpuError: If the GPU could not be set.
         """
         assert self.gpu is not None  # requests are only looked at once the rank is attached
+        # The clock right before the change is that of what has run until now.
         before_mhz = _read(self.gpu.clock_mhz)
         begun_ns = time.monotonic_ns()
         self._set(self.gpu, change.value)
@@ -324,6 +351,7 @@ class Rank:
         self.send(
             ControlChange(change.position, change.value, change.seen_ns, begun_ns, ended_ns, before)
         )
+        # The clock before this change is judged by the value that was set before.
         self._watch_overriding(before, begun_ns)
         self._set_since = change.value, ended_ns
 
@@ -336,11 +364,13 @@ class Rank:
             return  # nothing was set, so nobody has set something else
         if self.attach_request.control != "clock" or not (set_mhz and achieved_mhz):
             return
+        # Too early: the clock may still be on its way.
         if now_ns - since_ns < _SETTLED_NS:
             return
         is_above = achieved_mhz > _ABOVE * set_mhz
         self._overridden = self._overridden + 1 if is_above else 0
         if self._overridden == _OVERRIDDEN:
+            # Once, in the moment when it is sure.
             text = (
                 f"this GPU ran at {achieved_mhz} MHz where {set_mhz} MHz was set, so another "
                 "program sets its clock (a script with `nvidia-smi -lgc`, DCGM, Slurm's "
@@ -363,6 +393,7 @@ class Rank:
         """Read the GPU, and send the sample to the rank."""
         assert self.gpu is not None  # samples begin when the rank is attached
         now_ns = time.monotonic_ns()
+        # A sample is of one moment, so the energy, by which iterations are counted, is read first.
         energy_j = _read(self.gpu.energy_j)
         clock_mhz = _read(self.gpu.clock_mhz)
         sample = GpuSample(
@@ -379,6 +410,7 @@ class Rank:
             sensor_j=self._power.energy_j(now_ns / 1e9),
         )
         self.send(sample)
+        # Whether somebody has locked the memory is a remark, and no reason to lose a sample.
         with suppress(GpuError):
             self._watch_memory(self.gpu)
 
@@ -416,11 +448,13 @@ class Rank:
 
     def resume(self) -> None:
         """Set the GPU again, and tell the rank."""
-        self.is_set, self._news = True, ControlResumed()
+        self.is_set = True
+        self._news = ControlResumed()
         self.send_news()
 
     def send_news(self) -> None:
         """Send a failure, or its end, that the rank has not received yet, if there is one."""
+        # Kept until the rank reads: a failure that is not heard would look like a slow plan.
         if self._news is not None:
             with suppress(EOFError):
                 if not self.channel.send(self._news):
@@ -432,6 +466,7 @@ class Rank:
         elsewhere.
         """
         with suppress(EOFError):
+            # Counted, as whoever adds up samples has to know what is missing.
             self._dropped += not self.channel.send(message)
 
     def close(self) -> None:
@@ -444,12 +479,12 @@ class Rank:
         """Return the power limit if it is below the default and not one that this rank sets."""
         if self.attach_request.control == "power-limit":
             return None
+        # The default never changes, so it is asked for once; 0 stands for a GPU that cannot tell.
         if self._default_limit_w is None:
             self._default_limit_w = _read(gpu.default_power_limit_w) or 0.0
         limit_w = _read(gpu.power_limit_w) if self._default_limit_w else None
-        return (
-            None if limit_w is None or limit_w > self._default_limit_w - SAME_LIMIT_W else limit_w
-        )
+        is_site_limit = limit_w is not None and limit_w <= self._default_limit_w - SAME_LIMIT_W
+        return limit_w if is_site_limit else None
 
     def _set(self, gpu: Gpu, value: int) -> None:
         control = self.attach_request.control
@@ -483,6 +518,7 @@ class LeaseGroup:
         self._members = list(ranks)
         self._gpus = [rank.gpu for rank in ranks if rank.gpu is not None]
         self._leases = ExitStack()
+        # Only what is set needs a lease; reading needs no privilege.
         to_set = [rank.gpu_to_set for rank in ranks if rank.gpu_to_set is not None]
         if any(gpu.keeps_settings for gpu in to_set):
             recover()
@@ -496,6 +532,7 @@ class LeaseGroup:
         that fails.
         """
         self._members.remove(rank)
+        # The others go on, so the lease ends with the last.
         return rank.reset() if self._members else self.release()
 
     def release(self) -> str | None:
@@ -512,6 +549,7 @@ class LeaseGroup:
 
 def shared_gpu_errors(ranks: Iterable[Rank]) -> dict[Rank, GpuError]:
     """Return an error for each rank whose GPU is also the GPU of another rank."""
+    # By UUID: different texts may name one GPU.
     by_uuid: dict[str, list[Rank]] = {}
     for rank in ranks:
         gpu = rank.gpu_to_set
@@ -561,9 +599,12 @@ class SensorEnergy:
 
     def add(self, now_s: float, power_w: float | None) -> None:
         """Add a reading; None if the sensor cannot be read, and then it is not read again."""
+        # Until this reading the power was that of the last one.
         self._energy_j = self.energy_j(now_s) or 0.0
         self._read_s = now_s
         self._power_w = power_w
+        # Between half and one and a half times the pause: whoever looks in step with iterations
+        # sees always the same moment.
         pause_s = _POWER_S * (0.5 + self._draw())
         self._due_s = math.inf if power_w is None else now_s + pause_s
 

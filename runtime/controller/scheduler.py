@@ -48,13 +48,13 @@ class _GpuQueue:
     value: int = RESET  #: what the GPU is set to
     pending: PendingChange | None = None
     overtaken: int = 0
-    outcomes: deque[bool] = field(
-        default_factory=lambda: deque(maxlen=JUDGED)
-    )  #: whether each change was overtaken
+    #: whether each change was overtaken
+    outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED))
     lost: int = 0  #: how many of them were
 
     def judge(self, *, is_overtaken: bool) -> None:
         """Take in one more change."""
+        # The oldest one falls out, so that only the last ones are judged.
         if len(self.outcomes) == JUDGED:
             self.lost -= self.outcomes[0]
         self.outcomes.append(is_overtaken)
@@ -72,12 +72,12 @@ class ChangeScheduler(Generic[Key]):
     """
 
     def __init__(self, max_changes_per_s: float) -> None:
+        # Written so that NaN is refused as well.
         if not max_changes_per_s >= _LEAST_PER_S:
             raise UsageError(f"{max_changes_per_s} changes per second: give {_LEAST_PER_S} or more")
         self._period_ns = math.ceil(1e9 / max_changes_per_s)
-        self._spent_until_ns: int | None = (
-            None  #: when the last change would have been due at exactly the rate
-        )
+        #: when the last change would have been due at exactly the rate
+        self._spent_until_ns: int | None = None
         self._gpus: dict[Key, _GpuQueue] = {}
         self._waiting: dict[Key, _GpuQueue] = {}  #: those with a change, the longest wait first
 
@@ -110,12 +110,15 @@ class ChangeScheduler(Generic[Key]):
         """Request a value for a GPU; has no effect if that is pending or set already."""
         queue = self._gpus[gpu]
         pending = queue.pending
+        # Equal values are not set again.
         if value == (queue.value if pending is None else pending.value):
             return
+        # What was pending was never made; a reset that is overtaken is no loss.
         if pending is not None:
             queue.overtaken += 1
             if pending.value != RESET:
                 queue.judge(is_overtaken=True)
+        # Back to what is set already, so there is nothing to do.
         if value == queue.value:
             queue.pending = None
             del self._waiting[gpu]  # as it has another value, something was pending
@@ -129,6 +132,7 @@ class ChangeScheduler(Generic[Key]):
         """
         if not self._waiting or now_ns < self.allowed_ns:
             return None
+        # The one that has waited for longest.
         gpu = next(iter(self._waiting))
         queue = self._waiting.pop(gpu)
         pending = queue.pending
@@ -136,6 +140,7 @@ class ChangeScheduler(Generic[Key]):
         assert pending is not None  # as it is waiting
         queue.value = pending.value
         queue.judge(is_overtaken=False)
+        # Time that was not used is not saved up, beyond what `allowed_ns` lets through at once.
         spent_ns = now_ns if self._spent_until_ns is None else max(now_ns, self._spent_until_ns)
         self._spent_until_ns = spent_ns + self._period_ns
         return gpu, pending
@@ -145,6 +150,7 @@ class ChangeScheduler(Generic[Key]):
         """When the next change is within the rate; a time that has passed if one is now."""
         if self._spent_until_ns is None:
             return 0
+        # So many changes at once as there are GPUs, as all of them begin an iteration together.
         return self._spent_until_ns - (len(self._gpus) - 1) * self._period_ns
 
     def overtaken(self, gpu: Key) -> int:

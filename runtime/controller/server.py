@@ -122,20 +122,27 @@ class Controller:
     def _turn(self) -> None:
         ready = self._wait()
         now_ns = time.monotonic_ns()
+        # Descriptors are looked at now and then even if none is readable, as some ends are not told
+        # by any.
         if ready or now_ns - self._polled_ns > _POLL_NS:
             self._serve(ready, now_ns)
+        # GPUs are leased together, so the first ranks wait for the others.
         if self._waiting and self._is_complete(now_ns):
             self._attach_waiting()
             now_ns = time.monotonic_ns()  # leasing GPUs may have taken a while
+        # Requests before settings: a change that is overtaken now need not be made.
         self._look_at_requests(now_ns)
         if self._failed:
             self._resume_failed(now_ns)
+        # One call of the driver at most in a turn: it takes milliseconds, in which nobody looks.
         self._was_active = self._set_one(now_ns) or self._sample_one(now_ns)
+        # Nobody has wanted anything for long, so looking less often costs nothing.
         if self._gaps_s and now_ns - self._changed_ns > _IDLE_NS:
             self._gaps_s.clear()
             self._pause_s = _IDLE_PAUSE_S
         if now_ns - self._signed_ns > _LIFE_NS:
             self._write_sign_of_life()
+        # Without any rank, the job may have ended before it began.
         if self._first_ns is None:
             is_abandoned = self._starter is not None and self._starter.has_ended()
             self._is_over = is_abandoned or now_ns - self._begun_ns > ALONE_NS
@@ -156,9 +163,11 @@ class Controller:
         until_allowed_s = (self._scheduler.allowed_ns - now_ns) / 1e9
         if until_allowed_s > pause_s and now_ns - self._reset_ns > _IDLE_NS:
             pause_s = min(until_allowed_s, _IDLE_PAUSE_S)
+        # Awake in time for the next clock by time.
         if self._clock_due_ns is not None:
             left_s = (self._clock_due_ns - now_ns) / 1e9
             pause_s = min(pause_s, max(left_s, _LEAST_PAUSE_S))
+        # Nothing is set yet, so only messages matter, and the poller wakes for them.
         if not self._attached:
             timeout_s = _UNATTACHED_S
         elif not self._was_active and pause_s >= _LONGEST_PAUSE_S:
@@ -166,6 +175,7 @@ class Controller:
         elif not self._was_active:
             time.sleep(pause_s)  # a poller takes whole milliseconds
         now_ns = time.monotonic_ns()
+        # Ranks come and go seldom: looking at descriptors costs more than a whole turn.
         if not timeout_s and now_ns - self._looked_ns < _SOCKETS_NS:
             return _NOTHING
         self._looked_ns = now_ns
@@ -193,6 +203,7 @@ class Controller:
         self._poller = None  # whoever comes or goes has other descriptors
         if is_poll_due:
             self._polled_ns = now_ns
+        # An end first: what has ended has nothing more to say.
         for rank in self._ranks():
             if _has_ended(rank.process, ready, is_poll_due):
                 self._detach(rank)
@@ -205,6 +216,7 @@ class Controller:
             self._add(Rank(*new_rank), now_ns)
 
     def _add(self, rank: Rank, now_ns: int) -> None:
+        # One more than were announced would share a GPU with another.
         if len(self._ranks()) >= self._count:
             number = rank.attach_request.rank
             count = f"all {self._count} ranks of this node"
@@ -227,6 +239,7 @@ class Controller:
         if received is None:
             return
         message, descriptor = received
+        # A rank sends no descriptor after its first message.
         if descriptor is not None:
             os.close(descriptor)
         if isinstance(message, DetachRequest):
@@ -242,6 +255,7 @@ class Controller:
     def _is_complete(self, now_ns: int) -> bool:
         """Whether to attach the waiting ranks now."""
         assert self._first_ns is not None  # a rank is waiting
+        # Later ranks, as after a restart, are attached at once: leasing is over.
         return (
             self._has_leased
             or len(self._waiting) == self._count
@@ -252,17 +266,22 @@ class Controller:
         """Attach the ranks that wait, and refuse those that cannot be attached."""
         self._has_leased = True
         self._poller = None
+        # Leasing takes seconds, in which there is none.
         self._write_sign_of_life()
         waiting = self._waiting
         self._waiting = []
+        # All GPUs are opened first, so that ranks that share one are told apart from those that do
+        # not.
         opened = [rank for rank in waiting if _is_open(rank)]
         errors = shared_gpu_errors([*self._attached, *opened])
         ranks = [rank for rank in opened if rank not in errors]
         try:
+            # One lease for all, so that no rank of a node trains without the others.
             group = LeaseGroup(ranks)
         except GpuError as error:
             errors |= dict.fromkeys(ranks, error)
         for rank in opened:
+            # Also those of a lease that failed: all of its ranks.
             if rank in errors:
                 _turn_away(rank, errors[rank])
                 continue
@@ -274,6 +293,7 @@ class Controller:
                 rank.refuse(error)
                 self._detach(rank)
             else:
+                # The first sample tells where energy begins.
                 rank.sample(time.monotonic_ns(), 0)
                 self._power_due_s = 0.0
 
@@ -287,19 +307,23 @@ class Controller:
                 self._note_gap(rank, now_ns)
                 has_changed = True
             if request.is_new_iteration:
+                # Ranks are sampled once in an iteration, when it begins.
                 self._due_ns[rank] = now_ns
             elif request.position is None:
                 self._reset_ns = now_ns
+            # A rank whose GPU has failed keeps its requests, and nothing is set.
             if not rank.is_set:
                 continue
             if request.is_new_program:
                 self._scheduler.judge_anew(rank)
             asked_ns = now_ns if request.due_ns is None else request.due_ns
+            # What was passed unseen counts as requested: it tells whether the node keeps up.
             for value in (*request.skipped, request.value):
                 self._scheduler.request(rank, value, request.position, asked_ns)
             if self._scheduler.is_overloaded(rank):
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
         dues_ns = [rank.due_ns for rank in self._attached if rank.due_ns is not None]
+        # When to wake for the next clock by time.
         self._clock_due_ns = min(dues_ns, default=None)
         if has_changed:
             # A turn follows each change early enough, however often ranks want another value.
@@ -338,6 +362,7 @@ class Controller:
     def _sample_one(self, now_ns: int) -> bool:
         """Read a GPU whose sample is due, or its power; return False if there is none."""
         if self._due_ns:
+            # Samples first, as iterations wait for their energy.
             rank = next(iter(self._due_ns))
             rank.sample(self._due_ns.pop(rank), self._scheduler.overtaken(rank))
             return True
@@ -348,6 +373,7 @@ class Controller:
         return was_read
 
     def _fail(self, rank: Rank, reason: str) -> None:
+        # It is tried again after a pause, since drivers recover.
         self._failed.add(rank)
         self._scheduler.cancel(rank)
         problem = rank.reset()
@@ -359,6 +385,7 @@ class Controller:
         for rank in tuple(self._failed):
             if rank.gpu_to_set is None or not rank.backoff.is_due(now_ns / 1e9):
                 continue
+            # Only a GPU that can be reset is set again.
             if rank.reset() is None:
                 self._failed.remove(rank)
                 rank.resume()
