@@ -279,13 +279,15 @@ def read(
 
     rows: list[ServedRow] = []
     notes: list[str] = []
-    for each in results:
-        setting, _, file = each.partition("=")
+    # A setting stands before its file, as several clocks are read in one go.
+    for text in results:
+        setting, _, file = text.partition("=")
         clock, _, power = setting.partition("@")
         clock_mhz = units.CLOCK.parse(clock)
-        power_w = units.POWER_BUDGET.read(power, each) if power else None
+        power_w = units.POWER_BUDGET.read(power, text) if power else None
+        # Both are checked before files are read, which may be large.
         if clock_mhz is None or not file:
-            raise UsageError(f"{each!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
+            raise UsageError(f"{text!r} is no result; write MHZ=FILE or MHZ@WATTS=FILE")
         rows += read_results(Path(file), clock_mhz, degree, power_w, shape, tell=notes.append)
     save_served(rows, "clock", "read", output)
     # Without energy a row says nothing of cost, and planning takes such rows for too slow.
@@ -338,6 +340,7 @@ def _text(rows: list[ServedRow], control: str, origin: str) -> str:
         Column("TBT p50 (ms)", lambda row: row.tbt_p50_s and 1e3 * row.tbt_p50_s, ".4g"),
         Column("p95", lambda row: row.tbt_s and 1e3 * row.tbt_s, ".4g"),
     )
+    # All rows are of one server.
     gpus = rows[0].tensor_degree
     return (
         f"Requests on {gpus} GPU{'s' * (gpus > 1)}, {origin}; tokens/J is also tokens/s per "

@@ -89,21 +89,22 @@ class Histogram(NamedTuple):
         """Return how many values were above: for sure, and of those between the two bounds around
         it as many as their mean tells, if they are spread evenly around that.
         """
-        place = bisect_right(self.bounds, most)
+        # The bucket in which the limit lies: those behind it are above for sure.
+        bucket = bisect_right(self.bounds, most)
         counts = [b - a for a, b in zip((0.0, *self.counts), self.counts, strict=False)]
         lows = (0.0, *self.bounds[:-1])
-        low = lows[place]
-        high = self.bounds[place]
-        unsure = counts[place]
-        sure = sum(counts[place + 1 :])
+        low = lows[bucket]
+        high = self.bounds[bucket]
+        unsure = counts[bucket]
+        sure = sum(counts[bucket + 1 :])
         if not unsure:
             return sure
         # The sum of all values, less what other buckets hold at their middles, is that of the
         # unsure ones.
         others = sum(
             count * (low if math.isinf(high) else (low + high) / 2)
-            for each, (count, low, high) in enumerate(zip(counts, lows, self.bounds, strict=True))
-            if each != place and count
+            for number, (count, low, high) in enumerate(zip(counts, lows, self.bounds, strict=True))
+            if number != bucket and count
         )
         # A mean outside its bucket is an error of the middles.
         mean = min(max((self.total - others) / unsure, low), high)
@@ -136,7 +137,7 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
     Raises:
         UsageError: If it has not all that is needed.
     """
-    known: dict[str, Any] = defaultdict(float)
+    totals: dict[str, Any] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     by_source: dict[str, float] = defaultdict(float)
     # Engines of one server have labels of their own, and are added up.
@@ -153,27 +154,27 @@ def parse_state(text: str, time_s: float, where: str) -> ServerState:
         elif name == _BY_SOURCE and (source := _SOURCE.search(labels)):
             by_source[source[1]] += value
         else:
-            known[name + part] += value
+            totals[name + part] += value
     for name, counts in buckets.items():
         bounds, below = zip(*sorted(counts.items()), strict=True)
-        known[name] = Histogram(bounds, below, known[f"{name}_sum"])
-    found: dict[str, Any] = {}
+        totals[name] = Histogram(bounds, below, totals[f"{name}_sum"])
+    state: dict[str, Any] = {}
     # Names differ between servers and versions, and the first that is there counts.
-    for what, names in _NAMES.items():
-        found[what] = next((known[name] for name in names if name in known), None)
-        if found[what] is None and what not in _OPTIONAL:
+    for quantity, names in _NAMES.items():
+        state[quantity] = next((totals[name] for name in names if name in totals), None)
+        if state[quantity] is None and quantity not in _OPTIONAL:
             raise UsageError(
                 f"{where}: has no {' or '.join(names)}; give the address of a server of vLLM or "
                 "SGLang (with --enable-metrics) of a version that has it"
             )
     # vLLM counts by source; SGLang counts all, and of these the cached ones.
     if by_source:
-        found["input_tokens"] = by_source.pop(_COMPUTED, 0.0)
-        found["cached_tokens"] = sum(by_source.values())
-    elif _CACHED in known:
-        found["cached_tokens"] = min(known[_CACHED], found["input_tokens"])
-        found["input_tokens"] -= found["cached_tokens"]
-    return ServerState(time_s, **found)
+        state["input_tokens"] = by_source.pop(_COMPUTED, 0.0)
+        state["cached_tokens"] = sum(by_source.values())
+    elif _CACHED in totals:
+        state["cached_tokens"] = min(totals[_CACHED], state["input_tokens"])
+        state["input_tokens"] -= state["cached_tokens"]
+    return ServerState(time_s, **state)
 
 
 class MetricsReader:

@@ -144,7 +144,8 @@ class ServerClock:
         # Seeded, so that equal states give equal decisions.
         self._random = random.Random(0)  # of audits
         self._x = np.log(self.clocks_mhz[0] / np.array(self.clocks_mhz))
-        self._slower, self._power = Curve(self._x, 0.3, 0.3), Curve(self._x, -1.2, 0.5)
+        self._slower = Curve(self._x, 0.3, 0.3)
+        self._power = Curve(self._x, -1.2, 0.5)
         self._iterations = _Iterations()
         self._top_w: float | None = None  #: watts at full clocks while it computes
         self._idle_w = 0.0
@@ -224,7 +225,10 @@ class ServerClock:
         agreed = self.settings.late * np.array((ttft.seen, ended))
         more = (late - agreed).tolist()
         self._owed = np.array(
-            [owed_after(*each, self._burst) for each in zip(self._owed, more, strict=True)]
+            [
+                owed_after(*owed_and_more, self._burst)
+                for owed_and_more in zip(self._owed, more, strict=True)
+            ]
         )
         # Late requests make the margins narrower, others wider.
         # Margins move with each late request, so many requests in a second move each by less.
@@ -334,8 +338,8 @@ class ServerClock:
         long = mean + math.sqrt(max(0.0, square - mean**2))
         input_s = self._iterations.costs_s[2] * np.exp(self._x)
         # All that is there may be in the batch of the next iteration.
-        there = state.running + state.waiting
-        iteration_s = self._iteration_s(there, 0.0)
+        present = state.running + state.waiting
+        iteration_s = self._iteration_s(present, 0.0)
         # Between two tokens prompts are computed as well, in the share of time that they need.
         between_s = iteration_s / np.maximum(1e-3, 1.0 - inputs * input_s)
         # Long prompts come between the tokens of a short answer.
@@ -345,7 +349,7 @@ class ServerClock:
         # Without times of each request, the queue is all that is known to have no token.
         pending = state.waiting
         if state.tpot is not None:
-            pending = there - (state.ttft.seen - state.tpot.seen - self._lost)
+            pending = present - (state.ttft.seen - state.tpot.seen - self._lost)
         first_s = (pending + 1) * long * input_s + 2 * iteration_s
         # The share of time that the server computes, which may not reach the whole.
         busy = requests * (mean * input_s + iteration_s)
@@ -476,12 +480,12 @@ def check_alone(gpus: Sequence[Gpu], address: str | None = None) -> None:
     Raises:
         UsageError: If one does; names it.
     """
-    own = set() if address is None else _pids_of_server(address)
+    server_pids = set() if address is None else _pids_of_server(address)
     for gpu in gpus:
         pids = set(gpu.computing_pids())
-        if address is not None and not own & pids:
+        if address is not None and not server_pids & pids:
             continue
-        for pid in pids - own:
+        for pid in pids - server_pids:
             try:
                 name = psutil.Process(pid).name()
             except psutil.Error:  # it has ended, or is in another container
@@ -503,6 +507,7 @@ def _pids_of_server(address: str) -> set[int]:
         # well.
         connections = psutil.net_connections("tcp")
         port = urlsplit(address).port
+        # Only who listens is the server: clients have the same port at their other end.
         listening = {
             each.pid
             for each in connections

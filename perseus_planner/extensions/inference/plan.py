@@ -199,11 +199,13 @@ def plan_pools(
     if policy == "hierarchical":
         first = plan_pools(profile, demand, gpus, period_s, "degree", gap=gap)
         degrees = {
-            (of, pool.at.tensor_degree)
+            (request_class, pool.at.tensor_degree)
             for pool in first.pools
-            for of in (pool.longest, *pool.serves)
+            for request_class in (pool.longest, *pool.serves)
         }
-        profile = profile.only(lambda of, at: (of, at.tensor_degree) in degrees)
+        profile = profile.only(
+            lambda request_class, at: (request_class, at.tensor_degree) in degrees
+        )
     model = _Model(profile, demand, period_s, before, costs)
     answer = model.solve(model.energies_j, gpus, gap)
     if answer is None:
@@ -296,37 +298,42 @@ class _Model:
         self._groups: list[_Group] = []
         # Requests of a trace differ in length from those measured, so loads are carried over.
         points = {
-            (of, at): [cell.carried(*load.lengths(of)) for cell in profile.feasible(of, at)]
-            for of, load in demand.items()
+            (request_class, at): [
+                cell.carried(*load.lengths(request_class))
+                for cell in profile.feasible(request_class, at)
+            ]
+            for request_class, load in demand.items()
             for at in profile.configurations
         }
-        carried: dict[RequestClass, dict[int, float]] = {of: {} for of in demand}
+        carried: dict[RequestClass, dict[int, float]] = {
+            request_class: {} for request_class in demand
+        }
         for (longest, at), of_longest in points.items():
             for segment in range(len(of_longest)):
                 group = _Group(self._programme.add(whole=True), longest, at, segment, [])
-                for of, load in demand.items():
-                    served = points[of, at][: len(of_longest)]
+                for request_class, load in demand.items():
+                    served = points[request_class, at][: len(of_longest)]
                     # A longer pool serves shorter classes, on segments that both curves have.
-                    if longest.covers(of) and len(served) > segment:
+                    if longest.covers(request_class) and len(served) > segment:
                         # The two ends of the segment; the first segment begins at an idle instance.
                         for point in served[max(0, segment - 1) : segment + 1]:
                             # Filled counts in the busiest minute, which is what an instance has to
                             # carry.
                             filled = load.peak * point.tokens_per_s / served[-1].tokens_per_s
-                            entry = _Entry(self._programme.add(), of, point, filled)
+                            entry = _Entry(self._programme.add(), request_class, point, filled)
                             group.entries.append(entry)
-                            carried[of][entry.column] = point.tokens_per_s
+                            carried[request_class][entry.column] = point.tokens_per_s
                 self._add_group(group)
         # A class without any column could not be served by anything.
-        for of, loads in carried.items():
+        for request_class, loads in carried.items():
             if not loads:
                 raise UsageError(
-                    f"class {of.name}: no configuration meets its latency objective; measure a "
-                    "higher clock or tensor degree, or loosen the objective"
+                    f"class {request_class.name}: no configuration meets its latency objective; "
+                    "measure a higher clock or tensor degree, or loosen the objective"
                 )
             # Rows are scaled to about 1, as the solver's tolerances are absolute.
             most = max(loads.values())
-            loads[self.share] = -demand[of].tokens_per_s
+            loads[self.share] = -demand[request_class].tokens_per_s
             row = {column: load / most for column, load in loads.items()}
             self._programme.limit(row, 0.0, 0.0)
         if before is not None:
@@ -392,13 +399,13 @@ class _Model:
         for _, longest, at, segment, entries in self._groups:
             shares = needed = 0.0
             serves: dict[RequestClass, float] = defaultdict(float)
-            for column, of, point, filled in entries:
+            for column, request_class, point, filled in entries:
                 share = float(values[column])
                 # Shares below rounding are noise of the solver and no plan.
                 if share > _ROUNDING / 100:
                     shares += share
                     needed += share * filled
-                    serves[of] += share * point.tokens_per_s
+                    serves[request_class] += share * point.tokens_per_s
                     power_w += share * point.power_w
             if serves and segment:  # the solver's instances, all of which have work
                 pools.append(Pool(longest, at, round(shares), dict(sorted(serves.items()))))
@@ -430,19 +437,19 @@ class _Part(NamedTuple):
 def _joined(parts: list[_Part]) -> Iterator[Pool]:
     """Yield pools with so many instances as are filled; join two where fewer do for both."""
     # Longest classes first, as only they may take in others.
-    rest = sorted(parts, key=lambda part: part[:2], reverse=True)
-    while rest:
-        at, longest, filled, serves = rest.pop(0)
-        for other in list(rest):
+    waiting = sorted(parts, key=lambda part: part[:2], reverse=True)
+    while waiting:
+        at, longest, filled, serves = waiting.pop(0)
+        for other in list(waiting):
             # Joining pays only where both together round up to fewer instances.
             fewer = _instances(filled + other.filled) < _instances(filled) + _instances(
                 other.filled
             )
             if other.at == at and longest.covers(other.longest) and fewer:
                 filled += other.filled
-                for of, tokens in other.serves.items():
-                    serves[of] += tokens
-                rest.remove(other)
+                for request_class, tokens in other.serves.items():
+                    serves[request_class] += tokens
+                waiting.remove(other)
         yield Pool(longest, at, _instances(filled), dict(sorted(serves.items())))
 
 
@@ -521,11 +528,13 @@ def make_plan(
         "control": profile.control,
         "gpus": gpus,
         "classes": {
-            of.name: [
+            request_class.name: [
                 None if tokens == math.inf else int(tokens)
-                for tokens in (of.input_tokens, of.output_tokens)
+                for tokens in (request_class.input_tokens, request_class.output_tokens)
             ]
-            for of in sorted({of for _, _, demand in periods for of in demand})
+            for request_class in sorted(
+                {request_class for _, _, demand in periods for request_class in demand}
+            )
         },
         "policies": totals,
         "epochs": [_epoch(*period, plan) for period, plan in zip(periods, plans, strict=True)],
@@ -538,14 +547,16 @@ def _epoch(
     return {
         "start_s": start_s,
         "length_s": length_s,
-        "demand": {of.name: load._asdict() for of, load in demand.items()},
+        "demand": {request_class.name: load._asdict() for request_class, load in demand.items()},
         **vars(plan),
         "pools": [
             {
                 "longest": pool.longest.name,
                 **pool.at._asdict(),
                 "instances": pool.instances,
-                "serves": {of.name: tokens for of, tokens in pool.serves.items()},
+                "serves": {
+                    request_class.name: tokens for request_class, tokens in pool.serves.items()
+                },
             }
             for pool in plan.pools
         ],

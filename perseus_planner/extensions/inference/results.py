@@ -127,11 +127,11 @@ class _Part:
 
     def parts(self, name: str) -> list[_Part]:
         """Return the objects of a list in it; an object alone counts as a list of one."""
-        found = self.get(name)
-        listed = found if isinstance(found, list) else [found]
+        value = self.get(name)
+        listed = value if isinstance(value, list) else [value]
         return [
-            _Part(self._where, each, self._inner(f"{name} {number}"))
-            for number, each in enumerate(listed, 1)
+            _Part(self._where, entry, self._inner(f"{name} {number}"))
+            for number, entry in enumerate(listed, 1)
         ]
 
     def number(self, name: str, rule: Rule) -> float:
@@ -182,9 +182,9 @@ def read_results(
     empty: list[_NothingCompletedError] = []
     for part in _objects(path):
         read, measured = _reader(part)
-        for each in measured:
+        for result in measured:
             try:
-                loads.append(read(each))
+                loads.append(read(result))
             except _NothingCompletedError as error:
                 empty.append(error)
     # One load without answers is a note; a file without any is an error.
@@ -247,9 +247,13 @@ def _notes(load: _Load, power_w: float | None) -> Iterator[str]:
             f"are those of the {load.completed:.0f} that completed, which bear the energy of all"
         )
     latencies = {"time to the first token": load.ttft, "time between tokens": load.tbt}
-    read = sorted({of.percentile for of in latencies.values() if of} - {_HIGH})
+    read = sorted({latency.percentile for latency in latencies.values() if latency} - {_HIGH})
     for percentile in read:
-        names = [name for name, of in latencies.items() if of and of.percentile == percentile]
+        names = [
+            name
+            for name, latency in latencies.items()
+            if latency and latency.percentile == percentile
+        ]
         yield (
             f"has no {_HIGH:g}th percentile of the {' and the '.join(names)}; the "
             f"{percentile:g}th is taken, which is no shorter (`vllm bench serve` has "
@@ -283,7 +287,7 @@ def _objects(path: Path) -> list[_Part]:
         return _lines(path, text, error)
     if not isinstance(content, list):
         return [_Part(str(path), content)]
-    return [_Part(f"{path}, result {number}", each) for number, each in enumerate(content, 1)]
+    return [_Part(f"{path}, result {number}", result) for number, result in enumerate(content, 1)]
 
 
 def _lines(path: Path, text: str, error: Exception) -> list[_Part]:
@@ -330,7 +334,7 @@ def _nothing(part: _Part, failed: float) -> _NothingCompletedError:
 
 def _high(stated: Iterable[float]) -> float | None:
     """Return the percentile to read of those that are stated: the 95th or the next above it."""
-    return min((each for each in stated if each >= _HIGH), default=None)
+    return min((percentile for percentile in stated if percentile >= _HIGH), default=None)
 
 
 def _streamed(part: _Part, ttft: _Latency) -> _Latency:
@@ -427,7 +431,7 @@ def _of_requests(part: _Part) -> tuple[list[float], list[float]]:
     seconds, as `--save-detailed` has them; else none.
     """
     columns = [part.get(name) for name in ("ttfts", "itls", "output_lens")]
-    if not all(isinstance(each, list) for each in columns):
+    if not all(isinstance(column, list) for column in columns):
         return [], []
     try:
         # Requests that failed have no tokens, and their times are none.
@@ -510,8 +514,10 @@ def _loop_of_aiperf(asked: _Part) -> tuple[int | None, float | None]:
 
 def _loop_of_phases(asked: _Part) -> tuple[int | None, float | None]:
     # Warm-up is no measurement, and one figure for several phases belongs to none of them.
-    phases = [each for each in asked.parts("phases") if each.get("kind") in (None, "profiling")]
-    measured = [each for each in phases if each.get("name") != "warmup"]
+    phases = [
+        listed for listed in asked.parts("phases") if listed.get("kind") in (None, "profiling")
+    ]
+    measured = [listed for listed in phases if listed.get("name") != "warmup"]
     if len(measured) != 1:
         raise asked.refusal(f"has {len(measured)} measured phases, and one figure for all")
     (phase,) = measured
@@ -572,6 +578,7 @@ def _guidellm(part: _Part) -> _Load:
     failed = 0.0
     if totals is not None:
         completed = totals.number("successful", _REQUESTS)
+        # A file without any answer has no figures to read.
         failed = totals.number("errored", _REQUESTS) if "errored" in totals else 0.0
     if not completed:
         raise _nothing(part, failed)
@@ -582,9 +589,14 @@ def _guidellm(part: _Part) -> _Load:
         return metrics.part(name).part("successful").number("mean", rule)
 
     def latency(name: str) -> _Latency:
-        of = metrics.part(name).part("successful").part("percentiles")
-        return _Latency(of.number("p50", _LATENCY) / 1e3, of.number("p95", _LATENCY) / 1e3, _HIGH)
+        percentiles = metrics.part(name).part("successful").part("percentiles")
+        return _Latency(
+            percentiles.number("p50", _LATENCY) / 1e3,
+            percentiles.number("p95", _LATENCY) / 1e3,
+            _HIGH,
+        )
 
+    # One token has no time to the next.
     outputs = mean("output_token_count", _TOKENS)
     return _Load(
         where=part.place,
@@ -609,7 +621,7 @@ def _loop_of_guidellm(
     """
     # Files have the strategy in one of several places.
     places = (part.part(name) for name in ("config", "args", "scheduler") if name in part)
-    strategy = next((place.part("strategy") for place in places if "strategy" in place), None)
+    strategy = next((section.part("strategy") for section in places if "strategy" in section), None)
     if strategy is None:
         raise part.refusal("has no strategy")
     kind = strategy.get("type_")

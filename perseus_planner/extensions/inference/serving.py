@@ -115,7 +115,7 @@ class _Event(msgspec.Struct):
 
     @property
     def has_text(self) -> bool:
-        return any(each.text or _is_written(each.delta) for each in self.choices)
+        return any(choice.text or _is_written(choice.delta) for choice in self.choices)
 
 
 def _is_written(part: Any) -> bool:
@@ -268,10 +268,11 @@ class Server:
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[float, _Event]]:
         """Yield when each server-sent event came, and what it says."""
-        rest = b""
+        unfinished = b""
+        # Several events may come in one piece, and one event in several.
         while data := response.read1(1 << 16):
             now_s = time.monotonic()
-            *lines, rest = (rest + data).split(b"\n")
+            *lines, unfinished = (unfinished + data).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:"):
                     if line[5:].strip() == b"[DONE]":
@@ -428,14 +429,14 @@ class ServedRow(Cell):
         input_j = first.energy_j / computed
         input_s = first_s / computed
         # What its own input costs, of which more or less may have come from a cache.
-        own = self.input - self.cached_tokens
+        computed_input = self.input - self.cached_tokens
         return replace(
             self,
             input_token_j=input_j,
             # Noise may make the input seem dearer than all, and no token costs less than nothing.
-            output_token_j=max(0.0, self.energy_j - own * input_j) / after,
+            output_token_j=max(0.0, self.energy_j - computed_input * input_j) / after,
             input_token_s=input_s,
-            output_token_s=max(0.0, all_s - own * input_s) / after,
+            output_token_s=max(0.0, all_s - computed_input * input_s) / after,
         )
 
     def with_tokens_as(self, closed: Sequence[ServedRow]) -> ServedRow:
@@ -444,16 +445,18 @@ class ServedRow(Cell):
         """
         # An open loop also has times without requests, so it cannot tell its own costs of tokens.
         shape = self.input, self.output
-        known = [
+        same_shape = [
             row
             for row in closed
             if (row.input, row.output) == shape and row.input_token_j is not None
         ]
-        if not known:
+        if not same_shape:
             return self
         # The nearest throughput has the most similar batches, which is what the cost of tokens
         # depends on.
-        nearest = min(known, key=lambda row: abs(math.log(row.tokens_per_s / self.tokens_per_s)))
+        nearest = min(
+            same_shape, key=lambda row: abs(math.log(row.tokens_per_s / self.tokens_per_s))
+        )
         # One factor for all tokens makes the costs add up to those of the open loop.
         slower = nearest.requests_per_s / self.requests_per_s
         dearer = (self.energy_j or 0.0) / (nearest.energy_j or 1.0)
@@ -647,13 +650,13 @@ class _Meter:
             answers = traffic.stop()
         self.achieved_mhz = fmean(clocks_mhz)
         # A request counts by its share of events in the window, as its energy does.
-        counts = [sum(begin_s <= at_s < end_s for at_s in each.times_s) for each in answers]
+        counts = [sum(begin_s <= at_s < end_s for at_s in answered.times_s) for answered in answers]
         within = [answer for answer, count in zip(answers, counts, strict=True) if count]
         # Requests that say what was cached are surer than the server's totals.
-        said = [each for each in within if each.cached_tokens is not None]
+        said = [answered for answered in within if answered.cached_tokens is not None]
         if said:  # each request says it, so this needs no metrics
-            cached = sum(each.cached_tokens or 0 for each in said)
-            cached /= max(1, sum(each.input_tokens for each in said))
+            cached = sum(answered.cached_tokens or 0 for answered in said)
+            cached /= max(1, sum(answered.input_tokens for answered in said))
         served = sum(
             count / len(answer.times_s) for answer, count in zip(answers, counts, strict=True)
         )

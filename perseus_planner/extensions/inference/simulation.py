@@ -95,8 +95,9 @@ class Pace(NamedTuple):
         if len(self.decodes) == 1 or requests <= low[0]:
             return low[1], low[2]
         # Beyond the largest loop, the line of the last two goes on.
-        place = next((k for k, row in enumerate(self.decodes) if row[0] >= requests), -1)
-        (begin, *below), (end, *above) = self.decodes[place - 1], self.decodes[place]
+        upper = next((k for k, row in enumerate(self.decodes) if row[0] >= requests), -1)
+        begin, *below = self.decodes[upper - 1]
+        end, *above = self.decodes[upper]
         part = (requests - begin) / (end - begin)
         time_s, energy_j = (a + part * (b - a) for a, b in zip(below, above, strict=True))
         # A line beyond its points may fall, but no iteration is shorter than the smallest.
@@ -116,22 +117,22 @@ def read_paces(profile: InferenceProfile) -> dict[Configuration, Pace]:
     # Only configurations with closed loops, as only these know how many requests were at once.
     for at in profile.configurations:
         rows = [
-            (of, *of_cell)
-            for (of, configuration), cells in profile.cells.items()
+            (request_class, *of_cell)
+            for (request_class, configuration), cells in profile.cells.items()
             for of_cell in map(_LOOP, cells)
             if configuration == at and None not in of_cell
         ]
         if not rows:
             continue
         # With few prompts an iteration's own time counts as theirs: the least is that of tokens.
-        least_s, least_j = (min(row[place] for row in rows) for place in (2, 3))
+        least_s, least_j = (min(row[column] for row in rows) for column in (2, 3))
         # Classes differ in length, and loops of one size are averaged over them.
         by_loop: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
-        for of, loop, input_s, input_j, output_s, output_j in rows:
-            outputs = of.output_tokens - 1
+        for request_class, loop, input_s, input_j, output_s, output_j in rows:
+            outputs = request_class.output_tokens - 1
             # One of its iterations computes its prompt, or the end of it.
-            count = loop * outputs / of.output_tokens
-            inputs = of.input_tokens / outputs
+            count = loop * outputs / request_class.output_tokens
+            inputs = request_class.input_tokens / outputs
             time_s = output_s + inputs * (input_s - least_s)
             joules = output_j + inputs * (input_j - least_j)
             by_loop[loop].append((count, count * time_s, count * joules))
@@ -270,11 +271,13 @@ class BatchingServer(Instance):
         done = list[Request]()
         left = tokens
         while self._prompts and left:
-            request, rest = self._prompts.popleft()
-            if rest > left:
-                self._prompts.appendleft((request, rest - left))
+            # A prompt may be longer than an iteration computes; what is left of it comes first next
+            # time.
+            request, left_of_prompt = self._prompts.popleft()
+            if left_of_prompt > left:
+                self._prompts.appendleft((request, left_of_prompt - left))
                 return done, tokens
-            left -= rest
+            left -= left_of_prompt
             done.append(request)
         return done, tokens - left
 
@@ -315,9 +318,11 @@ class Fluid(Instance):
         at = self.pool.at
         parts = []
         idle_w = self._profile.idle_w(at)
-        for of, (count, inputs, outputs) in self._got.items():
+        for request_class, (count, inputs, outputs) in self._got.items():
             # A class that is served by a longer pool may have no curve here, so the pool's counts.
-            cells = self._profile.feasible(of, at) or self._profile.feasible(self.pool.longest, at)
+            cells = self._profile.feasible(request_class, at) or self._profile.feasible(
+                self.pool.longest, at
+            )
             points = (cell.carried(inputs / count, outputs / count) for cell in cells)
             loads, powers_w = zip((0.0, idle_w), *points, strict=True)
             parts.append(((inputs + outputs) / length_s / loads[-1], loads, powers_w))
@@ -438,7 +443,9 @@ class _Cluster:
         # Without times of tokens, only power was replayed, and nobody knows who was late.
         if self.has_times:
             ttfts_s, tbts_s = self.latencies_s.T
-            most_s = np.array([self.profile.ttft_s(of) for of in self.profile.classes])
+            most_s = np.array(
+                [self.profile.ttft_s(request_class) for request_class in self.profile.classes]
+            )
             is_late = ttfts_s > most_s[self.classes]
             is_late |= tbts_s > self.profile.objectives.tbt_s
             late = [int(is_late[first:last].sum()) for first, last in pairwise(edges)]
@@ -460,7 +467,7 @@ class _Cluster:
         }
 
     def _energy_j(self) -> float:
-        return self.ended_j + self.change_j + sum(each.energy_j for each in self.instances)
+        return self.ended_j + self.change_j + sum(instance.energy_j for instance in self.instances)
 
     def _advance(self, instances: Iterable[Instance], until_s: float) -> int:
         """Let instances go on; return the GPUs of those that go on after that."""
@@ -501,11 +508,17 @@ class _Cluster:
                 if before:
                     return
                 raise
-            plan = plan_for({of: load.scaled(share) for of, load in demand.items()})
+            plan = plan_for(
+                {request_class: load.scaled(share) for request_class, load in demand.items()}
+            )
         self.change_j += plan.change_j
         # The slowest kind of change that is needed decides when all is ready.
         new, resharded, changed = changed_gpus(before, plan.pools) if before else (0, 0, 0)
-        kind = 0 if new else 1 if resharded else 2
+        kind = 2
+        if new:
+            kind = 0
+        elif resharded:
+            kind = 1
         self.changes[kind] += changed > 0
         # With free GPUs the old instances serve until the new ones are ready; else they stop at
         # once.
@@ -521,9 +534,16 @@ class _Cluster:
         had = [instance for instance in self.instances if instance.until_s == math.inf]
         for pool in pools:
             # A degree cannot change while an instance runs, so only those of the same one go on.
-            same = [each for each in had if each.pool.at.tensor_degree == pool.at.tensor_degree]
+            same = [
+                earlier for earlier in had if earlier.pool.at.tensor_degree == pool.at.tensor_degree
+            ]
             # Those with the same class and clock are kept first, as they change the least.
-            same.sort(key=lambda each: (each.pool.longest != pool.longest, each.pool.at != pool.at))
+            same.sort(
+                key=lambda earlier: (
+                    earlier.pool.longest != pool.longest,
+                    earlier.pool.at != pool.at,
+                )
+            )
             for instance in same[: pool.instances]:
                 # What was used by now was used in the old configuration.
                 self._advance([instance], now_s)
@@ -548,40 +568,47 @@ class _Cluster:
         request at least.
         """
         demand = partial(self.trace.demand, self.profile, self.classes)
+        # By the past, the period before stands for the next one.
         begin_s = now_s if now_s == 0 or self.settings.prediction == "perfect" else now_s - length_s
-        one = {
-            of: load.scaled(1 / (length_s * load.requests_per_s))._replace(peak=1.0)
-            for of, load in demand(0.0, now_s).items()
+        least = {
+            request_class: load.scaled(1 / (length_s * load.requests_per_s))._replace(peak=1.0)
+            for request_class, load in demand(0.0, now_s).items()
         }
-        return one | demand(begin_s, begin_s + length_s)
+        return least | demand(begin_s, begin_s + length_s)
 
     def _arrive(self, number: int) -> None:
         """Give a request to an instance."""
-        of, now_s = self.profile.classes[self.classes[number]], float(self.trace.times_s[number])
+        request_class = self.profile.classes[self.classes[number]]
+        now_s = float(self.trace.times_s[number])
 
         # Pools planned for the class come first, then those that cover it, then those that are
         # there soonest.
-        def rank(each: Instance) -> tuple[float, ...]:
+        def rank(instance: Instance) -> tuple[float, ...]:
             """Return how well its pool fits; instances that are there now come first."""
-            wait_s = max(0.0, each.from_s - now_s)
-            fits = of not in each.pool.serves, not each.pool.longest.covers(of)
+            wait_s = max(0.0, instance.from_s - now_s)
+            fits = (
+                request_class not in instance.pool.serves,
+                not instance.pool.longest.covers(request_class),
+            )
             return wait_s > 0, *fits, wait_s
 
-        ranks = [(rank(each), each) for each in self.instances if each.until_s > now_s]
+        ranks = [
+            (rank(instance), instance) for instance in self.instances if instance.until_s > now_s
+        ]
         best, _ = min(ranks, key=itemgetter(0))
-        candidates = [each for ranked, each in ranks if ranked == best]
+        candidates = [instance for ranked, instance in ranks if ranked == best]
         # Their queues must be those of now, before they are compared.
         if self.has_times:
             self._advance(candidates, now_s)
         # Beside what each is planned for, so that larger pools get more.
         chosen = min(
             candidates,
-            key=lambda each: (
-                each.count / each.planned_tokens_per_s,
-                each.given / each.planned_tokens_per_s,
+            key=lambda instance: (
+                instance.count / instance.planned_tokens_per_s,
+                instance.given / instance.planned_tokens_per_s,
             ),
         )
         inputs, outputs = (
             int(tokens[number]) for tokens in (self.trace.input_tokens, self.trace.output_tokens)
         )
-        chosen.add(Request(number, now_s, of, inputs, outputs))
+        chosen.add(Request(number, now_s, request_class, inputs, outputs))

@@ -52,7 +52,9 @@ def plan_view(plan: Mapping[str, Any]) -> dict[str, Any]:
         for name, total in plan["policies"].items()
     }
     # A period without energy has no relative gap.
-    gaps = [each["energy_j"] / each["bound_j"] - 1 for each in plan["epochs"] if each["bound_j"]]
+    gaps = [
+        period["energy_j"] / period["bound_j"] - 1 for period in plan["epochs"] if period["bound_j"]
+    ]
     return {
         "gpus": plan["gpus"],
         "control": plan["control"],
@@ -168,7 +170,7 @@ def simulation_view(
     trace: Trace, settings: Settings, replays: Sequence[dict[str, Any]], left_out: Sequence[str]
 ) -> dict[str, Any]:
     """Return what is printed of replays, at least one, for JSON."""
-    baseline_j = {each["policy"]: each["energy_j"] for each in replays}.get(BASELINE)
+    baseline_j = {replayed["policy"]: replayed["energy_j"] for replayed in replays}.get(BASELINE)
     return {
         "gpus": settings.gpus,
         "requests": len(trace.times_s),
@@ -176,8 +178,8 @@ def simulation_view(
         "prediction": settings.prediction,
         "baseline": BASELINE,
         "policies": [
-            {**each, "saved_share": baseline_j and 1 - each["energy_j"] / baseline_j}
-            for each in replays
+            {**replayed, "saved_share": baseline_j and 1 - replayed["energy_j"] / baseline_j}
+            for replayed in replays
         ],
         "left_out": list(left_out),
     }
@@ -208,6 +210,7 @@ def simulation_text(view: dict[str, Any]) -> str:
             else []
         ),
         *(f"Left out: {reason}." for reason in view["left_out"]),
+        # A period that could not be carried makes a policy look cheaper than it is.
         *(
             f"{row['description']}: the GPUs did not carry the predicted load in "
             f"{counted(row['short_periods'], 'period')}."

@@ -191,7 +191,10 @@ class InferenceProfile:
         """Return the objective of the time to the first token, seconds."""
         given = self.objectives.ttft_s
         if not given:
-            return 0.25 if of.input_tokens <= 256 else 0.4 if of.input_tokens <= 1024 else 2.0
+            # The objectives of DynamoLLM, by the length of the prompt.
+            if of.input_tokens <= 256:
+                return 0.25
+            return 0.4 if of.input_tokens <= 1024 else 2.0
         return given[self._inputs.index(of.input_tokens) if len(given) > 1 else 0]
 
     def feasible(self, of: RequestClass, at: Configuration) -> tuple[Cell, ...]:
@@ -223,13 +226,15 @@ class InferenceProfile:
 
     @cached_property
     def _feasible(self) -> dict[tuple[RequestClass, Configuration], tuple[Cell, ...]]:
-        found = {}
-        for (of, at), cells in self.cells.items():
-            most_s = self.ttft_s(of), self.objectives.tbt_s
+        feasible = {}
+        for (request_class, at), cells in self.cells.items():
+            most_s = self.ttft_s(request_class), self.objectives.tbt_s
+            # Rows of open loops are like traffic; those of closed loops stand in where there are
+            # none.
             others = [cell for cell in cells if cell.concurrency is None] or cells
             good = (cell for cell in others if cell.meets(*most_s))
-            found[of, at] = tuple(sorted(good, key=lambda cell: cell.tokens_per_s))
-        return found
+            feasible[request_class, at] = tuple(sorted(good, key=lambda cell: cell.tokens_per_s))
+        return feasible
 
 
 def read_inference_profile(
@@ -262,9 +267,10 @@ def read_inference_profile(
         longest = _bound(row, "input", input_bounds), _bound(row, "output", output_bounds)
         # A class is its bounds, so two names with the same bounds are one class.
         request_class = RequestClass(*longest, f"{row['input']}/{row['output']}")
-        if (other := names.setdefault(request_class, request_class.name)) != request_class.name:
+        other_name = names.setdefault(request_class, request_class.name)
+        if other_name != request_class.name:
             raise ProfileError(
-                f"{path}: {other} and {request_class.name} are one class; write it in one way"
+                f"{path}: {other_name} and {request_class.name} are one class; write it in one way"
             )
         degree = row.read("tensor_degree", COUNT)
         configuration = Configuration(degree, row.read(setting, _SETTINGS[setting][1]))
@@ -381,25 +387,28 @@ class Trace:
             UsageError: If the profile lacks a class.
         """
         # Classes form a grid of input and output bounds, which may have gaps.
-        bounds = [(of.input_tokens, of.output_tokens) for of in profile.classes]
+        bounds = [
+            (request_class.input_tokens, request_class.output_tokens)
+            for request_class in profile.classes
+        ]
         numbers = {longest: number for number, longest in enumerate(bounds)}
-        steps = [sorted(set(each)) for each in zip(*bounds, strict=True)]
+        steps = [sorted(set(bounds_of_axis)) for bounds_of_axis in zip(*bounds, strict=True)]
         places = [
             # What is longer than any class counts as one of the longest.
             np.minimum(np.searchsorted(most, tokens), len(most) - 1)
             for most, tokens in zip(steps, (self.input_tokens, self.output_tokens), strict=True)
         ]
         table = np.array([[numbers.get((a, b), -1) for b in steps[1]] for a in steps[0]])
-        found: npt.NDArray[np.int64] = table[tuple(places)]
-        if found.min() < 0:
-            request = int(np.argmin(found))
-            names = ", ".join(of.name for of in profile.classes)
+        places_of_requests: npt.NDArray[np.int64] = table[tuple(places)]
+        if places_of_requests.min() < 0:
+            request = int(np.argmin(places_of_requests))
+            names = ", ".join(request_class.name for request_class in profile.classes)
             raise UsageError(
                 f"request {request + 1} of the trace has {self.input_tokens[request]} input and "
                 f"{self.output_tokens[request]} output tokens, but the profile has no such class, "
                 f"only {names}; measure it"
             )
-        return found
+        return places_of_requests
 
     def demand(
         self,
