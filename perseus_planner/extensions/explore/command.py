@@ -363,10 +363,12 @@ def explore(
     second and joules per token of whole jobs, at the best clocks of each. It is an estimate:
     measure the first three.
     """
+    # These import what only this command needs.
     from perseus_planner.extensions.explore import views
     from perseus_planner.extensions.explore.explore import explore as exploring
     from perseus_planner.extensions.explore.transformer import name_of
 
+    # Options change the model that is named before anything is computed.
     shape = _changed(
         model,
         sequence=job_gpus.sequence,
@@ -387,6 +389,7 @@ def explore(
     result = views.exploration_view(name_of(model), job_gpus.gpus, explored, vars(run))
     written: list[Path] = []
     if output is not None:
+        # Fewer than three may fit.
         row = explored.first[min(job, len(explored.first)) - 1]
         written += views.write_job(row, explored, output)
     console.report(result, views.exploration_text(result), written)

@@ -403,11 +403,13 @@ def _stage_parts_s(
 def _layer_state_bytes(job: Configuration) -> float:
     """Return the bytes of a layer's weights, gradients and optimizer on a GPU."""
     shape = job.shape
+    # Each part with how many GPUs share it among replicas.
     others = shape.layer_parameters - shape.expert_parameters
     held = (
         (shape.expert_parameters / shape.expert_degree, job.expert_replicas),
         (others / shape.tensor_degree, job.replicas),
     )
+    # Which stage of sharding divides what: weights last.
     sizes = ((_WEIGHT, 3), (shape.gradient_bytes, 2), (_STATE, 1))
     return sum(
         size * parameters / (sharers if job.sharding >= stage else 1)

@@ -207,7 +207,7 @@ class CurveMaker:
             job.gpus * self._gpu.blocking_power_w,
             self._hull,
             {
-                tuple(each[kind] for each in stages[some[0] :: ranks] for kind in kinds): parts[
+                tuple(phases[kind] for phases in stages[some[0] :: ranks] for kind in kinds): parts[
                     ..., some
                 ]
                 for some in alike.values()
@@ -224,23 +224,23 @@ class CurveMaker:
         few = self._solved_counts(job)
         if len(few) == 1:
             return self._solved(candidate, job.microbatches)
-        one, two = (self._solved(candidate, count) for count in few)
+        first, second = (self._solved(candidate, count) for count in few)
         # In many microbatches the least of energy - slope * time is linear in their number, at
         # every slope.
         # Slopes are the prices of time, at which both curves are read.
         slopes = np.quantile(
-            np.concatenate([_slopes(one), _slopes(two)]), np.linspace(0, 1, _SLOPES)
+            np.concatenate([_slopes(first), _slopes(second)]), np.linspace(0, 1, _SLOPES)
         )
         # At each price, the least of energy minus price times time.
         values = [
             np.min(curve.energies_j - slopes[:, np.newaxis] * curve.times_s, axis=1)
-            for curve in (one, two)
+            for curve in (first, second)
         ]
         # Each further microbatch adds the same at every price.
         more = (job.microbatches - few[0]) / (few[1] - few[0])
         value = values[0] + more * (values[1] - values[0])
         # Ends of the curve grow with the microbatches as well.
-        ends_s = one.times_s[[0, -1]] + more * (two.times_s[[0, -1]] - one.times_s[[0, -1]])
+        ends_s = first.times_s[[0, -1]] + more * (second.times_s[[0, -1]] - first.times_s[[0, -1]])
         # Equal slopes meet nowhere.
         apart = np.diff(slopes) > 0
         turns_s = (np.diff(-value)[apart] / np.diff(slopes)[apart]).clip(*ends_s)

@@ -154,7 +154,7 @@ def split_choices(
     # Embedding and head take time, so stages with them should have fewer layers.
     parts_s = times.training_s(system.top_mhz)
     by_stage = [] if given else [_balanced(job.shape.layers, len(job.split), *parts_s)]
-    found = [*even, *(replace(job, split=split) for split in by_stage)]
+    choices = [*even, *(replace(job, split=split) for split in by_stage)]
     # Ranks with several stages are balanced by their sums, without regard to memory first.
     if job.predictions:
         by_rank = balanced(job, system, times, within_memory=False)
@@ -164,14 +164,14 @@ def split_choices(
     if split is not None:
         # Of equally fast slowest ranks, stages that are alike come first.
         by_rank = replace(job, split=split)
-        least_s = (1 - _ALIKE) * min(slowest_rank_s(each, system, times) for each in found)
+        least_s = (1 - _ALIKE) * min(slowest_rank_s(choice, system, times) for choice in choices)
         if slowest_rank_s(by_rank, system, times) < least_s:
-            found.append(by_rank)
+            choices.append(by_rank)
     # A rank with more layers may not fit, so the best split that does is tried as well.
-    if not memory(found[-1], system).fits:
+    if not memory(choices[-1], system).fits:
         fitting = balanced(job, system, times)
-        found += [] if fitting is None else [fitting]
-    return list(dict.fromkeys(found))
+        choices += [] if fitting is None else [fitting]
+    return list(dict.fromkeys(choices))
 
 
 @lru_cache(maxsize=4096)
@@ -360,12 +360,12 @@ class Objective:
                 times_s[times_s <= self.deadline_s], min(self.deadline_s, times_s[-1])
             )
             values = np.interp(until, times_s, energies_j)
-            place = int(np.argmin(values))
-            return float(until[place]), float(values[place])
+            best = int(np.argmin(values))
+            return float(until[best]), float(values[best])
         if self.power_w is not None:
             return _within_power(times_s, energies_j, self.power_w)
-        place = int(np.argmin(energies_j)) if self.least_energy else 0
-        return float(times_s[place]), float(energies_j[place])
+        best = int(np.argmin(energies_j)) if self.least_energy else 0
+        return float(times_s[best]), float(energies_j[best])
 
     def value(self, curve: Curve) -> tuple[float, float]:
         """Return what is to be small: energy before time, or time before energy.
@@ -453,9 +453,9 @@ class Exploration:
         # Without a layout of one's own, the comparison is with even layers.
         even = job.layout.with_layers(split_layers(job.shape.layers, stages))
         before = given or even
-        other = replace(job, split=before.layers)
-        needed = memory(other, self.maker.system)
-        reference = Candidate(other, candidate.times, needed)
+        compared = replace(job, split=before.layers)
+        needed = memory(compared, self.maker.system)
+        reference = Candidate(compared, candidate.times, needed)
         curve = self.maker.exact(reference)
         return Balance(
             is_given=given is not None,
@@ -517,9 +517,9 @@ def worth_measuring(degrees: Sequence[int], wide: int) -> list[int]:
     What an estimate knows least are the kernels of each tensor degree, whose errors go together.
     """
     chosen: list[int] = []
-    for place, degree in enumerate(degrees):
-        if sum(degrees[other] == degree for other in chosen) < 1 + (degree == wide):
-            chosen.append(place)
+    for number, degree in enumerate(degrees):
+        if sum(degrees[earlier] == degree for earlier in chosen) < 1 + (degree == wide):
+            chosen.append(number)
     return chosen[:FIRST]
 
 
@@ -553,11 +553,11 @@ class _Search:
         computed = 0
         while computed < _MOST_COMPUTATIONS:
             progress(len(self.curves), len(self.found))
-            place = self._next()
-            if place is None:
+            number = self._next()
+            if number is None:
                 return
-            computed += self.maker.size(self.found[place].job)
-            curve = self._solve(place)
+            computed += self.maker.size(self.found[number].job)
+            curve = self._solve(number)
             at_grid_j = curve.at(self.grid_s)
             # Slower than its least energy a job waits, or runs at its least energy: it does the
             # latter.
@@ -567,23 +567,24 @@ class _Search:
         """Compute the curves of the first and of the frontier once more by `maker`, and forget
         the others.
         """
-        kept = dict.fromkeys([*self.first(), *(place for _, _, place in self._frontier())])
+        kept = dict.fromkeys([*self.first(), *(number for _, _, number in self._frontier())])
         self.maker = maker
         self.curves = {}
         self.exact_values = {}
-        for place in kept:
-            self._solve(place)
+        for number in kept:
+            self._solve(number)
 
     def _solve(self, place: int) -> Curve:
         curve = self.maker.exact(self.found[place])
-        self.curves[place], self.exact_values[place] = curve, self.objective.value(curve)
+        self.curves[place] = curve
+        self.exact_values[place] = self.objective.value(curve)
         return curve
 
     def _next(self) -> int | None:
         """Return the configuration whose bound is best, if it can still be among the first, or
         on the frontier.
         """
-        open_places = [place for place in self.order if place not in self.curves]
+        open_places = [number for number in self.order if number not in self.curves]
         if not open_places:
             return None
         # The nearest bound may beat what was found, so it is next.
@@ -592,10 +593,10 @@ class _Search:
         if not exact or self.values[nearest] < min(exact):
             return nearest
         # The best of another tensor degree is worth measuring too, if it is near.
-        near = {self._degree(place): place for place in reversed(open_places)}
-        for place in sorted(near.values(), key=self.values.__getitem__):
-            if place in self._picked(place):
-                return place
+        near = {self._degree(number): number for number in reversed(open_places)}
+        for number in sorted(near.values(), key=self.values.__getitem__):
+            if number in self._picked(number):
+                return number
         # Too few are known to measure three.
         if len(self.first()) < FIRST and math.isfinite(self.values[nearest][0]):
             return nearest
@@ -617,19 +618,19 @@ class _Search:
     def _picked(self, *others: int) -> list[int]:
         """Return which of those near the best are worth measuring, if others meet their bounds."""
         ranked = self._ranked(*others)
-        values = [self._value(place)[0] for place in ranked]
+        values = [self._value(number)[0] for number in ranked]
         near = [
-            place
-            for place, value in zip(ranked, values, strict=True)
+            number
+            for number, value in zip(ranked, values, strict=True)
             if value <= _WORTH * values[0]
         ]
         wide = self.maker.system.gpus_per_node
-        return [near[k] for k in worth_measuring([self._degree(place) for place in near], wide)]
+        return [near[k] for k in worth_measuring([self._degree(number) for number in near], wide)]
 
     def _ranked(self, *others: int) -> list[int]:
         """Return what the objective allows of exact curves and of others, the best first."""
         allowed = [
-            place for place in (*self.curves, *others) if math.isfinite(self._value(place)[0])
+            number for number in (*self.curves, *others) if math.isfinite(self._value(number)[0])
         ]
         return sorted(allowed, key=self._value)
 
@@ -638,7 +639,7 @@ class _Search:
 
     def rows(self) -> tuple[Row, ...]:
         """Return `first` at the best points of their curves."""
-        curves = [(self.found[place], self.curves[place]) for place in self.first()]
+        curves = [(self.found[number], self.curves[number]) for number in self.first()]
         return tuple(
             Row(candidate, curve, *point)
             for candidate, curve in curves
@@ -653,7 +654,7 @@ class _Search:
         one.
         """
         best = min(self.exact_values.values())[0]
-        others = [value[0] for place, value in enumerate(self.values) if place not in self.curves]
+        others = [value[0] for number, value in enumerate(self.values) if number not in self.curves]
         return max(0.0, 1 - min(others, default=best) / best)
 
     def out_of_reach(self) -> str:
@@ -673,8 +674,8 @@ class _Search:
         fastest first.
         """
         return tuple(
-            Row(self.found[place], self.curves[place], time_s, energy_j)
-            for time_s, energy_j, place in self._frontier()
+            Row(self.found[number], self.curves[number], time_s, energy_j)
+            for time_s, energy_j, number in self._frontier()
         )
 
     def _frontier(self) -> list[tuple[float, float, int]]:
@@ -682,8 +683,8 @@ class _Search:
         # Sorted by time, so a point stays only if it is cheaper than all faster ones.
         kept: list[tuple[float, float, int]] = []
         for point in sorted(
-            (float(time_s), float(energy_j), place)
-            for place, curve in self.curves.items()
+            (float(time_s), float(energy_j), number)
+            for number, curve in self.curves.items()
             for time_s, energy_j in zip(
                 np.append(self.grid_s, curve.times_s[0]),
                 np.append(curve.at(self.grid_s), curve.energies_j[0]),
@@ -719,13 +720,11 @@ def _within_power(
     if len(within) == 0:
         return None
     # Points rise in time, and power falls along them.
-    place = int(within[0])
-    if place == 0:
+    first = int(within[0])
+    if first == 0:
         return float(times_s[0]), float(energies_j[0])
-    (low_s, high_s), (low_j, high_j) = (
-        times_s[place - 1 : place + 1],
-        energies_j[place - 1 : place + 1],
-    )
+    low_s, high_s = times_s[first - 1 : first + 1]
+    low_j, high_j = energies_j[first - 1 : first + 1]
     # Between two points energy is linear, so the time at which power is met follows.
     slope_w = (high_j - low_j) / (high_s - low_s)
     time_s = float((low_j - slope_w * low_s) / (power_w - slope_w))
@@ -763,8 +762,8 @@ def forecast(
         "hours": seconds / 3600,
         "gpu_kwh": gpu_kwh,
         "meter_kwh": kwh,
-        "cost": [each * price for each in kwh],
-        "co2e_kg": [each * carbon / 1e3 for each in kwh],
+        "cost": [meter_kwh * price for meter_kwh in kwh],
+        "co2e_kg": [meter_kwh * carbon / 1e3 for meter_kwh in kwh],
         "node_overhead_w": beside_w,
         "pue": pue,
     }

@@ -223,9 +223,9 @@ def _gathered(value: torch.Tensor, group: Any) -> torch.Tensor:
 
 def _scattered(value: torch.Tensor, group: Any) -> torch.Tensor:
     parts = [part.contiguous() for part in value.chunk(dist.get_world_size(group), 1)]
-    found = torch.empty_like(parts[0])
-    dist.reduce_scatter(found, parts, group=group)
-    return found
+    part_of_sum = torch.empty_like(parts[0])
+    dist.reduce_scatter(part_of_sum, parts, group=group)
+    return part_of_sum
 
 
 class _Through(torch.autograd.Function):  # type: ignore[misc]

@@ -282,7 +282,7 @@ def load_system(path: Path) -> System:
     }
     kernels = {}
     if document.values.get("kernels", []) != []:
-        names = [each.name for each in fields(Transformer)]
+        names = [dimension.name for dimension in fields(Transformer)]
         for entry in document.sections("kernels", (*_DIMENSIONS, *_TIMES), names):
             # Kernels are found by the shape that they were measured for.
             times = KernelTimes(*(entry.number(name, TIME) for name in _TIMES))
@@ -405,7 +405,7 @@ def layer_operations(shape: Transformer) -> Operations:
         # The gradient of a weight has the same size again, and is added to its sum.
         "W": (
             *(product._replace(m=product.k, n=product.n, k=product.m) for product in linear),
-            Accumulation(sum(each.n * each.k * each.number for each in linear)),
+            Accumulation(sum(weighed.n * weighed.k * weighed.number for weighed in linear)),
         ),
     }
 
@@ -460,11 +460,13 @@ def _linear(shape: Transformer) -> tuple[Product, ...]:
     if not shape.kv_latent:  # GPUs beyond the heads of keys and values have copies of them
         copied = 2 * shape.head_size * (shape.kv_heads_per_gpu - shape.kv_heads / degree)
     products = []
-    for place, (n, k, number) in enumerate(shape.linear_widths):
+    for number_of_product, (n, k, number) in enumerate(shape.linear_widths):
         # The first product of a pair is divided by columns, the second by rows, as in Megatron.
         if k == shape.hidden and n != shape.hidden:
             products.append(
-                Product(shape.tokens, n / degree + (copied if place == 0 else 0), k, number)
+                Product(
+                    shape.tokens, n / degree + (copied if number_of_product == 0 else 0), k, number
+                )
             )
         else:
             products.append(Product(shape.tokens, n, k / degree, number))
@@ -523,9 +525,9 @@ def _casts(products: Iterable[Product], shape: Transformer, *, columns: bool) ->
     return (
         Pass(
             sum(
-                moved * each.m * (each.n if columns else each.k) * each.number
-                for each in products
-                if each.weights
+                moved * product.m * (product.n if columns else product.k) * product.number
+                for product in products
+                if product.weights
             )
         ),
     )
@@ -616,25 +618,25 @@ def stage_totals(shape: Transformer, split: Sequence[int]) -> list[dict[str, Tot
     stages = []
     for stage, layers in enumerate(split):
         times = layers, stage == 0, stage == len(split) - 1
-        found = {
+        totals = {
             kind: _total(zip(times, (part[kind] for part in parts), strict=True), shape)
             for kind in "FIW"
         }
-        found["B"] = Total(*map(sum, zip(found["I"], found["W"], strict=True)))
-        stages.append(found)
+        totals["B"] = Total(*map(sum, zip(totals["I"], totals["W"], strict=True)))
+        stages.append(totals)
     return stages
 
 
 def _total(parts: Iterable[tuple[int, Iterable[Operation]]], shape: Transformer) -> Total:
     flops = moved = sent = 0.0
     for times, operations in parts:
-        for each in operations:
-            if isinstance(each, Product):
-                flops += times * each.flops
-            elif isinstance(each, Pass):
-                moved += times * each.bytes
-            elif isinstance(each, Exchange) and each.group == "tensor":
-                sent += times * each.bytes * each.sums
+        for operation in operations:
+            if isinstance(operation, Product):
+                flops += times * operation.flops
+            elif isinstance(operation, Pass):
+                moved += times * operation.bytes
+            elif isinstance(operation, Exchange) and operation.group == "tensor":
+                sent += times * operation.bytes * operation.sums
     # A ring sends twice the tensor, but for each GPU's own part of it.
     return Total(flops, moved, 2 * (1 - 1 / shape.tensor_degree) * sent)
 

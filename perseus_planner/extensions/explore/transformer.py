@@ -464,8 +464,8 @@ def read_transformer(path: Path) -> Transformer:
         return transformer_of(values)
     except UsageError as error:
         key = str(error).partition(":")[0]
-        place = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
-        raise UsageError(f"{place}, {error}") from None
+        where = f"{path}, line {document.lines[key]}" if key in document.lines else f"{path}"
+        raise UsageError(f"{where}, {error}") from None
 
 
 def shared_by(model: Transformer, tensor_degree: int, **changes: Any) -> Transformer:
@@ -606,8 +606,8 @@ def read_dimensions(path: Path) -> dict[str, Any]:
             f"{path}: a model_type of {shown(kind)} is not known; give one of {', '.join(_KINDS)}, "
             "or a .yaml file with the dimensions"
         )
-    own, fixed = _KINDS[kind]
-    keys = {**_SIZES, **own}
+    keys_of_kind, fixed = _KINDS[kind]
+    keys = {**_SIZES, **keys_of_kind}
     if config.get("use_sliding_window") is False:  # Qwen: the width stands there all the same
         config.pop("sliding_window", None)
     # A key that the kind is not known to have may change what is computed, so it is not ignored.
@@ -626,31 +626,31 @@ def read_dimensions(path: Path) -> dict[str, Any]:
         config = {"ffn_hidden_size": 4 * config.get("hidden_size", 0), **config}
         if config.get("multi_query") and not config.get("new_decoder_architecture"):
             config["num_kv_heads"] = 1
-    found = dict(fixed)
+    dimensions = dict(fixed)
     for name, key in keys.items():
         # Sizes are at least 1, and the others may be 0.
         rule = COUNT if name in _SIZES else INDEX
         if config.get(key) is not None:
-            found[name] = config[key]
+            dimensions[name] = config[key]
             if rule.accept(config[key]) is None:
                 raise UsageError(f"{path}: {key} of {shown(config[key])} is not {rule.wanted}")
         elif name in _SIZES and name not in (*fixed, "kv_heads", "head_size"):
             raise UsageError(f"{path}: has no {key}; add it")
     # These must be equal in pairs, as `Transformer` has one number for both.
     for name, key in (("value_size", "qk_nope_head_dim"), ("hidden", "word_embed_proj_dim")):
-        if name in found and config.get(key, found[name]) != found[name]:
+        if name in dimensions and config.get(key, dimensions[name]) != dimensions[name]:
             raise UsageError(
                 f"{path}: {keys.get(name)} and {key} differ, which cannot be said; give another "
                 "model"
             )
-    found.pop("value_size", None)
+    dimensions.pop("value_size", None)
     return {
-        "kv_heads": found["heads"],
-        "head_size": found["hidden"] // found["heads"],
-        **_with_windows(_with_experts(found), config, path),
-        "tied": config.get("tie_word_embeddings", found["tied"]) is True,
-        "positions": "alibi" if config.get("alibi") else found["positions"],
-        "sequence": min(found["sequence"], _MAX_SEQUENCE),
+        "kv_heads": dimensions["heads"],
+        "head_size": dimensions["hidden"] // dimensions["heads"],
+        **_with_windows(_with_experts(dimensions), config, path),
+        "tied": config.get("tie_word_embeddings", dimensions["tied"]) is True,
+        "positions": "alibi" if config.get("alibi") else dimensions["positions"],
+        "sequence": min(dimensions["sequence"], _MAX_SEQUENCE),
     }
 
 

@@ -38,6 +38,7 @@ def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[
         for stage in range(profile.stages)
     ]
     better = rebalance(job.layout, both_s, range(profile.stages))
+    # Everything that a JSON reader gets, in the order in which the text tells it.
     return {
         "model": name,
         "parameters": job.shape.parameters,
@@ -84,6 +85,7 @@ def estimate_text(summary: dict[str, Any]) -> str:
             Column("x fastest", "time_ratio", ".3f"),
         ),
     ]
+    # Efficiencies are of the highest clock, as everything in the table.
     reached = [
         f"{row['instruction']} {si(row['flops_per_s'], 'FLOPS')} and "
         f"{si(row['flops_per_j'], 'FLOPs')} a joule"
@@ -243,24 +245,24 @@ def _balance_view(found: Balance | None) -> dict[str, Any] | None:
 
 def _balance_text(number: int, row: dict[str, Any]) -> Iterable[str]:
     """Yield what the layout of a row is, what it brings in time, and what clocks bring after it."""
-    found = row["balance"]
-    if found is None:
+    balance = row["balance"]
+    if balance is None:
         return
-    word = "your layout" if found["compared_with"] == "given" else "even layers"
-    clocks = f"clocks save {100 * found['after_saved_share']:.1f} % of its energy at full speed"
-    text = f"Layout of number {number}: {found['layout']}. "
-    if found["layout"] == found["before"]:
+    word = "your layout" if balance["compared_with"] == "given" else "even layers"
+    clocks = f"clocks save {100 * balance['after_saved_share']:.1f} % of its energy at full speed"
+    text = f"Layout of number {number}: {balance['layout']}. "
+    if balance["layout"] == balance["before"]:
         yield f"{text}No other layout that was tried is better; {clocks}."
         return
-    share = 100 * found["time_share"]
+    share = 100 * balance["time_share"]
     less = f"{abs(share):.1f} % {'less' if share >= 0 else 'more'} time than {word}"
-    fits = "" if found["before_fits"] else ", which do not fit in memory,"
-    if found["compared_with"] == "given":
-        less += f" ({found['before']})"
-        fits = "" if found["before_fits"] else ", which does not fit in memory,"
+    fits = "" if balance["before_fits"] else ", which do not fit in memory,"
+    if balance["compared_with"] == "given":
+        less += f" ({balance['before']})"
+        fits = "" if balance["before_fits"] else ", which does not fit in memory,"
     yield (
         f"{text}It takes {less}{fits} at full clocks; after it {clocks}, with {word} "
-        f"{100 * found['before_saved_share']:.1f} %."
+        f"{100 * balance['before_saved_share']:.1f} %."
     )
 
 
@@ -280,7 +282,7 @@ def exploration_text(view: dict[str, Any]) -> str:
         "",
         *(
             f"Where the energy of number {number} goes at full clocks: "
-            + ", ".join(f"{what} {100 * share:.0f} %" for what, share in row["energy"].items())
+            + ", ".join(f"{use} {100 * share:.0f} %" for use, share in row["energy"].items())
             + "."
             for number, row in enumerate(view["first"], 1)
         ),
@@ -314,6 +316,7 @@ def exploration_text(view: dict[str, Any]) -> str:
         columns = lay_out(
             runs,
             Column("#", "number"),
+            # Energy at the GPUs and at the meter, as only the latter is paid for.
             Column("hours", "hours", "#"),
             Column("GPU MWh", lambda run: run["gpu_kwh"] / 1e3, "#"),
             Column("meter MWh", lambda run: _range(run["meter_kwh"], 1e-3)),
