@@ -170,7 +170,9 @@ def _balanced_clocks(
     for stage in range(dag.profile.stages):
         # A stage runs at one clock, so only those count that all its computations were measured at.
         ladder = _shared_clocks(
-            points for points, other in zip(measured, stages, strict=True) if other == stage
+            points
+            for points, stage_of_points in zip(measured, stages, strict=True)
+            if stage_of_points == stage
         )
         if not ladder:
             raise UsageError(
@@ -247,19 +249,19 @@ def reconfigure(dag: PipelineDag, measured: Sequence[Sequence[Measurement]]) -> 
     while True:
         chosen = [points[i] for points, i in zip(measured, indices, strict=True)]
         path = [
-            place
-            for place in critical_path(dag, [point.time_s for point in chosen])
-            if place < len(indices)
+            node
+            for node in critical_path(dag, [point.time_s for point in chosen])
+            if node < len(indices)
         ]
         # Without a clock to raise, or along the envelope, the walk ends.
-        raisable = [place for place in path if indices[place]]
-        if not raisable or all(envelope[place] for place in path):
+        raisable = [node for node in path if indices[node]]
+        if not raisable or all(envelope[node] for node in path):
             return chosen
         # Only the lowest clocks go up, which is the balanced variant.
-        lowest_mhz = min(chosen[place].clock_mhz for place in raisable)
-        for place in raisable:
-            if chosen[place].clock_mhz == lowest_mhz:
-                indices[place] -= 1
+        lowest_mhz = min(chosen[node].clock_mhz for node in raisable)
+        for node in raisable:
+            if chosen[node].clock_mhz == lowest_mhz:
+                indices[node] -= 1
 
 
 def on_envelope(computation: Computation, last_stage: int, last_microbatch: int) -> bool:

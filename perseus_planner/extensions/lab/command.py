@@ -156,6 +156,7 @@ def summarize_lengths(
     """
     frontier = job.frontier
     baseline = outcomes[0]
+    # The same microbatches in another order, as far as order alone can help.
     as_is_s, reordered_s = job.reordered_s()
     return {
         "context": context_of_profile(frontier.profile, frontier.dag.iteration),
@@ -163,17 +164,17 @@ def summarize_lengths(
         "slowdown": slowdown,
         "policies": [
             {
-                "policy": each.policy,
-                "iteration_s": math.fsum(each.times_s) / len(each.times_s),
-                "later_share": math.fsum(each.times_s) / math.fsum(baseline.times_s) - 1.0,
+                "policy": outcome.policy,
+                "iteration_s": math.fsum(outcome.times_s) / len(outcome.times_s),
+                "later_share": math.fsum(outcome.times_s) / math.fsum(baseline.times_s) - 1.0,
                 "worst_share": max(
                     time_s / before_s - 1.0
-                    for time_s, before_s in zip(each.times_s, baseline.times_s, strict=True)
+                    for time_s, before_s in zip(outcome.times_s, baseline.times_s, strict=True)
                 ),
-                "energy_j": each.energy_j,
-                "saved_share": share(baseline.energy_j - each.energy_j, baseline.energy_j),
+                "energy_j": outcome.energy_j,
+                "saved_share": share(baseline.energy_j - outcome.energy_j, baseline.energy_j),
             }
-            for each in outcomes
+            for outcome in outcomes
         ],
         "reordered_share": 1.0 - reordered_s / as_is_s,
     }
@@ -264,16 +265,16 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
         )
         job = UnlikeJob(frontier, replayed)
         outcomes = [job.outcome(name) for name in ("max", "planner-fixed", "one-clock", "batch")]
-        found = summarize_lengths(job, outcomes, 1.0)
-        _, static, one, batch = found["policies"]
+        outcome_of_job = summarize_lengths(job, outcomes, 1.0)
+        _, static, one_clock, batch = outcome_of_job["policies"]
         rows.append(
             {
                 "stages": stages,
                 "static_later_share": static["later_share"],
-                "one_clock_saved_share": one["saved_share"],
+                "one_clock_saved_share": one_clock["saved_share"],
                 "batch_saved_share": batch["saved_share"],
                 "batch_later_share": batch["later_share"],
-                "reordered_share": found["reordered_share"],
+                "reordered_share": outcome_of_job["reordered_share"],
             }
         )
     columns = lay_out(

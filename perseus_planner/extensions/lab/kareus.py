@@ -82,15 +82,15 @@ def read_kareus(folder: Path, blocking_power_w: float | None) -> tuple[KareusCon
             f"{folder}: holds plans of Kareus, whose times follow from the power of a waiting GPU; "
             "give it with --blocking-power, such as 85W, which Kareus takes for an A100"
         )
-    found: dict[str, list[KareusPlan]] = defaultdict(list)
+    plans: dict[str, list[KareusPlan]] = defaultdict(list)
     for file in sorted(folder.rglob("freqs_pipeline_*.py")):
         # The first folder is the mode; the others name the configuration.
         mode, *names = file.relative_to(folder).parent.parts or (folder.name,)
         name = "/".join(part for part in names if part not in _FOLDERS)
-        found[name].append(_plan(file, folder, mode, blocking_power_w))
-    if not found:
+        plans[name].append(_plan(file, folder, mode, blocking_power_w))
+    if not plans:
         raise UsageError(f"{folder}: holds no freqs_pipeline_*.py, the plans of Kareus")
-    return tuple(_configuration(name, found[name]) for name in sorted(found))
+    return tuple(_configuration(name, plans[name]) for name in sorted(plans))
 
 
 def _configuration(name: str, plans: list[KareusPlan]) -> KareusConfiguration:
@@ -112,7 +112,8 @@ def _plan(file: Path, folder: Path, mode: str, blocking_power_w: float) -> Kareu
     # The two totals differ by what waiting GPUs draw all the time, which tells that time.
     costs = {bool(p2p): value for p2p, value in _COST.findall(text)}
     try:
-        effective_j, energy_j = float(costs[False]), float(costs[True])
+        effective_j = float(costs[False])
+        energy_j = float(costs[True])
     except (KeyError, ValueError):
         raise _refusal(file, "its comments lack the total cost, or that with P2P") from None
     time_s = (energy_j - effective_j) / (blocking_power_w * len(ranks))
@@ -140,11 +141,11 @@ def _literal(file: Path, text: str | None = None) -> list[list[tuple[Any, ...]]]
         and ranks
         and all(isinstance(rank, list) and rank for rank in ranks)
         and all(
-            isinstance(each, tuple) and len(each) >= 2 and each[0] in _KINDS
+            isinstance(entry, tuple) and len(entry) >= 2 and entry[0] in _KINDS
             for rank in ranks
-            for each in rank
+            for entry in rank
         )
-        and (text is None or all(len(each) == 2 for rank in ranks for each in rank))
+        and (text is None or all(len(entry) == 2 for rank in ranks for entry in rank))
     ):
         raise _refusal(file, "it is not a list of computations for each stage")
     return ranks

@@ -325,7 +325,9 @@ def _reacting(
 
     def clocks_in(conditions: frozenset[Condition]) -> Mapping[Condition, Clocks]:
         clocks = {condition: straggler_clocks(condition.stages) for condition in conditions}
-        slowest_s = max(replays.replay(own, condition).time_s for condition, own in clocks.items())
+        slowest_s = max(
+            replays.replay(own_clocks, condition).time_s for condition, own_clocks in clocks.items()
+        )
         if UNDISTURBED in clocks and slowest_s > target_s:
             clocks[UNDISTURBED] = clocks_for(slowest_s)
         return clocks
@@ -526,8 +528,8 @@ class _DelayedView:
     def __init__(self, stragglers: Sequence[Straggler], late_s: float) -> None:
         self._stragglers = stragglers
         events = [
-            (Fraction(moment_s) + Fraction(late_s), place)
-            for place, straggler in enumerate(stragglers)
+            (Fraction(moment_s) + Fraction(late_s), number)
+            for number, straggler in enumerate(stragglers)
             for moment_s in (straggler.start_s, straggler.end_s)
             if moment_s != math.inf
         ]
@@ -544,17 +546,16 @@ class _DelayedView:
         """Apply all changes up to `now`. Successive moments must rise."""
         changed = set()
         while self._events and self._events[-1][0] <= now:
-            place = self._events.pop()[1]
-            pipeline = self._stragglers[place].pipeline
-            self._seen.setdefault(pipeline, set()).symmetric_difference_update(
-                {place}
-            )  # the straggler begins, later ends
+            number = self._events.pop()[1]
+            pipeline = self._stragglers[number].pipeline
+            # A straggler begins at its first event and ends at its second.
+            self._seen.setdefault(pipeline, set()).symmetric_difference_update({number})
             changed.add(pipeline)
         for pipeline in changed:
             self.conditions[pipeline] = condition_of(self._in_order(self._seen[pipeline]))
 
     def _in_order(self, places: Iterable[int]) -> list[Straggler]:
-        return [self._stragglers[place] for place in sorted(places)]
+        return [self._stragglers[number] for number in sorted(places)]
 
 
 LENGTH_POLICIES = ("max", "planner-fixed", "on-time", "own-time", "one-clock", "batch")
@@ -619,25 +620,27 @@ def read_lengths(path: Path) -> Lengths:
     table.refuse_twice(needed)
     work: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for row in table:
-        place = row.read("step", INDEX), row.read("pipeline", INDEX)
+        key = row.read("step", INDEX), row.read("pipeline", INDEX)
         if of_sequences:
             microbatch = row.read("microbatch", INDEX)
             length = row.read("length", COUNT)
             # Sequences of one microbatch are packed, so their work adds up.
-            before = work[place].get(microbatch, 0.0)
+            before = work[key].get(microbatch, 0.0)
             # Attention costs the square of a length, whatever it is packed with.
-            work[place][microbatch] = before + length + _SQUARE * length**2
-        elif place in work:
+            work[key][microbatch] = before + length + _SQUARE * length**2
+        elif key in work:
             raise UsageError(
                 f"{row.where}: this step and pipeline are there twice; keep one of the rows"
             )
         else:
-            work[place] = {i: row.read(name, _WORK) for i, name in enumerate(columns)}
+            work[key] = {i: row.read(name, _WORK) for i, name in enumerate(columns)}
     if not work:
         raise UsageError(f"{path}: has no rows below its header; write what each step had")
     # Numbers in the file may have gaps, so they are ranked.
-    steps, pipelines = (sorted({place[i] for place in work}) for i in range(2))
-    microbatches = sorted({microbatch for each in work.values() for microbatch in each})
+    steps, pipelines = (sorted({key[i] for key in work}) for i in range(2))
+    microbatches = sorted(
+        {microbatch for microbatch_work in work.values() for microbatch in microbatch_work}
+    )
     for step in steps:
         for pipeline in pipelines:
             # Every step needs every microbatch, as one schedule is replayed for all.
@@ -647,11 +650,13 @@ def read_lengths(path: Path) -> Lengths:
                     f"{path}: step {step} has no microbatch {missing[0]} of pipeline {pipeline}; "
                     "give all steps the same pipelines and microbatches"
                 )
-    found = np.array([[[work[s, p][m] for m in microbatches] for p in pipelines] for s in steps])
-    if not found.mean() > 0.0:
+    table_of_work = np.array(
+        [[[work[s, p][m] for m in microbatches] for p in pipelines] for s in steps]
+    )
+    if not table_of_work.mean() > 0.0:
         raise UsageError(f"{path}: has no work at all; write numbers above 0")
     # Only ratios count, as the profile's times are those of mean work.
-    return Lengths(found / found.mean(), of_sequences)
+    return Lengths(table_of_work / table_of_work.mean(), of_sequences)
 
 
 @dataclass(frozen=True)
@@ -730,8 +735,8 @@ class UnlikeJob:
                 )
                 for work in pipelines[:, :, None]
             ]
-            times_s.append(max(each.time_s for each in came))
-            effective_j += [each.effective_j for each in came]
+            times_s.append(max(replayed.time_s for replayed in came))
+            effective_j += [replayed.effective_j for replayed in came]
         # Effective energy leaves out waiting, which is added for the whole time of all pipelines.
         waiting_w = self.frontier.dag.waiting_w * self.lengths.work.shape[1]
         energy_j = math.fsum([*effective_j, waiting_w * math.fsum(times_s)])

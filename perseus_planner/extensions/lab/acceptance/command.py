@@ -146,6 +146,7 @@ def page(report: dict[str, Any]) -> str:
             *(Column("predicted {}", "planned_j", "J"), Column("measured {}", "energy_j", "J")),
         )
         sheets.append(Sheet("An iteration", "All GPUs.", lay_out(rows, *columns)))
+    # Likewise of the profile.
     if beside := values.get("profile", {}).get("beside"):
         columns = (
             Column("stage and kind", lambda item: item[0], "<"),

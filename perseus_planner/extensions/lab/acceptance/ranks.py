@@ -508,6 +508,7 @@ def _stage(size: Size, number: int) -> nn.Module:
         )
         return module
 
+    # The ends of the model, which make its stages unlike as real ones are.
     first = [nn.Embedding(size.vocabulary, size.hidden)] if number == 0 else []
     last = [nn.Linear(size.hidden, size.vocabulary)] if number == STAGES - 1 else []
     return nn.Sequential(*first, *(layer() for _ in range(size.layers)), *last)

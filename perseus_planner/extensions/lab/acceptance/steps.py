@@ -126,16 +126,16 @@ class Acceptance:
 def alike(texts: Iterable[str]) -> str:
     """Return the different texts, each once and with how often it is there."""
     counts = Counter(texts)
-    one = counts.total() == 1
-    return "; ".join(text if one else f"{n} x {text}" for text, n in counts.items())
+    is_single = counts.total() == 1
+    return "; ".join(text if is_single else f"{n} x {text}" for text, n in counts.items())
 
 
 # The node
 
 
 def _check_node(acceptance: Acceptance) -> Finding:
-    found: list[tuple[Inspection, str, list[str]]] = acceptance.rank.everywhere(_look)
-    nodes = [seen for seen, *_ in found]
+    looks: list[tuple[Inspection, str, list[str]]] = acceptance.rank.everywhere(_look)
+    nodes = [seen for seen, *_ in looks]
     # A GPU in use, or a counter that cannot be read, spoils all that follows.
     for seen in nodes:
         if problem := seen.leased_by or seen.energy.problem:
@@ -148,11 +148,12 @@ def _check_node(acceptance: Acceptance) -> Finding:
             "such as nvml, and each rank uses the GPU that it computes on"
         )
     # From now on each rank names its own GPU, which a back-end alone did not.
-    acceptance.nodes, acceptance.rank.gpu = nodes, nodes[acceptance.rank.rank].gpu
+    acceptance.nodes = nodes
+    acceptance.rank.gpu = nodes[acceptance.rank.rank].gpu
     # Ranks of a node say the same, so each remark is kept once.
-    acceptance.remarks = [*dict.fromkeys(text for *_, texts in found for text in texts)]
+    acceptance.remarks = [*dict.fromkeys(text for *_, texts in looks for text in texts)]
     values = {"gpus": [asdict(seen) for seen in nodes]}
-    texts = [alike(block for _, block, _ in found), *acceptance.remarks]
+    texts = [alike(block for _, block, _ in looks), *acceptance.remarks]
     return Finding("; ".join(texts), values)
 
 
@@ -182,8 +183,8 @@ def _look(rank: Rank) -> tuple[Inspection, str, list[str]]:
 def _check_clocks(acceptance: Acceptance) -> Finding:
     acceptance.need(acceptance.nodes, "node")
     locks = not acceptance.rank.read_only
-    found = acceptance.rank.everywhere(_run_load, locks, limit_s=_SLOW_S)
-    seen: list[RankRehearsal] = [rehearsal for rehearsal, _ in found]
+    loads = acceptance.rank.everywhere(_run_load, locks, limit_s=_SLOW_S)
+    seen: list[RankRehearsal] = [rehearsal for rehearsal, _ in loads]
     # A GPU that cannot be read or locked fails the check, and others are not looked at.
     for rehearsal in seen:
         if rehearsal.problems:
@@ -193,7 +194,7 @@ def _check_clocks(acceptance: Acceptance) -> Finding:
     acceptance.runs = seen
     texts = []
     # After a reset the GPU must be as fast as before any lock, or the reset has not worked.
-    for rehearsal, after_mhz in found:
+    for rehearsal, after_mhz in loads:
         ran = ", ".join(
             f"{'unlocked' if run.locked_mhz is None else run.locked_mhz} -> {run.achieved_mhz:.0f} "
             "MHz"
@@ -304,10 +305,10 @@ def _check_neighbours(acceptance: Acceptance) -> Finding:
             )
         except RankError as error:
             raise RankError(f"with CUDA_DEVICE_MAX_CONNECTIONS={connections}: {error}") from error
-    both = " and ".join(map(str, _CONNECTIONS))
+    tried = " and ".join(map(str, _CONNECTIONS))
     return Finding(
         f"all neighbours wait for each other's messages, both ways, with "
-        f"CUDA_DEVICE_MAX_CONNECTIONS {both}"
+        f"CUDA_DEVICE_MAX_CONNECTIONS {tried}"
     )
 
 
@@ -399,7 +400,7 @@ def throughput_problem(plain_s: Sequence[float], planned_s: Sequence[float]) -> 
     """
     if median(planned_s) * (1 - ADDED) <= median(plain_s):
         return ""
-    plain, planned = (", ".join(si(each, "s") for each in row) for row in (plain_s, planned_s))
+    plain, planned = (", ".join(si(time_s, "s") for time_s in row) for row in (plain_s, planned_s))
     seen = f"iterations took {plain} without the runtime, and {planned} with it"
     is_steady = max(plain_s) < min(plain_s) * (1 + ADDED)
     if is_steady or min(planned_s) * (1 - ADDED) > max(plain_s):
@@ -415,15 +416,15 @@ def _trainings(
     Raises:
         RankError: If the losses with the runtime are others.
     """
-    found: list[_Trainings] = acceptance.rank.everywhere(
+    trainings: list[_Trainings] = acceptance.rank.everywhere(
         _train, plan, options, in_turn, limit_s=_SLOW_S, environment=DETERMINISTIC
     )
-    for each in found:
-        if _are_others(each.plain):
+    for trained in trainings:
+        if _are_others(trained.plain):
             raise RankError("the losses of equal trainings differ, even without the runtime")
-        if _are_others((*each.plain, *each.by_plan)):
+        if _are_others((*trained.plain, *trained.by_plan)):
             raise RankError("the losses with the runtime are others than without")
-    return found
+    return trainings
 
 
 def _are_others(trainings: Sequence[Trained]) -> bool:
@@ -434,9 +435,12 @@ def _are_others(trainings: Sequence[Trained]) -> bool:
 
 def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) -> _Trainings:
     """Train without the runtime and by a plan; several times in turn on CUDA."""
-    found = _Trainings()
+    trainings = _Trainings()
     on_cuda = rank.device.type == "cuda"
-    iterations = _BY_PLAN if not in_turn else 10 if on_cuda else 3
+    iterations = _BY_PLAN
+    # In turn, several trainings of a few iterations tell more than one of many.
+    if in_turn:
+        iterations = 10 if on_cuda else 3
     # In turn, without and with, so that a steady drift counts little.
     turns = (False, True, True, False, False, True) if in_turn and on_cuda else (False, True)
     with rank.process_group(), open_gpu(rank.gpu) as gpu:
@@ -444,13 +448,13 @@ def _train(rank: Rank, plan: Path, options: Mapping[str, Any], in_turn: bool) ->
             # A new training each time, so that all begin with equal weights.
             training = Training(rank)
             with training.running(plan if by_plan else None, **options) as runtime:
-                runs = found.by_plan if by_plan else found.plain
+                runs = trainings.by_plan if by_plan else trainings.plain
                 runs.append(training.train(iterations, gpu))
                 if in_turn and on_cuda:
-                    waited, found.kernels = _traced(training)
-                    found.waits.append(waited)
-                found.problem = None if runtime is None else runtime.problem
-    return found
+                    waited, trainings.kernels = _traced(training)
+                    trainings.waits.append(waited)
+                trainings.problem = None if runtime is None else runtime.problem
+    return trainings
 
 
 def _make_up(rank: Rank, path: Path) -> None:
@@ -516,10 +520,10 @@ def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
     durations: dict[tuple[int, str], list[float]] = {}
     for record in Run.load(folder).ranks:
         of_rank = marks[record.rank] = []
-        for each in (each for row in record.computations.values() for each in row):
-            key = (each.computation.stage, each.computation.kind)
-            durations.setdefault(key, []).append(each.duration_s)
-            of_rank += [each.begin_s, each.end_s]
+        for computed in (computed for row in record.computations.values() for computed in row):
+            key = (computed.computation.stage, computed.computation.kind)
+            durations.setdefault(key, []).append(computed.duration_s)
+            of_rank += [computed.begin_s, computed.end_s]
     return marks, {key: median(values) for key, values in durations.items()}
 
 
@@ -529,7 +533,9 @@ def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
 def _check_profile(acceptance: Acceptance) -> Finding:
     acceptance.need(acceptance.times, "training")
     path = acceptance.rank.folder / "profile.yaml"
-    found = acceptance.rank.everywhere(_profile, path, limit_s=_SLOW_S, environment=DETERMINISTIC)
+    peaks_of_ranks = acceptance.rank.everywhere(
+        _profile, path, limit_s=_SLOW_S, environment=DETERMINISTIC
+    )
     acceptance.profile = profile = Profile.load(path)
     rows = {key: points[0] for key, points in profile.measurements.items()}
     beside = {
@@ -542,7 +548,10 @@ def _check_profile(acceptance: Acceptance) -> Finding:
     clocks = sorted(
         {point.clock_mhz for points in profile.measurements.values() for point in points}
     )
-    before, after = (max((peaks[number] for peaks in found), default=0) for number in (0, 1))
+    # Peaks before the profile and in it; 0 where the device does not count.
+    before, after = (
+        max((peaks[number] for peaks in peaks_of_ranks), default=0) for number in (0, 1)
+    )
     memory = f"; peak memory {si(before, 'B')} before and {si(after, 'B')} after" if after else ""
     observed = f"; clocks: not checked, as {_READ_ONLY}" if acceptance.rank.read_only else ""
     # Nothing is waited for on one rank, so the power of waiting is that of an idle GPU.
@@ -560,7 +569,11 @@ def _check_profile(acceptance: Acceptance) -> Finding:
 def _profile(rank: Rank, path: Path) -> tuple[int, int]:
     """Profile the training; return the peak memory of an iteration before it and of it, bytes."""
     control = "observed" if rank.read_only else "clock"
-    minutes = None if rank.read_only else 0.2 if rank.is_emulated else 1.0
+    minutes: float | None = 1.0
+    if rank.read_only:
+        minutes = None
+    elif rank.is_emulated:
+        minutes = 0.2
     settings = SweepSettings(control=control, window_s=1.0, cool_down_s=1.0, minutes=minutes)
     with rank.process_group():
         training = Training(rank)
@@ -603,13 +616,16 @@ def _check_plan(acceptance: Acceptance) -> Finding:
     if acceptance.change is not None:
         profile = replace(profile, clock_change=acceptance.change)
     acceptance.rank.everywhere(_solve, profile, path)
-    acceptance.plan, predicted = path, Plan.load(path)
-    found = _trainings(acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False)
+    acceptance.plan = path
+    predicted = Plan.load(path)
+    trainings = _trainings(
+        acceptance, path, {"record": acceptance.rank.folder / "run"}, in_turn=False
+    )
     # A plan that was not followed is no measurement of it.
-    if problems := {each.problem for each in found if each.problem is not None}:
+    if problems := {trained.problem for trained in trainings if trained.problem is not None}:
         raise GpuError("; ".join(sorted(problems)))
-    before = [each.plain[0] for each in found]
-    by_plan = [each.by_plan[0] for each in found]
+    before = [trained.plain[0] for trained in trainings]
+    by_plan = [trained.by_plan[0] for trained in trainings]
     pipelines = acceptance.layout.pipelines
     rows = [
         _beside(
@@ -668,37 +684,37 @@ def _check_deaths(acceptance: Acceptance) -> Finding:
     acceptance.refuse_to_set()
     acceptance.need(acceptance.runs, "clocks")
     acceptance.need(acceptance.plan, "plan")
-    this = acceptance.rank
+    rank = acceptance.rank
     uuids = [seen.uuid for seen in acceptance.nodes]
     # A training of its own for each death, as the first one goes on and the second does not.
     with _training_by_plan(acceptance) as iterations:
         begin_s = time.monotonic()
         begin = iterations()
         # One controller serves all GPUs of the node, so rank 0 kills it for all.
-        if this.rank == 0:
+        if rank.rank == 0:
             _kill(_owners(uuids[0])[:1])
         # The guardian outlives its controller, and must reset what that had set.
         reset_s = _all(
-            this,
+            rank,
             _after(lambda: not _records(uuids), begin_s),
             "was not reset by the guardian of a killed controller; run `planner reset`",
         )
         # Training needs no controller, so it must go on at full clocks.
         goes_on = _after(lambda: iterations() > begin + 1, begin_s)
-        _all(this, goes_on, "trains no longer, as its controller was killed")
+        _all(rank, goes_on, "trains no longer, as its controller was killed")
     with _training_by_plan(acceptance):
-        if this.rank == 0:
+        if rank.rank == 0:
             # Without guardian and controller nobody resets, so a record is all that is left.
             _kill(_owners(uuids[0])[::-1])  # the guardian first, so that it resets nothing
-        this.gather(None)
+        rank.gather(None)
     # A command of its own, as a user would type it.
-    if this.rank == 0:
+    if rank.rank == 0:
         command = [sys.executable, "-m", "perseus_planner", "reset"]
         subprocess.run(command, env=child_environment(), stdout=subprocess.DEVNULL, check=False)
-    this.gather(None, _LEASED_S)
+    rank.gather(None, _LEASED_S)
     if left := _records(uuids):
         raise GpuError(f"`planner reset` left {left[0]}; run it again, and see what it says")
-    clocks_mhz = this.everywhere(_look_unlocked)
+    clocks_mhz = rank.everywhere(_look_unlocked)
     # No record left does not yet mean that no clock is locked, so GPUs run under load again.
     for seen, clock_mhz in zip(acceptance.runs, clocks_mhz, strict=True):
         if _is_below(clock_mhz, seen.runs[0]):
@@ -716,21 +732,21 @@ def _training_by_plan(acceptance: Acceptance) -> Iterator[Callable[[], int]]:
     """Train by the plan on all ranks, inside the block; yield how many iterations this rank has run
     once all GPUs are leased. All processes of the training are killed on leaving.
     """
-    this = acceptance.rank
-    progress = this.folder / f"progress-{this.rank}"
+    rank = acceptance.rank
+    progress = rank.folder / f"progress-{rank.rank}"
 
     def iterations() -> int:
         with suppress(FileNotFoundError, ValueError):
             return int(progress.read_text())
         return 0
 
-    process, _ = this.start(_train_on, acceptance.plan, progress)
+    process, _ = rank.start(_train_on, acceptance.plan, progress)
     # Also after an error, as the training never ends by itself.
     try:
-        uuid = acceptance.nodes[this.rank].uuid
+        uuid = acceptance.nodes[rank.rank].uuid
         # Leased and begun, so that there is something to reset.
         begun = _after(lambda: bool(_records([uuid])) and iterations() > 1, 0.0, _LEASED_S)
-        _all(this, begun, "was not leased by a training")
+        _all(rank, begun, "was not leased by a training")
         yield iterations
     finally:
         process.kill()
