@@ -50,7 +50,7 @@ def find_offsets(schedule: Schedule, begins_s: Floats, ends_s: Floats) -> Offset
     """
     ranks = len(schedule.ranks)
     computations = list(schedule.computations())
-    place = {computation: number for number, computation in enumerate(computations)}
+    position_of = {computation: number for number, computation in enumerate(computations)}
     rank_of = [rank for rank, row in enumerate(schedule.ranks) for _ in row]
     # A computation without work has no kernels, so when it ran is not known.
     has_work = (ends_s - begins_s).max(axis=0) > 0.0
@@ -58,16 +58,16 @@ def find_offsets(schedule: Schedule, begins_s: Floats, ends_s: Floats) -> Offset
     bounds = np.full((ranks, ranks), np.inf)
     np.fill_diagonal(bounds, 0.0)
     for number, computation in enumerate(computations):
-        other = dependency_of(computation, place, schedule.stages - 1)
+        needed = dependency_of(computation, position_of, schedule.stages - 1)
         # On one rank both are of one clock, which tells nothing of offsets.
-        if other is None or rank_of[place[other]] == rank_of[number]:
+        if needed is None or rank_of[position_of[needed]] == rank_of[number]:
             continue
-        if not has_work[number] or not has_work[place[other]]:
+        if not has_work[number] or not has_work[position_of[needed]]:
             continue  # when it ran is not recorded
-        sender = rank_of[place[other]]
+        sender = rank_of[position_of[needed]]
         receiver = rank_of[number]
         # The smallest distance over all steps is the tightest bound.
-        ahead_s = float((begins_s[:, number] - ends_s[:, place[other]]).min())
+        ahead_s = float((begins_s[:, number] - ends_s[:, position_of[needed]]).min())
         bounds[sender, receiver] = min(bounds[sender, receiver], ahead_s)
     # What holds between a and b, and b and c, bounds a and c as well.
     for middle in range(ranks):

@@ -142,16 +142,16 @@ def _uses(job: TracedJob, slowdowns: Floats) -> tuple[RankUse, ...]:
     rank_of = np.array(job.iteration.rank_of[: len(job.computations)])
     for pipeline in range(job.pipelines):
         for rank, row in enumerate(job.schedule.ranks):
-            own = rank_of == rank
-            busy_s = job.times_s[pipeline][:, own].sum(axis=1)
+            of_rank = rank_of == rank
+            busy_s = job.times_s[pipeline][:, of_rank].sum(axis=1)
             # The share is of the job's iteration, in which faster pipelines wait.
             busy_share = float(np.mean(busy_s / job.iterations_s.max(axis=0)))
             host_share = None
             # What a computation lasts without a kernel, it waits for its host.
             if job.has_computing_times:
-                computing_s = job.computing_s[pipeline][:, own].sum()
+                computing_s = job.computing_s[pipeline][:, of_rank].sum()
                 host_share = float(1.0 - computing_s / busy_s.sum())
-            stages = ", ".join(map(str, sorted({each.stage for each in row})))
+            stages = ", ".join(map(str, sorted({computation.stage for computation in row})))
             uses.append(
                 RankUse(
                     job.workers[pipeline][rank],
@@ -185,7 +185,11 @@ def _even_bubble_share(job: TracedJob) -> float:
     # No gaps and no differences between stages, so that the order alone is left.
     times_s = np.zeros((1, 1, len(job.computations)))
     for kind in {kind for _, kind in job.keys}:
-        places = [place for place, each in enumerate(job.computations) if each.kind == kind]
+        places = [
+            position
+            for position, computation in enumerate(job.computations)
+            if computation.kind == kind
+        ]
         times_s[:, :, places] = job.times_s[:, :, places].mean()
     length_s = float(replay_s(job, times_s, Gaps(0.0, 0.0, 0.0))[0, 0])
     return 1.0 - float(times_s.sum()) / (length_s * len(job.schedule.ranks))
@@ -195,7 +199,7 @@ def _bottleneck(job: TracedJob, uses: tuple[RankUse, ...]) -> str:
     ranks = range(len(job.schedule.ranks))
     # Over all pipelines, so that one slow worker makes no bottleneck of its rank.
     shares = [
-        float(np.mean([use.busy_share for use in uses if use.rank == each])) for each in ranks
+        float(np.mean([use.busy_share for use in uses if use.rank == rank])) for rank in ranks
     ]
     most = int(np.argmax(shares))
     others = (sum(shares) - shares[most]) / max(1, len(shares) - 1)

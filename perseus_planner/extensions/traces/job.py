@@ -88,12 +88,16 @@ class TracedJob:
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
         """The stages and kinds, in order."""
-        return tuple(sorted({(each.stage, each.kind) for each in self.computations}))
+        return tuple(
+            sorted({(computation.stage, computation.kind) for computation in self.computations})
+        )
 
     def places(self, key: tuple[int, str]) -> list[int]:
         """Return the places of the computations of a stage and kind."""
         return [
-            place for place, each in enumerate(self.computations) if (each.stage, each.kind) == key
+            position
+            for position, computation in enumerate(self.computations)
+            if (computation.stage, computation.kind) == key
         ]
 
     def busy_spans(self) -> list[list[tuple[float, float]]]:
@@ -209,10 +213,10 @@ def _job(
     common = set.intersection(*(set(rank.numbers) for rank in ranks))
     if not common:
         first, *others = ranks
-        other = next(rank for rank in others if not set(rank.numbers) & set(first.numbers))
+        unlike = next(rank for rank in others if not set(rank.numbers) & set(first.numbers))
         raise UsageError(
-            f"{first.name} traced steps {_range(first.numbers)} and {other.name} steps "
-            f"{_range(other.numbers)}; trace the same steps on all ranks"
+            f"{first.name} traced steps {_range(first.numbers)} and {unlike.name} steps "
+            f"{_range(unlike.numbers)}; trace the same steps on all ranks"
         )
     numbers = sorted(common)
     lost = max(len(rank.numbers) for rank in ranks) - len(numbers)
@@ -221,7 +225,8 @@ def _job(
     # Each pipeline's arrays have its ranks one after the other, as the schedule has its
     # computations.
     tables = [
-        [_table(ranks[place], numbers) for place in pipeline] for pipeline in layout.pipelines
+        [_table(ranks[number_of_rank], numbers) for number_of_rank in pipeline]
+        for pipeline in layout.pipelines
     ]
     begins_s, ends_s, computing_s = (
         np.array([np.concatenate([table[field] for table in row], axis=1) for row in tables])
@@ -230,7 +235,9 @@ def _job(
     # All ranks see the same iteration, each by its own clock, so their mean has the least error.
     iterations_s = np.array(
         [
-            np.mean([_iterations(ranks[place], numbers) for place in pipeline], axis=0)
+            np.mean(
+                [_iterations(ranks[number_of_rank], numbers) for number_of_rank in pipeline], axis=0
+            )
             for pipeline in layout.pipelines
         ]
     )
@@ -257,7 +264,10 @@ def _job(
         # From here on all times of a pipeline are by its first rank's clock.
         begins_s[number] -= offsets_s[number][rank_of]
         ends_s[number] -= offsets_s[number][rank_of]
-    workers = tuple(tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines)
+    workers = tuple(
+        tuple(ranks[number_of_rank].name for number_of_rank in pipeline)
+        for pipeline in layout.pipelines
+    )
     return TracedJob(
         layout.schedule,
         begins_s,
@@ -276,9 +286,9 @@ def _job(
 def _table(rank: RankSteps, numbers: Sequence[int]) -> tuple[Floats, Floats, Floats]:
     """Return begins, ends and computing times of a rank, each (steps, computations)."""
     chosen = [rank.steps[rank.numbers.index(number)] for number in numbers]
-    begins_s = np.array([[each.begin_s for each in step] for step in chosen])
-    ends_s = np.array([[each.end_s for each in step] for step in chosen])
-    computing_s = np.array([[each.computing_s for each in step] for step in chosen])
+    begins_s = np.array([[ran.begin_s for ran in step] for step in chosen])
+    ends_s = np.array([[ran.end_s for ran in step] for step in chosen])
+    computing_s = np.array([[ran.computing_s for ran in step] for step in chosen])
     return begins_s, ends_s, computing_s
 
 

@@ -225,8 +225,8 @@ def read_trace(path: Path) -> Trace:
         _gpu(head),
         _operations(columns, offset_us),
         tuple(
-            Range(each.name, each.begin_us + offset_us, each.end_us + offset_us)
-            for each in sorted(columns.ranges, key=lambda each: each.begin_us)
+            Range(annotated.name, annotated.begin_us + offset_us, annotated.end_us + offset_us)
+            for annotated in sorted(columns.ranges, key=lambda annotated: annotated.begin_us)
         ),
         kernels,
         unlaunched,
@@ -379,12 +379,12 @@ def _kernels(columns: _Columns, offset_us: float) -> tuple[Kernels | None, int]:
     launched = np.frombuffer(columns.launched, dtype=np.int64)
     # Launches and kernels are joined by their number, as their order in the file is not the same.
     order = np.argsort(launched, kind="stable")
-    place = np.searchsorted(launched[order], correlation)
-    place = np.minimum(place, max(0, len(launched) - 1))
+    position = np.searchsorted(launched[order], correlation)
+    position = np.minimum(position, max(0, len(launched) - 1))
     is_found = np.zeros(len(correlation), dtype=bool)
     if len(launched):
-        is_found = launched[order][place] == correlation
-    launch_us = np.frombuffer(columns.launches_us)[order[place[is_found]]]
+        is_found = launched[order][position] == correlation
+    launch_us = np.frombuffer(columns.launches_us)[order[position[is_found]]]
     begin_us = np.frombuffer(columns.kernels["begin"])[is_found]
     end_us = np.frombuffer(columns.kernels["end"])[is_found]
     # In the order of launches, in which operations are looked up.

@@ -63,9 +63,9 @@ def find_layout(ranks: Sequence[RankSteps], pipelines: int | None = None) -> Lay
 def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
     # Replicas hold the same stages, so those are one group, a file for each pipeline.
     groups: dict[tuple[int, ...], list[int]] = {}
-    for place, rank in enumerate(ranks):
+    for position, rank in enumerate(ranks):
         stages = tuple(sorted({stage for _, stage, _ in rank.order if stage is not None}))
-        groups.setdefault(stages, []).append(place)
+        groups.setdefault(stages, []).append(position)
     # The first pipeline's order stands for all, which is checked below.
     first_ranks = [places[0] for _, places in sorted(groups.items())]
     # Every stage is needed, as each waits for its neighbours.
@@ -86,12 +86,12 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
     rows = tuple(
         tuple(
             Computation(stage, kind, number)
-            for kind, stage, number in ranks[place].order
+            for kind, stage, number in ranks[position].order
             if stage is not None
         )
-        for place in first_ranks
+        for position in first_ranks
     )
-    cells = [[(each,) for each in row] for row in rows]
+    cells = [[(computation,) for computation in row] for row in rows]
     flaw = find_layout_flaw(cells) or find_pipeline_flaw(cells)
     if flaw is not None:
         raise UsageError(
@@ -115,11 +115,11 @@ def _labelled(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
 
 def _check_alike(ranks: Sequence[RankSteps], groups: dict[tuple[int, ...], list[int]]) -> None:
     for places in groups.values():
-        for place in places[1:]:
-            if ranks[place].order != ranks[places[0]].order:
+        for position in places[1:]:
+            if ranks[position].order != ranks[places[0]].order:
                 raise UsageError(
-                    f"{ranks[place].name} and {ranks[places[0]].name} hold the same stages and run "
-                    "them in different orders; name the files of one job"
+                    f"{ranks[position].name} and {ranks[places[0]].name} hold the same stages and "
+                    "run them in different orders; name the files of one job"
                 )
 
 
@@ -172,11 +172,13 @@ def _fitting(ranks: Sequence[RankSteps], pipelines: int, forwards: int) -> Layou
     orders = [[(kind, number) for kind, _, number in rank.order] for rank in ranks]
     # Pipelines side by side run one order; if they do not, this is not their number.
     for pipeline in places[1:]:
-        if [orders[place] for place in pipeline] != [orders[place] for place in places[0]]:
+        if [orders[position] for position in pipeline] != [
+            orders[position] for position in places[0]
+        ]:
             return None
-    seen = [orders[place] for place in places[0]]
+    seen = [orders[position] for position in places[0]]
     fits: dict[tuple[tuple[Computation, ...], ...], list[str]] = {}
-    found: dict[tuple[tuple[Computation, ...], ...], Schedule] = {}
+    schedules: dict[tuple[tuple[Computation, ...], ...], Schedule] = {}
     # Forwards are microbatches times chunks of a rank, so each divisor is tried.
     for virtual in range(1, _MOST_CHUNKS + 1):
         if forwards % virtual:
@@ -185,17 +187,17 @@ def _fitting(ranks: Sequence[RankSteps], pipelines: int, forwards: int) -> Layou
             if [_by_forward(row) for row in schedule.ranks] == seen:
                 # Several generators may make one order, which is one schedule with several names.
                 fits.setdefault(schedule.ranks, []).append(name)
-                found.setdefault(schedule.ranks, schedule)
+                schedules.setdefault(schedule.ranks, schedule)
     if not fits:
         return None
     # Orders that differ only in what is not seen cannot be told apart.
     if len(fits) > 1:
-        texts = " or ".join(str(schedule) for schedule in found.values())
+        texts = " or ".join(str(schedule) for schedule in schedules.values())
         raise UsageError(
             f"the order of the computations fits {texts}; say which it is with --schedule GRID"
         )
     (rows, names), *_ = fits.items()
-    return Layout(found[rows], places, tuple(dict.fromkeys(names)))
+    return Layout(schedules[rows], places, tuple(dict.fromkeys(names)))
 
 
 def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | None) -> Layout:
@@ -215,8 +217,8 @@ def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | N
     count = len(ranks) // size
     places = tuple(tuple(rank * count + number for rank in range(size)) for number in range(count))
     for pipeline in places:
-        for row, place in zip(schedule.ranks, pipeline, strict=True):
-            rank = ranks[place]
+        for row, position in zip(schedule.ranks, pipeline, strict=True):
+            rank = ranks[position]
             # Annotated ranks tell stages as well; of others only kinds and forwards are known.
             if rank.is_labelled:
                 ran = [(kind, stage, number) for kind, stage, number in rank.order]

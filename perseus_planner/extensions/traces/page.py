@@ -80,11 +80,11 @@ def _traced_bars(job: TracedJob) -> tuple[list[_Bar], float]:
     step = int(order[len(order) // 2])
     zero_s = float(job.begins_s[0, step].min())
     bars = []
-    for place, computation in enumerate(job.computations):
-        begin_s = float(job.begins_s[0, step, place]) - zero_s
-        end_s = float(job.ends_s[0, step, place]) - zero_s
+    for position, computation in enumerate(job.computations):
+        begin_s = float(job.begins_s[0, step, position]) - zero_s
+        end_s = float(job.ends_s[0, step, position]) - zero_s
         title = f"{computation}, {si(end_s - begin_s, 's', 3)}"
-        rank = job.iteration.rank_of[place]
+        rank = job.iteration.rank_of[position]
         bars.append(_Bar(rank, begin_s, end_s, computation.kind, title))
     return bars, max(bar.end_s for bar in bars)
 
@@ -95,13 +95,13 @@ def _planned_bars(saving: Saving) -> list[_Bar]:
     highest = max(clocks)
     lowest = min(clocks)
     bars = []
-    for place, computation in enumerate(plan.iteration.computations):
+    for position, computation in enumerate(plan.iteration.computations):
         span = plan.timeline.spans[str(computation)]
         clock = plan.clocks[str(computation)]
         # Paler is lower; a plan of one clock is all at full opacity.
         share = 1.0 if highest == lowest else (clock - lowest) / (highest - lowest)
         title = f"{computation}, {si(span.time_s, 's', 3)} at {clock} MHz"
-        rank = plan.iteration.rank_of[place]
+        rank = plan.iteration.rank_of[position]
         opacity = _PALE + (1.0 - _PALE) * share
         bars.append(_Bar(rank, span.start_s, span.end_s, computation.kind, title, opacity))
     return bars

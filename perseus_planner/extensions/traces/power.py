@@ -79,7 +79,7 @@ def read_power(path: Path) -> list[Samples]:
     by_gpu: dict[str, list[tuple[float, float, float]]] = {}
     for gpu, time_s, power_w, clock_mhz in rows:
         by_gpu.setdefault(gpu, []).append((time_s, power_w, clock_mhz))
-    found = []
+    samples = []
     # Ranks are traced in the order of the GPUs' numbers, where 10 is not before 2.
     for gpu, of_gpu in sorted(by_gpu.items(), key=lambda named: _by_number(named[0])):
         # Logs may be out of order, and samples without power are of no use.
@@ -88,13 +88,13 @@ def read_power(path: Path) -> list[Samples]:
         if not len(table):
             continue
         clocks = table[:, 2] if np.isfinite(table[:, 2]).any() else None
-        found.append(Samples(gpu, table[:, 0], table[:, 1], clocks))
-    if not found:
+        samples.append(Samples(gpu, table[:, 0], table[:, 1], clocks))
+    if not samples:
         raise UsageError(
             f"{path}: has no power of a GPU; log it with nvidia-smi "
             "--query-gpu=timestamp,index,power.draw.instant,clocks.sm --format=csv -lms 200"
         )
-    return found
+    return samples
 
 
 def _by_number(gpu: str) -> tuple[bool, int, str]:
@@ -166,25 +166,25 @@ def _dmon(path: Path, text: str) -> Rows:
 def _prometheus(path: Path, text: str) -> Rows:
     try:
         series = json.loads(text)["data"]["result"]
-        found: dict[tuple[str, float], list[float]] = {}
-        for each in series:
-            labels = each["metric"]
+        by_moment: dict[tuple[str, float], list[float]] = {}
+        for one_series in series:
+            labels = one_series["metric"]
             name = labels.get("__name__", "DCGM_FI_DEV_POWER_USAGE")
             column = {"DCGM_FI_DEV_POWER_USAGE": 0, "DCGM_FI_DEV_SM_CLOCK": 1}.get(name)
             if column is None:
                 continue
             # Without a UUID, node and number together name a GPU.
             gpu = labels.get("UUID") or f"{labels.get('Hostname', '')}:{labels.get('gpu', '0')}"
-            for time_s, value in each["values"]:
+            for time_s, value in one_series["values"]:
                 # Power and clock come as series of their own, joined by GPU and time.
-                row = found.setdefault((gpu, float(time_s)), [np.nan, np.nan])
+                row = by_moment.setdefault((gpu, float(time_s)), [np.nan, np.nan])
                 row[column] = float(value)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: is not an answer of Prometheus' query_range ({type(error).__name__}: "
             f"{error}); save that of DCGM_FI_DEV_POWER_USAGE"
         ) from None
-    return [(gpu, time_s, *row) for (gpu, time_s), row in found.items()]  # type: ignore[misc]
+    return [(gpu, time_s, *row) for (gpu, time_s), row in by_moment.items()]  # type: ignore[misc]
 
 
 def _time_s(where: str, text: str) -> float:
@@ -315,18 +315,18 @@ def _fitted(
             continue
         # Power is linear in the busy share, from waiting to computing.
         design = np.stack([share, 1.0 - share], axis=1)
-        found = np.linalg.lstsq(design, power, rcond=None)[0].astype(np.float64)
-        misfit = float(np.mean((design @ found - power) ** 2))
+        fitted_w = np.linalg.lstsq(design, power, rcond=None)[0].astype(np.float64)
+        misfit = float(np.mean((design @ fitted_w - power) ** 2))
         if best is None or misfit < best[0]:
-            best = misfit, found, design, power
+            best = misfit, fitted_w, design, power
     if best is None:
         return None
-    misfit, found, design, power = best
+    misfit, fitted_w, design, power = best
     # Three numbers were fitted: two powers and the offset.
     freedom = max(1, len(power) - 3)
     covariance = misfit * len(power) / freedom * np.linalg.inv(design.T @ design)
     errors = np.sqrt(np.diag(covariance))
-    computing_w, waiting_w = found.tolist()
+    computing_w, waiting_w = fitted_w.tolist()
     # No GPU draws more while it waits, so such a fit tells nothing.
     if not 0.0 < waiting_w < computing_w:
         return None
@@ -344,10 +344,10 @@ def _shares(spans: Sequence[tuple[float, float]], times_s: Floats, step_s: float
     before = np.concatenate([[0.0], np.cumsum(ends - begins)])
 
     def until(moments: Floats) -> Floats:
-        place = np.searchsorted(begins, moments, side="right")
-        last = np.maximum(place - 1, 0)
-        over = np.where(place > 0, np.maximum(ends[last] - moments, 0.0), 0.0)
-        done: Floats = before[place] - over
+        count_begun = np.searchsorted(begins, moments, side="right")
+        last = np.maximum(count_begun - 1, 0)
+        over = np.where(count_begun > 0, np.maximum(ends[last] - moments, 0.0), 0.0)
+        done: Floats = before[count_begun] - over
         return done
 
     # The difference of two sums is what was busy between two moments.

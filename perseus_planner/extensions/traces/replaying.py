@@ -32,16 +32,18 @@ class Gaps:
 def learn_gaps(job: TracedJob) -> Gaps:
     """Return the gaps that a job's steps have in the median."""
     iteration = job.iteration
-    own: list[Floats] = []
+    own_s_of_steps: list[Floats] = []
     transfer: list[Floats] = []
     # Each computation waits for the one before it on its rank, and for its input from others.
-    for place, waits in enumerate(iteration.waits):
-        rank = iteration.rank_of[place]
-        of_own = [job.ends_s[..., other] for other, _ in waits if iteration.rank_of[other] == rank]
-        of_others = [
-            job.ends_s[..., other] for other, _ in waits if iteration.rank_of[other] != rank
+    for node, waits in enumerate(iteration.waits):
+        rank = iteration.rank_of[node]
+        of_own = [
+            job.ends_s[..., before] for before, _ in waits if iteration.rank_of[before] == rank
         ]
-        begins_s = job.begins_s[..., place]
+        of_others = [
+            job.ends_s[..., before] for before, _ in waits if iteration.rank_of[before] != rank
+        ]
+        begins_s = job.begins_s[..., node]
         own_s = np.max(of_own, axis=0) if of_own else np.full(begins_s.shape, -np.inf)
         others_s = np.max(of_others, axis=0) if of_others else np.full(begins_s.shape, -np.inf)
         # What was there last is what it waited for.
@@ -49,10 +51,10 @@ def learn_gaps(job: TracedJob) -> Gaps:
         if of_own:
             # The gap counts only after the one that it waited for, as the other was there long
             # before.
-            own.append((begins_s - own_s)[~waited])
+            own_s_of_steps.append((begins_s - own_s)[~waited])
         if of_others:
             transfer.append((begins_s - others_s)[waited])
-    gaps = Gaps(_median(own), _median(transfer), 0.0)
+    gaps = Gaps(_median(own_s_of_steps), _median(transfer), 0.0)
     # What is left of the iterations after their own replay is the rest.
     rest_s = float(np.median(job.iterations_s - replay_s(job, job.times_s, gaps)))
     return Gaps(gaps.own_s, gaps.transfer_s, rest_s)
@@ -73,13 +75,13 @@ def replay_s(job: TracedJob, times_s: Floats, gaps: Gaps) -> Floats:
     """
     iteration = job.iteration
     ends_s = np.zeros_like(times_s)
-    for place in iteration.order:
+    for node in iteration.order:
         begin_s = np.zeros(times_s.shape[:-1])
-        for other, _ in iteration.waits[place]:
-            is_own = iteration.rank_of[other] == iteration.rank_of[place]
+        for before, _ in iteration.waits[node]:
+            is_own = iteration.rank_of[before] == iteration.rank_of[node]
             gap_s = gaps.own_s if is_own else gaps.transfer_s
-            begin_s = np.maximum(begin_s, ends_s[..., other] + gap_s)
-        ends_s[..., place] = begin_s + times_s[..., place]
+            begin_s = np.maximum(begin_s, ends_s[..., before] + gap_s)
+        ends_s[..., node] = begin_s + times_s[..., node]
     longest_s: Floats = ends_s.max(axis=-1) + gaps.rest_s
     return longest_s
 

@@ -124,21 +124,23 @@ def find_gpu(name: str | None, device: str | None) -> str:
     if name is not None:
         return find_model(name.removeprefix("simulated:"), name, "kind of GPU", "{}").name
     words = re.split(r"[^a-z0-9]+", (device or "").lower())
-    found: dict[str, int] = {}
-    for known in CATALOG:
+    words_in_common: dict[str, int] = {}
+    for catalogued in CATALOG:
         # The chip must be named, and of its forms the one with the most words in common counts.
-        chip, *form = known.split("-")
+        chip, *form = catalogued.split("-")
         if chip in words:
-            found[known] = sum(any(word.startswith(part) for word in words) for part in form)
-    if not found:
-        what = "the traces name no GPU" if device is None else f"the GPU {device!r} is not known"
+            words_in_common[catalogued] = sum(
+                any(word.startswith(part) for word in words) for part in form
+            )
+    if not words_in_common:
+        problem = "the traces name no GPU" if device is None else f"the GPU {device!r} is not known"
         raise UsageError(
-            f"--gpu: is missing, and {what}; give its kind, one of {', '.join(CATALOG)}"
+            f"--gpu: is missing, and {problem}; give its kind, one of {', '.join(CATALOG)}"
         )
-    closest = max(found.values())
-    alike = [known for known, count in found.items() if count == closest]
+    closest = max(words_in_common.values())
+    alike = [catalogued for catalogued, count in words_in_common.items() if count == closest]
     # "NVIDIA H100 80GB HBM3" is the SXM: other forms are in their names.
-    return next((known for known in alike if known.endswith("-sxm")), alike[0])
+    return next((catalogued for catalogued in alike if catalogued.endswith("-sxm")), alike[0])
 
 
 def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
@@ -371,7 +373,7 @@ def _clocks(gpu: GpuGuess, clock_mhz: float) -> tuple[int, list[int]]:
     below = [clock for clock in gpu.clocks_mhz if _LOWEST * traced_mhz <= clock <= traced_mhz]
     if len(below) > _STEPS:
         places = np.linspace(0, len(below) - 1, _STEPS).round().astype(int)
-        below = [below[place] for place in places.tolist()]
+        below = [below[position] for position in places.tolist()]
     return traced_mhz, below
 
 
@@ -426,15 +428,15 @@ def _with_second(gpu: GpuGuess, times_s: Mapping[Key, Floats], second: SecondClo
     if times_s.keys() != second.times_s.keys():
         raise UsageError("--slower: has other stages than FILE; trace the same job at both clocks")
     # Each stage and kind tells a share of its own, and their spread is the error.
-    found = []
+    shares_of_keys = []
     for key, of_key_s in times_s.items():
         before_s = float(of_key_s.mean())
         if before_s > 0.0:
             slower = float(second.times_s[key].mean()) / before_s
-            found.append((slower - 1.0) / (ratio - 1.0))
+            shares_of_keys.append((slower - 1.0) / (ratio - 1.0))
     # Noise may put a share out of its range.
-    share = float(np.clip(np.median(found), 0.0, 1.0))
-    spread = 2 * float(np.std(found)) / np.sqrt(len(found)) + _CLOCK_SPREAD
+    share = float(np.clip(np.median(shares_of_keys), 0.0, 1.0))
+    spread = 2 * float(np.std(shares_of_keys)) / np.sqrt(len(shares_of_keys)) + _CLOCK_SPREAD
     shares = Spread(max(0.0, share - spread), share, min(1.0, share + spread))
     gpu = replace(
         gpu,

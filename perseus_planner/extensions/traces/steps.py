@@ -69,7 +69,7 @@ class RankSteps:
     @property
     def order(self) -> tuple[tuple[str, int | None, int], ...]:
         """The computations of a step: kind, stage and number."""
-        return tuple((each.kind, each.stage, each.number) for each in self.steps[0])
+        return tuple((ran.kind, ran.stage, ran.number) for ran in self.steps[0])
 
 
 class _Block(NamedTuple):
@@ -88,9 +88,9 @@ def rank_steps(trace: Trace) -> RankSteps:
     """
     name = f"rank {trace.rank}" if trace.rank is not None else trace.path.name
     # Annotations tell stages and microbatches, so they are used where there are any.
-    is_labelled = any(_actions(each) for each in trace.ranges)
-    found = list(_labelled(trace)) if is_labelled else list(_segments(trace))
-    if not found:
+    is_labelled = any(_actions(ran) for ran in trace.ranges)
+    computations = list(_labelled(trace)) if is_labelled else list(_segments(trace))
+    if not computations:
         raise UsageError(
             f"{trace.path}: has no forwards with backwards; trace whole training steps, with the "
             "activities of the CPU"
@@ -100,15 +100,15 @@ def rank_steps(trace: Trace) -> RankSteps:
     by_step: list[list[Ran]] = [[] for _ in windows]
     begins = [begin_us / 1e6 for _, begin_us, _ in windows]
     ends = [end_us / 1e6 for _, _, end_us in windows]
-    for each in found:
-        place = bisect_right(begins, each.host_begin_s) - 1
-        if place >= 0 and each.host_begin_s < ends[place]:
-            by_step[place].append(each)
+    for ran in computations:
+        index = bisect_right(begins, ran.host_begin_s) - 1
+        if index >= 0 and ran.host_begin_s < ends[index]:
+            by_step[index].append(ran)
     # Without annotations, a forward's number counts those of its step.
     if not is_labelled:
         by_step = [_numbered(step) for step in by_step]
     # The first and the last step may be cut: those like most are kept.
-    orders = [tuple((each.kind, each.stage, each.number) for each in step) for step in by_step]
+    orders = [tuple((ran.kind, ran.stage, ran.number) for ran in step) for step in by_step]
     common = Counter(order for order in orders if order)
     if not common:
         raise UsageError(
@@ -117,14 +117,14 @@ def rank_steps(trace: Trace) -> RankSteps:
         )
     # The order that most steps have is the training's; two may be cut at the ends.
     usual, count = common.most_common(1)[0]
-    kept = [place for place, order in enumerate(orders) if order == usual]
+    kept = [index for index, order in enumerate(orders) if order == usual]
     if count < sum(common.values()) - 2:
         raise UsageError(
             f"{trace.path}: only {count} of {sum(common.values())} steps run the same "
             "computations in one order; trace steps of one number of microbatches"
         )
-    steps = tuple(tuple(by_step[place]) for place in kept)
-    numbers = tuple(windows[place][0] for place in kept)
+    steps = tuple(tuple(by_step[index]) for index in kept)
+    numbers = tuple(windows[index][0] for index in kept)
     lengths_s = [end_s - begin_s for begin_s, end_s in zip(begins, ends, strict=True)]
     return RankSteps(
         name,
@@ -132,7 +132,7 @@ def rank_steps(trace: Trace) -> RankSteps:
         is_labelled,
         steps,
         numbers,
-        _iterations_s(steps, numbers, [lengths_s[place] for place in kept]),
+        _iterations_s(steps, numbers, [lengths_s[index] for index in kept]),
     )
 
 
@@ -160,11 +160,11 @@ def _labelled(trace: Trace) -> Iterator[Ran]:
             operations.begin_us, (annotated.begin_us, annotated.end_us)
         ).tolist()
         for kind, stage, microbatch in actions:
-            own = is_own[first:behind]
+            is_of_part = is_own[first:behind]
             if len(actions) == 2:  # the parts of a pair are told by what they run
                 part = FORWARD if kind == "F" else BACKWARD
-                own = own & (operations.kind[first:behind] == part)
-            places = first + np.nonzero(own)[0]
+                is_of_part = is_of_part & (operations.kind[first:behind] == part)
+            places = first + np.nonzero(is_of_part)[0]
             begin_s, end_s, computing_s = _times_s(trace, places.tolist(), annotated)
             host_s = annotated.begin_us / 1e6
             yield Ran(kind, stage, microbatch, begin_s, end_s, host_s, computing_s)
@@ -244,8 +244,10 @@ def _segments(trace: Trace) -> Iterator[Ran]:
     for block, first, kind in sorted(runs, key=lambda run: run[0].first):
         places = range(block.first, block.behind)
         # Operations of another kind inside the run are not its own.
-        own = [place for place in places if trace.operations.kind[place] == block.kind]
-        begin_s, end_s, computing_s = _times_s(trace, own, None)
+        own_operations = [
+            position for position in places if trace.operations.kind[position] == block.kind
+        ]
+        begin_s, end_s, computing_s = _times_s(trace, own_operations, None)
         host_s = float(trace.operations.begin_us[block.first]) / 1e6
         yield Ran(kind, None, first, begin_s, end_s, host_s, computing_s)
 
@@ -266,9 +268,11 @@ def _blocks(trace: Trace) -> Iterator[_Block]:
     operations = trace.operations
     # What the optimizer runs looks like forwards, and is none.
     is_outside = np.ones(len(operations.begin_us), dtype=bool)
-    for each in trace.ranges:
-        if _OPTIMIZER.match(each.name):
-            first, behind = np.searchsorted(operations.begin_us, (each.begin_us, each.end_us))
+    for annotated in trace.ranges:
+        if _OPTIMIZER.match(annotated.name):
+            first, behind = np.searchsorted(
+                operations.begin_us, (annotated.begin_us, annotated.end_us)
+            )
             is_outside[first:behind] = False
     # Counted as a transfer, as it ends a run too.
     kinds = np.where(is_outside, operations.kind, TRANSFER).tolist()
@@ -277,17 +281,17 @@ def _blocks(trace: Trace) -> Iterator[_Block]:
     is_first = set(np.searchsorted(operations.begin_us, begins_us).tolist())
     first = None
     last = 0
-    for place, kind in enumerate(kinds):
+    for position, kind in enumerate(kinds):
         if kind not in (FORWARD, BACKWARD, TRANSFER):
             continue  # a collective inside a layer does not end it
-        if first is not None and (kind != kinds[first] or place in is_first):
+        if first is not None and (kind != kinds[first] or position in is_first):
             yield _Block(kinds[first], first, last + 1)
             first = None
         if kind == TRANSFER:
             continue
         if first is None:
-            first = place
-        last = place
+            first = position
+        last = position
     if first is not None:
         yield _Block(kinds[first], first, last + 1)
 
@@ -295,23 +299,30 @@ def _blocks(trace: Trace) -> Iterator[_Block]:
 def _numbered(step: Sequence[Ran]) -> list[Ran]:
     """Return a step whose numbers count its forwards; parts of other steps are left out."""
     numbers: dict[int, int] = {}
-    for each in step:
-        if each.kind == "F":
-            numbers[each.number] = len(numbers)
-    return [each._replace(number=numbers[each.number]) for each in step if each.number in numbers]
+    for ran in step:
+        if ran.kind == "F":
+            numbers[ran.number] = len(numbers)
+    return [ran._replace(number=numbers[ran.number]) for ran in step if ran.number in numbers]
 
 
 def _windows(trace: Trace) -> list[tuple[int, float, float]]:
     """Return number, begin and end of each step on the host, microseconds."""
     # The profiler's steps count first, as several optimizers may step in one iteration.
     marked: dict[int, Range] = {}
-    for each in trace.ranges:
-        match = _STEP.match(each.name)
+    for marked_range in trace.ranges:
+        match = _STEP.match(marked_range.name)
         if match:
-            marked.setdefault(int(match[1]), each)
+            marked.setdefault(int(match[1]), marked_range)
     if marked:
-        return [(number, each.begin_us, each.end_us) for number, each in sorted(marked.items())]
-    ends = [each.end_us for each in trace.ranges if each.name.startswith("Optimizer.step#")]
+        return [
+            (number, marked_range.begin_us, marked_range.end_us)
+            for number, marked_range in sorted(marked.items())
+        ]
+    ends = [
+        marked_range.end_us
+        for marked_range in trace.ranges
+        if marked_range.name.startswith("Optimizer.step#")
+    ]
     if not ends:
         raise UsageError(
             f"{trace.path}: has neither steps of the profiler nor an optimizer's; call step() of "
@@ -327,23 +338,27 @@ def _iterations_s(
 ) -> tuple[float, ...]:
     """Return how long each step took: until the next one begins; of the last as in its window."""
     # Begins of computations, as the host may be ahead by more in one step than in another.
-    firsts = [min(each.begin_s for each in step) for step in steps]
+    firsts = [min(ran.begin_s for ran in step) for step in steps]
     spans = [
-        max(each.end_s for each in step) - first for step, first in zip(steps, firsts, strict=True)
+        max(ran.end_s for ran in step) - first for step, first in zip(steps, firsts, strict=True)
     ]
-    found: list[float | None] = [None] * len(steps)
-    for place in range(len(steps) - 1):
+    iterations_s: list[float | None] = [None] * len(steps)
+    for index in range(len(steps) - 1):
         # A step that follows at once tells the length; after a gap in numbers none does.
-        if numbers[place + 1] == numbers[place] + 1:
-            found[place] = firsts[place + 1] - firsts[place]
+        if numbers[index + 1] == numbers[index] + 1:
+            iterations_s[index] = firsts[index + 1] - firsts[index]
     # The median of what passes after computations stands for steps without a next one.
-    rests = [known - span for known, span in zip(found, spans, strict=True) if known is not None]
+    rests = [
+        length_s - span
+        for length_s, span in zip(iterations_s, spans, strict=True)
+        if length_s is not None
+    ]
     rest_s = float(np.median(rests)) if rests else None
-    for place, known in enumerate(found):
-        if known is None and rest_s is not None:
-            found[place] = spans[place] + rest_s
-        elif known is None:
+    for index, length_s in enumerate(iterations_s):
+        if length_s is None and rest_s is not None:
+            iterations_s[index] = spans[index] + rest_s
+        elif length_s is None:
             # A window without a begin has no length, so the computations' own must do.
-            window_s = windows_s[place]
-            found[place] = window_s if np.isfinite(window_s) else spans[place]
-    return tuple(float(each) for each in found if each is not None)
+            window_s = windows_s[index]
+            iterations_s[index] = window_s if np.isfinite(window_s) else spans[index]
+    return tuple(float(ran) for ran in iterations_s if ran is not None)

@@ -107,10 +107,10 @@ def rank_sheet(summary: dict[str, Any]) -> Sheet:
 
 
 def _mean(rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    own = [row for row in rows if row["rank"] == rank]
-    mean = {"worker": f"rank {rank}", "stages": own[0]["stages"]}
+    rows_of_rank = [row for row in rows if row["rank"] == rank]
+    mean = {"worker": f"rank {rank}", "stages": rows_of_rank[0]["stages"]}
     for name in ("busy_share", "bubble_share", "host_share", "slowdown"):
-        values = [row[name] for row in own if row[name] is not None]
+        values = [row[name] for row in rows_of_rank if row[name] is not None]
         mean[name] = sum(values) / len(values) if values else None
     return mean
 

@@ -109,12 +109,12 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
     else:
         layout = find_layout(ranks, len(replicas))
     by_rank = [
-        np.array([[(each.begin_s, each.end_s) for each in step] for step in rank.steps])
+        np.array([[(ran.begin_s, ran.end_s) for ran in step] for step in rank.steps])
         for rank in ranks
     ]
     spans_s = np.array(
         [
-            np.concatenate([by_rank[place] for place in pipeline], axis=1)
+            np.concatenate([by_rank[number_of_rank] for number_of_rank in pipeline], axis=1)
             for pipeline in layout.pipelines
         ]
     )
@@ -127,7 +127,10 @@ def read_table_job(paths: Sequence[Path], grid: Schedule | None = None) -> Trace
         # Tables do not know when kernels ran inside of computations.
         np.zeros_like(begins_s),
         ends_s.max(axis=2) - begins_s.min(axis=2),
-        tuple(tuple(ranks[place].name for place in pipeline) for pipeline in layout.pipelines),
+        tuple(
+            tuple(ranks[number_of_rank].name for number_of_rank in pipeline)
+            for pipeline in layout.pipelines
+        ),
         # All times are of one clock, so nothing is aligned.
         None,
         None,
@@ -214,10 +217,10 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 def _names(where: str, header: Sequence[str]) -> dict[str, str]:
     """Return our column -> its name in the table."""
     names = {}
-    for key, known in _COLUMNS.items():
-        found = next((name for name in known if name in header), None)
-        if found is not None:
-            names[key] = found
+    for key, candidates in _COLUMNS.items():
+        name_in_table = next((name for name in candidates if name in header), None)
+        if name_in_table is not None:
+            names[key] = name_in_table
         elif key in _REQUIRED:
             raise UsageError(
                 f"{where}: has no column {key} in the header {shown(','.join(header))}; write "

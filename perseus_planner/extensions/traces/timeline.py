@@ -23,11 +23,11 @@ def write_timeline(job: TracedJob, path: Path) -> None:
         trace.begin(f"pipeline {pipeline}, as traced", job.workers[pipeline])
         # Each pipeline begins at 0, as their clocks are not aligned with each other.
         zero_s = float(job.begins_s[pipeline].min())
-        place = 0
+        behind = 0
         for rank, row in enumerate(job.schedule.ranks):
             slices = []
             for step in range(job.steps):
-                for number, computation in enumerate(row, place):
+                for number, computation in enumerate(row, behind):
                     begin_s = float(job.begins_s[pipeline, step, number]) - zero_s
                     end_s = float(job.ends_s[pipeline, step, number]) - zero_s
                     details = {
@@ -41,5 +41,5 @@ def write_timeline(job: TracedJob, path: Path) -> None:
                     end_ns = max(begin_ns, round(1e9 * end_s))
                     slices.append(Slice(str(computation), "computation", begin_ns, end_ns, details))
             trace.add_slices(rank, slices)
-            place += len(row)
+            behind += len(row)
     trace.write(path, {"what": f"traced steps of {job.schedule}", "origin": "traced"})
