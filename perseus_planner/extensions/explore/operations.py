@@ -405,7 +405,7 @@ def layer_operations(shape: Transformer) -> Operations:
         # The gradient of a weight has the same size again, and is added to its sum.
         "W": (
             *(product._replace(m=product.k, n=product.n, k=product.m) for product in linear),
-            Accumulation(sum(weighed.n * weighed.k * weighed.number for weighed in linear)),
+            Accumulation(sum(product.n * product.k * product.number for product in linear)),
         ),
     }
 

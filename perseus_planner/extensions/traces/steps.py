@@ -88,7 +88,7 @@ def rank_steps(trace: Trace) -> RankSteps:
     """
     name = f"rank {trace.rank}" if trace.rank is not None else trace.path.name
     # Annotations tell stages and microbatches, so they are used where there are any.
-    is_labelled = any(_actions(ran) for ran in trace.ranges)
+    is_labelled = any(_actions(annotated) for annotated in trace.ranges)
     computations = list(_labelled(trace)) if is_labelled else list(_segments(trace))
     if not computations:
         raise UsageError(
