@@ -50,6 +50,7 @@ class PowerSamples:
         self._lowest_w = math.inf
         self._count = 0
         self._sum_w = 0.0
+        # For the scatter of the samples, without keeping them: a window may last for days.
         self._squares = 0.0
         self._first_s = math.nan
         self._last: tuple[float, float] | None = None
@@ -63,6 +64,7 @@ class PowerSamples:
         else:
             last_s, last_w = self._last
             passed_s = time_s - last_s
+            # The trapezoid rule, as times between samples are drawn and differ.
             self._energy_j += passed_s * (power_w + last_w) / 2
             self._gap_s = max(self._gap_s, passed_s)
         self._last = time_s, power_w
@@ -77,6 +79,7 @@ class PowerSamples:
         if self._last is None or self._count < MIN_SAMPLES:
             return None
         last_s, _ = self._last
+        # The window's ends count as gaps, too: nobody looked there either.
         gap_s = max(self._gap_s, self._first_s - begin_s, end_s - last_s)
         if gap_s > _MAX_GAP * (end_s - begin_s) or last_s <= self._first_s:
             return None
@@ -87,6 +90,7 @@ class PowerSamples:
         chance, and as the sensor averages over what was before the window.
         """
         mean_w = self._sum_w / self._count
+        # Rounding may make the variance of a steady power a little negative.
         variance = max(0.0, self._squares / self._count - mean_w**2)
         return (
             chance_w(math.sqrt(variance), self._count)
@@ -113,6 +117,7 @@ def apart_w(counter_w: float, sensor_w: float, doubt_w: float = 0.0) -> float:
         doubt_w: By how many watts they may be apart for another known reason.
     """
     difference_w = abs(counter_w - sensor_w)
+    # Errors of the two are of different causes, so all that is known is added up.
     allowed_w = TOLERANCE * max(counter_w, sensor_w) + OFFSET_W + doubt_w
     return difference_w if difference_w > allowed_w else 0.0
 

@@ -48,7 +48,6 @@ def gpu_text(text: str, device: torch.device) -> str:
     import torch
 
     index = device.index if device.index is not None else torch.cuda.current_device()
-    # By the PCI address:
     if which == "amd":  # whose UUIDs differ from torch's
         properties = torch.cuda.get_device_properties(index)
         return (

@@ -81,8 +81,10 @@ class MemoryClock(ClosedOnExit):
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self.text = f"memory:{gpu.text}"
+        # A lease of its own: the SM clock may be another process's.
         self.uuid = f"{gpu.uuid}-memory"
         self.supported_clocks_mhz = gpu.memory_clocks_mhz
+        # Its method under the name that all who wait for a clock call.
         self.clock_mhz = gpu.memory_mhz
 
     def __getattr__(self, name: str) -> Any:

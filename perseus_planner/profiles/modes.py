@@ -195,6 +195,7 @@ class Modes(Checked, error=ProfileError, prefix="modes, "):
     @property
     def are_tied(self) -> bool:
         """Whether the mode of a computation depends on those of others."""
+        # Each of the three makes one choice depend on another, so none can be made alone.
         return self.shared_by != "computation" or self.memory_bytes is not None or self.change_s > 0
 
     def of_stages(self) -> list[Any]:

@@ -136,6 +136,7 @@ class Iteration:
     @cached_property
     def keys(self) -> tuple[tuple[int, str], ...]:
         """The (stage, kind with any suffix) by which the profile knows each computation."""
+        # No kinds stand for those of the schedule.
         kinds = self.kinds or tuple(c.kind for c in self.computations)
         return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
 
@@ -153,6 +154,7 @@ class Iteration:
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """For each node, the places of its predecessors, each with its lag in seconds."""
+        # No lags stand for zeros.
         lags = self.lags_s or tuple((0.0,) * len(before) for before in self.predecessors)
         return tuple(
             tuple(zip(before, lag, strict=True))

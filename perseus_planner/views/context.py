@@ -90,6 +90,7 @@ def context_of_plan(plan: Plan) -> Context:
 
 
 def _context(source: Profile | Plan, iteration: Iteration | None, **known: Any) -> Context:
+    # What profile and plan have under one name; the digest is called otherwise in each.
     for name in ("origin", "gpu", "control", "gpus_per_stage", "blocking_power_w", "overhead_s"):
         known[name] = getattr(source, name)
     if iteration is None:
@@ -100,6 +101,7 @@ def _context(source: Profile | Plan, iteration: Iteration | None, **known: Any) 
         ranks=len(iteration.schedule.ranks),
         microbatches=iteration.schedule.microbatches,
         operations=len(iteration.operations),
+        # The longest stands for all: a table has no room for each boundary.
         longest_lag_s=max((lag_s for lags_s in iteration.lags_s for lag_s in lags_s), default=0.0),
     )
 
@@ -108,6 +110,7 @@ def schedule_remarks(context: Context) -> list[str]:
     """Return sentences on engines that do not run a schedule that others run."""
     if context.schedule != "1f1b" or not context.microbatches:
         return []
+    # Only torch refuses such a schedule, so a plan of it is made, with this remark.
     if context.microbatches >= context.stages:
         return []
     return [
@@ -153,6 +156,7 @@ def source_text(context: Context) -> str:
         parts.append(f"transfers of up to {si(context.longest_lag_s, 's', 6)}")
     if context.overhead_s:
         parts.append(f"{si(context.overhead_s, 's', 6)} of calibrated overhead")
+    # What is more than computations and waiting is named, as figures without it are lower.
     included = f"\nIncluded: {', '.join(parts)}." if parts else ""
     return (
         f"{origin_text(context.origin)}; blocking power "
@@ -182,6 +186,7 @@ def saved_text(account: Account) -> str:
             "what was saved is not known: most iterations ran otherwise than rows say, or were "
             "recorded by 0.3"
         )
+    # A saving of 0 J with an interval would look like a plan that does not work.
     if account.lowered == 0:
         return "no clock was lowered, nothing was saved"
     share = 100 * saving.share

@@ -71,6 +71,7 @@ def figures_of(run: Run, name: str) -> RunFigures:
 
 def pair_text(pair: RunPair) -> str:
     """Return the table of two runs: a row for each quantity, and by how much the second differs."""
+    # The rows are the quantities here, as two runs are read from left to right.
     columns = lay_out(
         _ROWS,
         Column("", lambda row: row[0], "<"),
@@ -159,6 +160,7 @@ def _difference(row: _Row, pair: RunPair) -> str:
     _, read, form, is_ratio = row
     first = read(pair.first)
     second = read(pair.second)
+    # Texts have no difference, and what is equal or unknown needs none.
     if first is None or second is None or not form or first == second:
         return ""
     if is_ratio:

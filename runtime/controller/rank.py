@@ -223,7 +223,6 @@ class Rank:
         is_outside = self._outside_ns is not None and (
             self._is_reset or now_ns - self._outside_ns >= limit_ns
         )
-        # Asked for once; as long as the GPU stays reset there is nothing to do.
         if position is None or is_outside:
             return self._reset_request()
         if request == self._request and not self._is_reset:
@@ -235,7 +234,6 @@ class Rank:
         self._is_reset = False
         before = self._position
         self._position = position
-        # Positions rise within an iteration.
         is_new_iteration = before is not None and (position < before or is_again)
         if is_new_iteration:
             # How long the last one took decides when a reset is worth its calls.
@@ -370,7 +368,6 @@ class Rank:
         is_above = achieved_mhz > _ABOVE * set_mhz
         self._overridden = self._overridden + 1 if is_above else 0
         if self._overridden == _OVERRIDDEN:
-            # Once, in the moment when it is sure.
             text = (
                 f"this GPU ran at {achieved_mhz} MHz where {set_mhz} MHz was set, so another "
                 "program sets its clock (a script with `nvidia-smi -lgc`, DCGM, Slurm's "

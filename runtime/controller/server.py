@@ -255,7 +255,6 @@ class Controller:
     def _is_complete(self, now_ns: int) -> bool:
         """Whether to attach the waiting ranks now."""
         assert self._first_ns is not None  # a rank is waiting
-        # Later ranks, as after a restart, are attached at once: leasing is over.
         return (
             self._has_leased
             or len(self._waiting) == self._count
@@ -323,7 +322,6 @@ class Controller:
             if self._scheduler.is_overloaded(rank):
                 self._relieve(rank, is_new_iteration=request.is_new_iteration)
         dues_ns = [rank.due_ns for rank in self._attached if rank.due_ns is not None]
-        # When to wake for the next clock by time.
         self._clock_due_ns = min(dues_ns, default=None)
         if has_changed:
             # A turn follows each change early enough, however often ranks want another value.
@@ -402,6 +400,7 @@ class Controller:
         if group is None:
             self._waiting.remove(rank)
         else:
+            # The last sample closes the last iteration; a rank that has ended reads none.
             if is_requested:
                 rank.sample(time.monotonic_ns(), self._scheduler.overtaken(rank))
             self._scheduler.remove(rank)
@@ -416,6 +415,7 @@ class Controller:
     def _end(self, reason: str) -> None:
         """Reset all GPUs, tell all ranks, and end."""
         self._is_over = True
+        # GPUs first: whoever reads the message may start anew at once.
         problems = [group.release() for group in set(self._attached.values())]
         for rank in self._ranks():
             rank.fail(reason, "; ".join(filter(None, problems)) or None)

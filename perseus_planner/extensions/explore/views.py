@@ -176,6 +176,7 @@ def _computations(profile: Profile, job: Configuration) -> list[dict[str, Any]]:
 
 
 def _efficiencies(computations: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    # Over all stages, as single ones differ by embedding and head.
     for word in dict.fromkeys(row["instruction"] for row in computations):
         same = [row for row in computations if row["instruction"] == word]
         flops = sum(row["flops"] for row in same)
@@ -377,10 +378,12 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     content["layout"] = str(job.layout)
     if hop_s:
         content["transfer"] = {"forward_s": hop_s, "backward_s": hop_s}
+    # The end of an iteration is another one on each rank: their optimizers differ.
     content["operations"] = [
         {"name": "step", "when": "end", "time_s": end_s, "where": [rank]}
         for rank, end_s in enumerate(ends_s.tolist())
     ]
+    # Pipelines side by side are alike, so their number says it all.
     if job.data_degree > 1:
         content["replicas"] = [{"count": job.data_degree}]
     # The file says that it is an estimate, wherever it is copied to.

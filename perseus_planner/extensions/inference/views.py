@@ -133,6 +133,7 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
             f"The file has {len(view['epochs'])} periods; the pools of the first {_MOST_EPOCHS} "
             "are shown."
         )
+    # A plan of a day has many periods, of which a terminal shows the first.
     pools = [_pool_sheet(epoch, view["control"]) for epoch in view["epochs"][:_MOST_EPOCHS]]
     source = "Replayed from the inference profile."
     return [
@@ -148,6 +149,7 @@ def plan_sheets(view: dict[str, Any]) -> list[Sheet]:
 
 def _pool_sheet(epoch: dict[str, Any], control: str) -> Sheet:
     pools = epoch["pools"]
+    # A server of a tensor degree has as many GPUs.
     gpus = sum(pool["instances"] * pool["tensor_degree"] for pool in pools)
     changes = f", {si(epoch['change_j'], 'J')} of changes" if epoch["change_j"] else ""
     return Sheet(

@@ -69,6 +69,7 @@ def summarize_cluster(
 
 def _policy(cluster: Cluster, outcome: Outcome, baseline_j: float) -> dict[str, Any]:
     energy_j = outcome.energy_j
+    # The mean, as iterations beside a straggler are longer than others.
     iteration_s = outcome.time_s / outcome.iterations
     return {
         "policy": outcome.policy,
@@ -140,6 +141,7 @@ def _gpu_rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
     )
     for pipeline, ranks in enumerate(columns):
         for rank, figures in enumerate(zip(*ranks, strict=True)):
+            # GPUs of a tensor group are alike, so each gets the figures of its rank.
             for gpu in range(outcome.gpus_per_stage):
                 yield outcome.policy, pipeline, rank, gpu, *figures
 

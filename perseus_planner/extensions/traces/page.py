@@ -109,6 +109,7 @@ def _planned_bars(saving: Saving) -> list[_Bar]:
 
 def _svg(bars: list[_Bar], ranks: int, length_s: float) -> str:
     """Return a chart with a row for each rank."""
+    # One scale for all charts of the page, as `length_s` is the longest of them.
     scale = (_WIDTH - _LABEL) / length_s
     height = _LANE * ranks
     parts = [
@@ -124,6 +125,7 @@ def _svg(bars: list[_Bar], ranks: int, length_s: float) -> str:
         )
     for bar in bars:
         x = _LABEL + scale * bar.begin_s
+        # A little narrower than its time, so that neighbours are told apart, and never invisible.
         width = max(0.3, scale * (bar.end_s - bar.begin_s) - 0.4)
         parts.append(
             f'<rect x="{x:.2f}" y="{_LANE * bar.rank + 2}" width="{width:.2f}" '

@@ -110,6 +110,7 @@ def _mean(rows: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     rows_of_rank = [row for row in rows if row["rank"] == rank]
     mean = {"worker": f"rank {rank}", "stages": rows_of_rank[0]["stages"]}
     for name in ("busy_share", "bubble_share", "host_share", "slowdown"):
+        # A share of the host is known only where kernels were traced.
         values = [row[name] for row in rows_of_rank if row[name] is not None]
         mean[name] = sum(values) / len(values) if values else None
     return mean

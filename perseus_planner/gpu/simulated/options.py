@@ -199,6 +199,7 @@ def parse_options(text: str, default: SimulationOptions = DEFAULT) -> tuple[int,
 def _parsed(text: str, default: SimulationOptions) -> tuple[int, SimulationOptions]:
     values: dict[str, str] = {}
     faults: list[str] = []
+    # An empty text has no option; splitting it would give one without a name.
     for option in text.split("&") if text else ():
         name, _, value = option.partition("=")
         if name == "fault":
@@ -227,6 +228,7 @@ def format_options(
     equal those of `default`.
     """
     texts = [f"seed={seed}"] if seed else []
+    # In the order of the fields, so that equal GPUs have equal texts.
     for name, (field_name, _) in _OPTIONS.items():
         value = getattr(options, field_name)
         if value != getattr(default, field_name):
