@@ -162,8 +162,8 @@ def offer(name: str) -> Any:
     place = places("offers").get(name)
     if place is None:
         # Which one would have it is known without it, for the error.
-        extension, what = OFFERS[name]
-        raise UsageError(missing_text(extension, what))
+        extension, does = OFFERS[name]
+        raise UsageError(missing_text(extension, does))
     return load(place)
 
 

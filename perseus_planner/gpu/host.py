@@ -128,7 +128,7 @@ def host_counters() -> list[HostCounter]:
             f"{folder}: has no energy counters of processors; the kernel module intel_rapl_common "
             "and bare metal have them; leave host=True out"
         )
-    return [HostCounter(kind, found) for kind, found in zones.items() if found]
+    return [HostCounter(kind, folders) for kind, folders in zones.items() if folders]
 
 
 def _zones(folder: Path) -> list[Path]:

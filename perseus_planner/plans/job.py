@@ -543,9 +543,9 @@ def _check_location(operation: FixedOperation, schedule: Schedule) -> None:
     count = len(schedule.ranks) if of_ranks else schedule.stages
     for number in operation.where or ():
         if number not in range(count):
-            what = "rank" if of_ranks else "stage"
+            noun = "rank" if of_ranks else "stage"
             raise JobError(
-                f"operation {operation.name}, where: {what} {number} does not exist; {what}s are 0 "
+                f"operation {operation.name}, where: {noun} {number} does not exist; {noun}s are 0 "
                 f"to {count - 1}"
             )
     # The kind is the last letter: "before F".

@@ -103,9 +103,11 @@ def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     has_order = any(row.evidence and row.evidence.order is not None for row in rows)
     has_modes = any(mode_of(row.kind) != OWN for row in rows)
     header = ["stage", "instruction", *[_MODE] * has_modes, CONTROLS[control], "time", "energy"]
+    # The order of measuring comes last, as older files do not have it.
     lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
     lines[0] += [_ORDER] * has_order
     for row in rows:
+        # A mode has a column of its own, so the instruction is that of the training's own way.
         mode = [mode_of(row.kind)] if has_modes else []
         cells = [row.stage, word_of(in_mode(row.kind, OWN)), *mode, *row[2:5]]
         lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])

@@ -204,6 +204,7 @@ def estimate_rows(
     clocks = _clocks(rows, control, clocks_mhz)
     without_work = tuple(key for key, of_key in rows.items() if not of_key[0].has_work)
     busy = {key: of_key for key, of_key in rows.items() if of_key[0].has_work}
+    # Stages share a curve only with computations of their kind, such as forwards.
     names = dict.fromkeys(kind for _, kind in busy)
     kinds = tuple(_kind(busy, control, name, clocks) for name in names)
     expected = dict[Key, tuple[Measurement, ...]]()
@@ -220,6 +221,7 @@ def estimate_rows(
                 Measurement(mhz, time_s, energy_j, evidence.get(mhz))
                 for mhz, time_s, energy_j in values
             )
+    # What was not measured is said, so that a plan says on how much of that it rests.
     measured = {key: {row.clock_mhz for row in of_key} for key, of_key in rows.items()}
     return Estimate(
         profile_of(expected),

@@ -182,10 +182,10 @@ def most_power_w(gpu: str | None) -> float:
     limits = _catalogue_limits()
     alike_parts: dict[str, int] = {}
     for name in limits:
-        first, *rest = name.split("-")
+        first, *form = name.split("-")
         if first in words:
             # "NVIDIA A100-SXM4-80GB" is an a100-sxm, and "NVIDIA H100 80GB HBM3" may be any H100.
-            alike_parts[name] = sum(any(word.startswith(part) for word in words) for part in rest)
+            alike_parts[name] = sum(any(word.startswith(part) for word in words) for part in form)
     if not alike_parts:
         return _UNKNOWN_LIMIT_W
     # The largest limit of the closest names, so that no GPU is refused for another's limit.
@@ -272,7 +272,7 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
 
 def _is_single(judged: _Judged, key: Key, wrong: Sequence[tuple[Key, Measurement]]) -> bool:
     """Return whether few rows of a computation are wrong, so that it is not a matter of units."""
-    rows = [row for other, row in wrong if other == key]
+    rows = [row for key_of_row, row in wrong if key_of_row == key]
     return len(rows) < _MOST * len(judged.rows[key]) and len(rows) < len(judged.rows[key]) / 2
 
 
@@ -485,7 +485,9 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
         # A sweep sets the same clocks for all computations, so one that stands out may be mistyped.
         mine = {row.clock_mhz for row in rows}
         others = [
-            {row.clock_mhz for row in other} for name, other in judged.rows.items() if name != key
+            {row.clock_mhz for row in other_rows}
+            for name, other_rows in judged.rows.items()
+            if name != key
         ]
         extra = mine.difference(*others)
         missing = set.intersection(*others) - mine if others else set()

@@ -233,8 +233,8 @@ class Profile(Checked, error=ProfileError):
         # How rows were measured is no part of what plans are made of.
         # A profile without modes has the digest that it had before there were any.
         given = {name: getattr(self, name) for name in names if name != "modes" or self.modes}
-        rest = repr(given)
-        return sha256(b"profile 2", self._csv(evidence=False), rest.encode())
+        fields_text = repr(given)
+        return sha256(b"profile 2", self._csv(evidence=False), fields_text.encode())
 
     @cached_property
     def is_exact(self) -> bool:
@@ -560,7 +560,11 @@ def _with_every_clock(
     for (stage, kind), rows in table.items():
         if rows[0].has_work:
             continue
-        of_stage = [rows_of_stage for (other, _), rows_of_stage in table.items() if other == stage]
+        of_stage = [
+            rows_of_stage
+            for (stage_of_rows, _), rows_of_stage in table.items()
+            if stage_of_rows == stage
+        ]
         busy = [rows_of_stage for rows_of_stage in of_stage if rows_of_stage[0].has_work]
         # A stage without any work may run at the clocks of all others.
         near = busy or list(table.values())

@@ -180,6 +180,7 @@ def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, An
         for computation in asked
         if computation.set_end_s is not None and computation.asked_s is not None
     )
+    # Requested and achieved clocks are compared over the same computations.
     with_clocks = [
         computation
         for computation in computations

@@ -284,11 +284,11 @@ class Savings:
                 0.0,
                 costs.waiting_error_w**2,
             )
-        scale, both, waiting = self._covariance
+        scale, common, waiting = self._covariance
         # A GPU drifts with temperature, so what is known of it fades.
         scale += (_DRIFT * self._scale) ** 2
         # The gain of the Kalman filter: how much a miss moves each of both.
-        gain = (scale * busy_j + both * waited_s, both * busy_j + waiting * waited_s)
+        gain = (scale * busy_j + common * waited_s, common * busy_j + waiting * waited_s)
         variance = gain[0] * busy_j + gain[1] * waited_s + (_NOISE * energy_j) ** 2
         if variance == 0.0:  # a rank without work, whose GPU drew nothing
             return
@@ -301,7 +301,7 @@ class Savings:
         self._waiting_w = max(0.0, self._waiting_w + gain[1] * miss_j / variance)
         self._covariance = (
             scale - gain[0] * gain[0] / variance,
-            both - gain[0] * gain[1] / variance,
+            common - gain[0] * gain[1] / variance,
             waiting - gain[1] * gain[1] / variance,
         )
 

@@ -485,14 +485,16 @@ def overlapped_dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         start = 2 * behind + 2 * (rank + 1) + 3 * behind
         # Turns of the middle are what is left of the forwards after the start and before the end.
         turns = microbatches - ranks - behind
-        rank_cells: list[Cell] = [(each,) for each in order[:start]]
+        rank_cells: list[Cell] = [(computation,) for computation in order[:start]]
         position = start
         for turn in range(turns):
             parts = order[position : position + 4]
             position += 4
             # On the last rank torch runs the first two one after the other.
             alone = turn == 0 and rank == ranks - 1
-            rank_cells += [(each,) for each in parts[:2]] if alone else [(parts[0], parts[1])]
+            rank_cells += (
+                [(computation,) for computation in parts[:2]] if alone else [(parts[0], parts[1])]
+            )
             rank_cells.append((parts[2], parts[3]))
         # In the turns after the middle one backward comes alone, and the next one overlaps a
         # forward.
@@ -500,7 +502,7 @@ def overlapped_dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             rank_cells += [(order[position],), (order[position + 1], order[position + 2])]
             position += 3
         # Behind the middle nothing overlaps any more.
-        cells.append([*rank_cells, *((each,) for each in order[position:])])
+        cells.append([*rank_cells, *((computation,) for computation in order[position:])])
     return schedule_of_cells("dualpipe-v-overlapped", cells)
 
 

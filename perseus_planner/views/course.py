@@ -40,11 +40,11 @@ def course_of(run: Run) -> RunCourse:
     # Ranks may have kept different iterations, and a point needs all of them.
     common = sorted(set.intersection(*map(set, by_rank)))
     # So many iterations share a point that a long run has no more points than can be seen.
-    each = max(1, math.ceil(len(common) / MOST_POINTS))
-    groups = [common[first : first + each] for first in range(0, len(common), each)]
+    per_point = max(1, math.ceil(len(common) / MOST_POINTS))
+    groups = [common[first : first + per_point] for first in range(0, len(common), per_point)]
     rows = [[[rank[number] for rank in by_rank] for number in group] for group in groups]
     return RunCourse(
-        each,
+        per_point,
         tuple(group[0] for group in groups),
         # An iteration is as long as on its slowest rank.
         tuple(fmean(max(row.time_s for row in ranks) for ranks in point) for point in rows),

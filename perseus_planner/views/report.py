@@ -385,9 +385,9 @@ def _unbroken(value: Any) -> Any:
 def _saved_columns(report: EnergyReport) -> list[list[str]]:
     """Return the columns of what is saved: per iteration, per day, and in the run."""
     rows = [
-        {"name": f"{saving.name}{_pipelines(saving, report)}, {what}", **asdict(cost)}
+        {"name": f"{saving.name}{_pipelines(saving, report)}, {span}", **asdict(cost)}
         for saving in report.savings
-        for what, cost in (
+        for span, cost in (
             ("per iteration", saving.per_iteration),
             ("per day", saving.per_day),
             (
@@ -412,7 +412,7 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
     """
     rows = list[dict[str, Any]]()
     for saving in report.savings:
-        of = _pipelines(saving, report)
+        pipelines = _pipelines(saving, report)
         energy = saving.energy_origin
         time = saving.time_origin
         origin = energy if energy == time else f"time {time}, energy {energy}"
@@ -422,7 +422,12 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             (baseline, saving.baseline_origin),
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
-            row = {"name": f"{name}{of}", "time_s": time_s, "energy_j": energy_j, "source": source}
+            row = {
+                "name": f"{name}{pipelines}",
+                "time_s": time_s,
+                "energy_j": energy_j,
+                "source": source,
+            }
             # A day and a power count what passes between iterations as well.
             row |= {"power_w": energy_j / (time_s + saving.between_s), **efficiency}
             # Several plans share one baseline, which is shown once.

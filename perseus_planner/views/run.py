@@ -587,9 +587,10 @@ def _deviations_text(summary: RunSummary) -> Iterator[str]:
         f"{deviation.first_iteration}: {deviation.reason}"
         for deviation in deviations[:_MOST_REASONS]
     ]
-    if (rest := deviations[_MOST_REASONS:]) != ():
+    others = deviations[_MOST_REASONS:]
+    if others:
         lines.append(
-            f"and {sum(deviation.times for deviation in rest)} for {len(rest)} more reasons"
+            f"and {sum(deviation.times for deviation in others)} for {len(others)} more reasons"
         )
     yield "\n".join(["Not as planned:", *lines])
 

@@ -453,6 +453,7 @@ class Exploration:
         # Without a layout of one's own, the comparison is with even layers.
         even = job.layout.with_layers(split_layers(job.shape.layers, stages))
         before = given or even
+        # Everything else stays, so that only the split makes the difference.
         compared = replace(job, split=before.layers)
         needed = memory(compared, self.maker.system)
         reference = Candidate(compared, candidate.times, needed)

@@ -509,17 +509,17 @@ def _pids_of_server(address: str) -> set[int]:
         port = urlsplit(address).port
         # Only who listens is the server: clients have the same port at their other end.
         listening = {
-            each.pid
-            for each in connections
-            if each.pid and each.laddr and each.laddr.port == port
-            if each.status == psutil.CONN_LISTEN
+            entry.pid
+            for entry in connections
+            if entry.pid and entry.laddr and entry.laddr.port == port
+            if entry.status == psutil.CONN_LISTEN
         }
         groups = {os.getpgid(pid) for pid in listening}
-        family = {each.pid for each in psutil.process_iter() if _group_of(each.pid) in groups}
+        family = {entry.pid for entry in psutil.process_iter() if _group_of(entry.pid) in groups}
         children = [psutil.Process(pid).children(recursive=True) for pid in listening]
     except (psutil.Error, OSError):
         return set()
-    return family | {child.pid for each in children for child in each}
+    return family | {child.pid for offspring in children for child in offspring}
 
 
 def _group_of(pid: int) -> int | None:

@@ -91,6 +91,7 @@ def report_plan(paths: Sequence[Path], rates: EnergyRates) -> tuple[dict[str, An
     saved = None
     if baseline_j is not None:
         saved = rates.cost(baseline_j - view["energy_j"])
+    # Without an energy of the baseline nothing can be said of a saving.
     headline = _headline(view, saved)
     assumed = (
         f"Replayed from the inference profile. Assumed: {rates.price_usd_per_kwh:g} USD and "

@@ -260,12 +260,14 @@ def show_lengths(path: Path) -> tuple[dict[str, Any], str]:
     # Plans of the batch take time, so fewer iterations of larger jobs are replayed.
     replayed = lengths.first(max(1, _MOST_PLANS // lengths.work.shape[1]))
     summary["replayed_iterations"] = len(replayed.work)
+    # Several depths, as the reader's pipeline is not known.
     summary["pipelines"] = rows = []
     for stages in _SHOWN_STAGES:
         frontier = solve(
             profile_simulated(_SHOWN_GPU, stages), "1f1b", microbatches=lengths.work.shape[2]
         )
         job = UnlikeJob(frontier, replayed)
+        # Full clocks first, with which all others are compared.
         outcomes = [job.outcome(name) for name in ("max", "planner-fixed", "one-clock", "batch")]
         outcome_of_job = summarize_lengths(job, outcomes, 1.0)
         _, static, one_clock, batch = outcome_of_job["policies"]

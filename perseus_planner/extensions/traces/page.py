@@ -51,6 +51,7 @@ def page(job: TracedJob, saving: Saving | None, summary: dict[str, Any]) -> str:
         length_s = max(length_s, max(bar.end_s for bar in planned))
     ranks = len(job.schedule.ranks)
     sheet = rank_sheet(summary)
+    # One file without anything from elsewhere, so that it opens offline.
     template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     return (
         page_environment()

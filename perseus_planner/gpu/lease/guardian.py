@@ -103,7 +103,10 @@ def run_at_once(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> li
     """Run `action` for all GPUs at once, so that one that hangs delays no other; return the
     failures.
     """
-    runs = [in_background(partial(action, *one), "planner lease") for one in leased]
+    runs = [
+        in_background(partial(action, *gpu_and_record), "planner lease")
+        for gpu_and_record in leased
+    ]
     # Begun all at once above, so waiting in turn takes as long as the slowest.
     failures = []
     for run, (_, record) in zip(runs, leased, strict=True):

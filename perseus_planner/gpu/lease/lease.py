@@ -300,10 +300,10 @@ def _give_back(
 ) -> None:
     """Restore all GPUs, dismiss the guardian and end the lease; then raise the failures."""
     # At once: a reset takes milliseconds, and the driver may hang on one GPU.
-    failures = run_at_once(release, [one for one in leased if one[0].keeps_settings])
-    for one in leased:
-        if not one[0].keeps_settings:  # in turn: simulated GPUs that share a clock depend on it
-            failures += run_at_once(undo, [one])
+    failures = run_at_once(release, [taken for taken in leased if taken[0].keeps_settings])
+    for taken in leased:
+        if not taken[0].keeps_settings:  # in turn: simulated GPUs that share a clock depend on it
+            failures += run_at_once(undo, [taken])
     # Before the files are unlocked: the guardian wakes by that, and then looks for this report.
     if guardian is not None:
         guardian.dismiss()

@@ -173,6 +173,7 @@ def _look(rank: Rank) -> tuple[Inspection, str, list[str]]:
     clocks = next(reading.text for reading in seen.readings if reading.name == CLOCKS)
     installed = ", ".join(f"{name} {number}" for name, number in versions.items())
     remarks = [privilege(seen.gpu.removeprefix("dry-run:")), *seen.stale_leases, *surroundings()]
+    # A dry run was asked for, so that it sets nothing is no remark.
     remarks += [text for text in seen.warnings if not text.startswith("nothing is set")]
     return seen, f"{seen.name}, driver {seen.driver}{origin}; clocks {clocks}; {installed}", remarks
 
