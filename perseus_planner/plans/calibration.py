@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from perseus_planner.base.documents import Document
     from perseus_planner.plans.plan import Plan
     from perseus_planner.schedules.iteration import Iteration
 
@@ -121,19 +122,7 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         raise UsageError(
             f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file"
         )
-    # A profile has no schedule of its own, so nothing but a constant can be fitted to it.
-    bare = None
-    correction = Correction()
-    if kind_of(path) == "job":
-        document = job_document(path)
-        settings = read_settings(path)
-        correction = settings.correction
-        # Without its correction, as a new one is to be found.
-        bare = Job.of(replace(settings, correction=Correction()))
-        profiles = Job.of(settings).profiles
-    else:
-        document = profile_document(path)
-        profiles = (Profile.load(path),)
+    document, profiles, bare, correction = _read(path)
     # Runs of one plan are one measurement: they share whatever makes it special.
     plans = [_replayable(path, measured_plan, profiles, bare) for measured_plan in _means(measured)]
     jobs = [plan for plan in plans if isinstance(plan, _PlanOfJob)]
@@ -180,15 +169,48 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         plans=calibrated,
         jitter=_jitter(measured),
     )
-    changes: dict[str, object] = {_KEY: overhead_s}
+    # An unchanged correction leaves its lines in the file as they are.
+    changes = _changes(result, None if now == correction else now)
+    return result, with_values(document, changes)
+
+
+class _Calibrated(NamedTuple):
+    """The file that is calibrated."""
+
+    document: Document
+    profiles: tuple[Profile, ...]  #: those of its kinds of pipelines; one of a profile
+    bare: Job | None  #: the job without its correction; None if the file is a profile
+    correction: Correction  #: that it has until now
+
+
+def _read(path: Path) -> _Calibrated:
+    if kind_of(path) != "job":
+        # A profile has no schedule of its own, so nothing but a constant can be fitted to it.
+        return _Calibrated(profile_document(path), (Profile.load(path),), None, Correction())
+    settings = read_settings(path)
+    # Without its correction, as a new one is to be found.
+    bare = Job.of(replace(settings, correction=Correction()))
+    return _Calibrated(job_document(path), Job.of(settings).profiles, bare, settings.correction)
+
+
+def _changes(result: Calibration, correction: Correction | None) -> dict[str, object]:
+    """Return the values to write into the file; those that are None are left out of it.
+
+    Args:
+        result: what was found.
+        correction: the new one; None if it stays as it is.
+    """
+    changes: dict[str, object] = {_KEY: result.overhead_s}
     if result.jitter is not None:
         # Nothing is written for a jitter of 0, which is a file's default.
         changes["jitter"] = result.jitter or None
-    # An unchanged correction leaves its lines in the file as they are.
-    if now != correction:
-        entries = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
+    if correction is not None:
+        entries = {
+            "hop_latency_s": correction.hop_latency_s,
+            "time_factors": dict(correction.time_factors),
+        }
         changes["correction"] = {name: value for name, value in entries.items() if value} or None
-    return result, with_values(document, changes)
+    return changes
 
 
 @dataclass(frozen=True)
