@@ -22,7 +22,7 @@ from perseus_planner.schedules import WHOLE
 if TYPE_CHECKING:
     from perseus_planner.runtime.decider import Context
     from perseus_planner.runtime.hook import Program
-    from perseus_planner.runtime.switching import Plans
+    from perseus_planner.runtime.sending import Plans
 
 _ALWAYS_NS = 1 << 62  #: until when a computation may begin at its planned clock
 

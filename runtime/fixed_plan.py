@@ -11,7 +11,7 @@ from perseus_planner.base.errors import PlanError
 from perseus_planner.runtime.decider import Decider, Seat
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.modes import ModeSwitch, check_modes
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.sending import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine

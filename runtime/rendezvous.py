@@ -9,7 +9,6 @@ without becomes a warning and no clocks.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -48,14 +47,8 @@ from perseus_planner.runtime.job import (
     wait_for_others,
 )
 from perseus_planner.runtime.options import GRAPH, HOOKS, TIME
-from perseus_planner.runtime.switching import (
-    AgreedState,
-    NodeShare,
-    Plans,
-    packed_plan,
-    read_plan,
-    write_plan,
-)
+from perseus_planner.runtime.sending import Plans, pack, unpack
+from perseus_planner.runtime.switching import AgreedState, NodeShare, read_plan, write_plan
 from perseus_planner.runtime.timed_plan import TimedPlan
 
 if TYPE_CHECKING:
@@ -64,7 +57,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.link import Link
     from perseus_planner.runtime.options import Options
-    from perseus_planner.runtime.switching import GivenPlan
+    from perseus_planner.runtime.sending import GivenPlan
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training, and never longer than a third of the
@@ -203,7 +196,7 @@ class Rendezvous:
         Args:
             info: Who this rank is.
             attempt: On rank 0, that of the job.
-            plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
+            plan: On rank 0, what `pack` returns; None if the autopilot makes the programs.
         """
         self._attempt = attempt
         self.plan = plan
@@ -440,7 +433,7 @@ def join_job(
             if options.plan is not None:
                 given = Plans.load(options.plan)
                 given.check_trusted(options.trust_traced)
-                packed = packed_plan(given.dumps())
+                packed = pack(given.dumps())
             attempt = Attempt.next_in(options.folder)
     meeting.finish("ranks", meeting.meet(info, attempt, packed))
     part = meeting.part
@@ -452,7 +445,7 @@ def join_job(
         if decider.needs_rank_0 and part.attempt is None:
             decider = FixedPlan()
         if meeting.plan is not None:
-            plans = Plans.loads(zlib.decompress(meeting.plan))
+            plans = Plans.loads(unpack(meeting.plan))
             program = program_of(adapter, plans, 1, own.pipeline, options.modes)
             if isinstance(decider, FixedPlan):
                 program = decider.followed(program)

@@ -12,7 +12,8 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import WholeTraining
 from perseus_planner.engines.guard import RetryingGuard
 from perseus_planner.runtime.resiliency import corrected_report
-from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Rejection
+from perseus_planner.runtime.sending import GivenPlan, Plans
+from perseus_planner.runtime.switching import Proposal, Rejection
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan

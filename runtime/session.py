@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.link import Link, MakeLink
-    from perseus_planner.runtime.switching import GivenPlan, Plans
+    from perseus_planner.runtime.sending import GivenPlan, Plans
 
 END_S = 5.0
 """How long rank 0 waits at the end, at most, until all others have ended their part."""

@@ -40,7 +40,7 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.sending import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank

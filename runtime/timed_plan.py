@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.switching import Plans
+    from perseus_planner.runtime.sending import Plans
 
 _UNLIKE = 0.05  #: share by which iterations may take longer than replayed before that is said
 _STATED = 1.5  #: guards within which is stated what is saved, so that it is not anew each time

@@ -32,7 +32,8 @@ from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import Marks, clock_request
-from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
+from perseus_planner.runtime.sending import Plans
+from perseus_planner.runtime.switching import Acceptance, NodeShare
 from perseus_planner.runtime.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)

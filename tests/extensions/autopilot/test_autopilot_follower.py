@@ -39,7 +39,6 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     Waits,
     order_number,
     program_runs,
-    runs_of,
 )
 from perseus_planner.extensions.autopilot.ranks.observer import Observer
 from perseus_planner.extensions.autopilot.ranks.planner import Planner
@@ -54,6 +53,7 @@ from perseus_planner.runtime.hook import Hook, Program
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.sending import runs_of
 from perseus_planner.runtime.switching import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 

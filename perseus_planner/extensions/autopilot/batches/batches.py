@@ -41,6 +41,7 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
 from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.sending import values_of
 from perseus_planner.schedules import WHOLE
 from perseus_planner.schedules.dag import PipelineDag
 
@@ -684,7 +685,7 @@ class Batches:
         assert plan is not None
         # Clocks of another number of computations are for another order, and full clocks need no
         # program.
-        clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
+        clocks = values_of(plan.clocks)
         if len(clocks) != len(program.clocks) or min(clocks) == program.top:
             return program
         costs = self._costs(program, clocks, known.full_s)

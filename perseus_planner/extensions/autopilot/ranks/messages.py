@@ -7,13 +7,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
-from typing import Any, TypeAlias, TypeVar
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import msgspec
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.base.wires import Message, decode
+from perseus_planner.base.wires import Message
 from perseus_planner.extensions.autopilot.job import (
     ComputationObservation,
     Decision,
@@ -27,11 +27,8 @@ from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.sending import Runs, read, runs_of, unreadable, values_of
 from perseus_planner.schedules import Computation
-
-T = TypeVar("T")
-Runs = tuple[tuple[T, int], ...]
-"""Values, and how often each comes in a row."""
 
 
 def order_number(order: Iterable[tuple[int, str, int]]) -> int:
@@ -106,19 +103,15 @@ class Programs(Message, frozen=True):
         Raises:
             PlanError: If it is not for what this rank runs.
         """
-        # A program of another version may lack a field or a rank, so all is read in one place.
+        sent = read(data, Programs)
         try:
-            sent = decode(data, Programs)
             number = sent.orders[rank]
             runs = sent.clocks[sent.pipelines[pipeline]][rank]
             costs = sent._rank_costs(pipeline, rank) if sent.costs else None
             busy_s = sent.costs[pipeline][rank].busy_s if sent.costs else None
             modes = sent.modes[sent.pipelines[pipeline]][rank] if sent.modes else ()
-        except (ValueError, IndexError) as error:
-            raise PlanError(
-                f"the autopilot's program cannot be read: {error}; use the same version of the "
-                "planner on all ranks"
-            ) from error
+        except IndexError as error:
+            raise unreadable(error) from error
         clocks = values_of(runs)
         # The rank has run something else since the decision, so clocks would fall on other
         # computations.
@@ -151,16 +144,6 @@ def program_runs(decision: Decision) -> dict[str, Any]:
         for each in zip(*kinds, strict=True)
     )
     return {"clocks": clocks, "modes": modes, "pipelines": tuple(map(kinds.index, pipelines))}
-
-
-def runs_of(values: Iterable[T]) -> Runs[T]:
-    """Return values with how often each comes in a row."""
-    return tuple((value, len(list(group))) for value, group in groupby(values))
-
-
-def values_of(runs: Runs[T]) -> tuple[T, ...]:
-    """Return the values of `runs_of`."""
-    return tuple(value for value, count in runs for _ in range(count))
 
 
 def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:

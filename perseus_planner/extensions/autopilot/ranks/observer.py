@@ -24,13 +24,13 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     ObservedGpu,
     Places,
     RankTraining,
-    runs_of,
     turns,
 )
 from perseus_planner.gpu import open_gpu
 from perseus_planner.profiles.modes import OWN, shared_by
 from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
+from perseus_planner.runtime.sending import runs_of
 from perseus_planner.runtime.telemetry import GpuSamples
 
 if TYPE_CHECKING:
