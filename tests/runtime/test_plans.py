@@ -14,7 +14,7 @@ from strategies import deadline_s, drawn, jobs
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.plans.plan import Plan
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.sending import Plans, pack, runs_of, unpack, values_of
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import solve_dag
