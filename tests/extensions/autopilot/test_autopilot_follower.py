@@ -409,8 +409,8 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
             ran = [program_of(replied(replies, Programs), rank=rank) for rank in range(2)]
             clocks, decision = [list(each.clocks) for each in ran], noted(ran[0]).decision
     assert "learning" in seen
-    assert ran[0].busy_s is not None
-    assert ran[0].busy_s == pytest.approx(
+    assert ran[0].expected.busy_s is not None
+    assert ran[0].expected.busy_s == pytest.approx(
         sum(0.1 * TOP_MHZ / clock for clock in ran[0].clocks), rel=0.1
     )
     assert planner.save() == []

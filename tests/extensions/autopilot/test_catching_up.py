@@ -152,7 +152,7 @@ class Written(Marks):
 @pytest.mark.parametrize("table", [0, 5])
 def test_begins_are_written_only_where_there_is_a_table(table: int):
     order = schedules.one_f_one_b(1, 2).ranks[0]
-    program = Program(1, order, (900, 1005, 900, 1005), table=Table(table))
+    program = Program(1, order, (900, 1005, 900, 1005), table=Table(table) if table else None)
     marks = Written()
     hook = Hook(marks, Source(program), program)
     hook.begin_iteration(2)
