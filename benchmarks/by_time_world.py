@@ -25,8 +25,9 @@ from perseus_planner.runtime.controller.protocol import (
 )
 from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import IterationTimes, Marks
+from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.timed_plan import TimedPlan
 
 JITTER = 0.015  #: relative standard deviation of a computation's time

@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from perseus_planner import Plan
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks
+from perseus_planner.runtime.program import Program
 
 ENGINES = {"torch.distributed.pipelining": "torch", "DeepSpeed": "deepspeed"}
 """Name of an engine -> the package that it needs."""
@@ -62,7 +63,7 @@ def time_in_turn(name: str, plan: str, iterations: int) -> Timings:
     hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, program)
     make = {"torch.distributed.pipelining": _torch_pipelining, "DeepSpeed": _deepspeed}[name]
     with _process_group():
-        iterate, attached = make(_stage(stamps_ns), program.plan.schedule.microbatches)
+        iterate, attached = make(_stage(stamps_ns), program.expected.plan.schedule.microbatches)
         for number in range(_WARM_UP + iterations):
             for is_hooked in (number % 2 == 0, number % 2 == 1):
                 stamps_ns.clear()

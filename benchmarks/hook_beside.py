@@ -54,7 +54,8 @@ sys.path.insert(0, sys.argv[1])
 import engine_cost
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.engines import torch_pipelining
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
+from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.marks import Marks
 
 iterations, profile, microbatches = int(sys.argv[2]), Profile.load(sys.argv[3]), int(sys.argv[4])

@@ -28,10 +28,11 @@ from perseus_planner.extensions.autopilot.ranks.messages import Noted
 from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.guarantee import Ledger
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import IterationTimes, Marks, clock_request
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.runtime.switching import NodeShare
 
 _COLUMNS = {
@@ -157,17 +158,19 @@ def _learning_hook(program: Program, iterations: int) -> Hook:
     """Return a hook that runs by the autopilot: a new program in each iteration, two iterations
     older than what is known.
     """
-    time_s, status = program.time_s, AutopilotStatus("learning", 7)
+    time_s, status = program.expected.time_s, AutopilotStatus("learning", 7)
 
     def make(number: int, _: bytes) -> Program:
         return replace(
             program,
             version=number,
-            plan=None,
-            decision=number + 1,
-            order=1,
-            top=program.clocks[0],
-            note=Noted(Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)), status),
+            expected=Expected(time_s, program.clocks[0]),
+            note=Noted(
+                number + 1,
+                1,
+                Ledger(time_s, burst_s=0.005 * time_s, last=max(-1, number - 2)),
+                status,
+            ),
         )
 
     decider = AutopilotDecider(ended_s=lambda: time_s)
@@ -226,7 +229,7 @@ def _by_batch(program: Program, profile: Profile, plain: Hook, iterations: int) 
         plain_ns += _timed(plain.end_iteration)
         batches.observe([IterationTimes(number, 0, tuple(spans_ns), at_ns)])
         if number >= _LEARNING:
-            planned += batches._decided[number].decision
+            planned += batches._decided[number].note is not None
             more_ns.append(taken_ns - plain_ns)
     batches.stop(1.0)
     return _row(f"{_BY_BATCH} ({planned} of {iterations} with lower clocks)", more_ns)
@@ -263,7 +266,9 @@ def percentile(values: list[float], percent: int) -> float:
 def _engine_row(name: str, program: Program, iterations: int) -> dict[str, Any]:
     """Time an engine in a separate process, because engines leave state behind."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        found = process.submit(time_in_turn, name, program.plan.dumps(), iterations).result()
+        found = process.submit(
+            time_in_turn, name, program.expected.plan.dumps(), iterations
+        ).result()
     typical_ns = [statistics.median(samples) for samples in zip(*found.without_ns, strict=True)]
     more_ns, noise_ns = (
         [

@@ -24,11 +24,7 @@ from perseus_planner.runtime import job as jobs
 from perseus_planner.runtime import rendezvous
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.rendezvous import RankInfo, Rendezvous
-from perseus_planner.runtime.switching import (
-    Acceptance,
-    Agreement,
-    NodeShare,
-)
+from perseus_planner.runtime.switching import Acceptance, Agreement, NodeShare
 
 NUMBER = 29
 STORE_PER_S = 90_000.0

@@ -23,8 +23,8 @@ from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runs import Account
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

@@ -259,7 +259,7 @@ class BackgroundWork:
             key = "changes"
             asked = before.changes if before is not None else program.changes
             remedy = f"give planner_runtime max_changes={most}"
-            if program.plan is not None:
+            if program.expected.plan is not None:
                 key = f"changes/{program.version}"
                 remedy = f"make the plan with fewer changes (--max-changes {most})"
             text = (
@@ -282,9 +282,10 @@ class BackgroundWork:
         if progress != self._progress:
             self._progress = progress
             self._progressed_s = now_s
-        if program is None or self._connection is None or not program.time_s:
+        time_s = 0.0 if program is None else program.expected.time_s
+        if self._connection is None or not time_s:
             return
-        is_quiet = now_s - self._progressed_s > QUIET * program.time_s + QUIET_S
+        is_quiet = now_s - self._progressed_s > QUIET * time_s + QUIET_S
         if is_quiet or not self._problems.keys().isdisjoint(("gpu", "hook")):
             self._connection.request[0] = NO_REQUEST
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from perseus_planner.base.errors import PlanError
 from perseus_planner.runtime.controller.protocol import LatestStarts
 from perseus_planner.runtime.fixed_plan import FixedPlan
+from perseus_planner.runtime.program import Inside, Table
 from perseus_planner.runtime.timed_plan import top_clock, whole_costs
 from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.decider import Context
-    from perseus_planner.runtime.hook import Program
-    from perseus_planner.runtime.switching import Plans
+    from perseus_planner.runtime.program import Program
+    from perseus_planner.runtime.sending import Plans
 
 _ALWAYS_NS = 1 << 62  #: until when a computation may begin at its planned clock
 
@@ -42,7 +43,7 @@ class CapturedPlan(FixedPlan):
             self._write(self._first)
 
     def program_of_plans(self, version: int, plans: Plans) -> Program:
-        """See `FixedPlan.program_of_plans`."""
+        """See `Decider.program_of_plans`."""
         program = super().program_of_plans(version, plans)
         followed = self.followed(program)
         if version:  # 0 is asked for, not followed
@@ -55,7 +56,7 @@ class CapturedPlan(FixedPlan):
         Raises:
             PlanError: If it has modes, or too many computations for a table.
         """
-        plan = program.plan
+        plan = program.expected.plan
         assert plan is not None
         if any(program.modes):
             raise PlanError(
@@ -69,15 +70,14 @@ class CapturedPlan(FixedPlan):
             )
         self._first = self._first or program
         rank = plan.schedule.ranks.index(program.computations)
+        costs = whole_costs(program, rank, program.clocks)
         return replace(
             program,
             computations=WHOLE.ranks[0],
-            captured=program.computations,
             clocks=program.clocks[:1],
-            shown_microbatches=program.microbatches,
-            top=top_clock(plan, program),
-            table=LatestStarts.number_of(program.version),
-            costs=whole_costs(program, rank, program.clocks),
+            table=Table(LatestStarts.number_of(program.version)),
+            inside=Inside(program.microbatches, program.computations),
+            expected=replace(program.expected, top=top_clock(plan, program), costs=costs),
         )
 
     def busy_s(self, iteration: int, program: Program) -> float | None:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.attachment import Attachment
     from perseus_planner.runtime.controller.protocol import Control
     from perseus_planner.runtime.decider import Decider, Seat
-    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import NodePart, RankPart
+    from perseus_planner.runtime.program import Program
     from perseus_planner.runtime.switching import NodeShare
 
 

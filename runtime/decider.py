@@ -25,11 +25,12 @@ if TYPE_CHECKING:
         LatestStarts,
         ToRank,
     )
-    from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import JobWarnings, NodePart, RankPart, TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.modes import ModeSwitch
     from perseus_planner.runtime.options import Options
+    from perseus_planner.runtime.program import Order, Program
+    from perseus_planner.runtime.sending import Plans
     from perseus_planner.runtime.switching import Agreement
     from perseus_planner.schedules.dag import PipelineDag
 
@@ -168,6 +169,34 @@ class Decider:
         """
         raise NotImplementedError
 
+    def followed(self, program: Program) -> Program:
+        """Return this rank's part of the plan that the job begins with as it is followed.
+
+        Raises:
+            PlanError: If it cannot be.
+        """
+        return program
+
+    def program_of_plans(self, version: int, plans: Plans) -> Program:
+        """Return this rank's part of other plans, for one whose `no_switch` is empty.
+
+        Args:
+            version: Their number in this job; 0 to ask only whether they fit.
+            plans: Of all pipelines.
+
+        Raises:
+            PlanError: If they do not fit what this rank runs, or its GPU.
+        """
+        raise NotImplementedError
+
+    def check_pipelines(self, plans: Plans) -> None:
+        """Refuse plans that do not fit all pipelines of the job, likewise.
+
+        Raises:
+            PlanError: If they do not.
+        """
+        raise NotImplementedError
+
     def program_for(self, iteration: int, agreed: Program | None) -> Program | None:
         """*Training.* Return what an iteration runs by; None to run without clocks. After a program
         that `awaits`, it is asked again while the iteration runs.
@@ -211,7 +240,7 @@ class Decider:
         """Return how long the rank had computed in an iteration, were its GPU as fast as at first,
         at the clocks that it had, seconds; None if that is not known.
         """
-        return program.busy_s
+        return program.expected.busy_s
 
     @property
     def status(self) -> DeciderStatus | None:

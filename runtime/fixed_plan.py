@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import PlanError
 from perseus_planner.runtime.decider import Decider, Seat
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.modes import ModeSwitch, check_modes
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.sending import Plans
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
@@ -42,27 +42,23 @@ class FixedPlan(Decider):
         return self.program_of_plans(version, Plans.loads(data))
 
     def program_of_plans(self, version: int, plans: Plans) -> Program:
-        """Return this rank's part of the plans of all pipelines.
-
-        Raises:
-            PlanError: If it does not fit what this rank runs, or its GPU.
-        """
+        """See `Decider.program_of_plans`."""
         seat = self._seat
         assert seat is not None  # all have met
         program = program_of(seat.engine, plans, version, seat.own.pipeline, seat.options.modes)
         if self._switch is not None:
             self._switch.check(program.computations, program.modes)
-        if seat.gpu is not None and program.plan is not None:
-            check_gpu(program.plan, seat.gpu, seat.control)
+        plan = program.expected.plan
+        if seat.gpu is not None and plan is not None:
+            check_gpu(plan, seat.gpu, seat.control)
         return program
 
-    def followed(self, program: Program) -> Program:
-        """Return this rank's part of a plan as it is followed.
-
-        Raises:
-            PlanError: If it cannot be.
-        """
-        return program
+    def check_pipelines(self, plans: Plans) -> None:
+        """See `Decider.check_pipelines`."""
+        seat = self._seat
+        assert seat is not None  # all have met
+        for pipeline in range(seat.part.pipelines):
+            program_of(seat.engine, plans, 0, pipeline, seat.options.modes)
 
 
 def program_of(

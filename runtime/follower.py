@@ -20,8 +20,8 @@ from perseus_planner.runtime.switching import Agreement
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.decider import Decider
-    from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
+    from perseus_planner.runtime.program import Order, Program
     from perseus_planner.runtime.switching import NodeShare
 
 OnIterationEnd = Callable[[int, "Program | None", "str | None"], None]

@@ -17,170 +17,25 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from perseus_planner.base.errors import PlanError, fault_text
+from perseus_planner.base.errors import fault_text
 from perseus_planner.engines.guard import Lane
-from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
-from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
+from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import IterationHook, Microbatches
-    from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.savings import RankCosts
     from perseus_planner.runtime.modes import ModeSwitch
+    from perseus_planner.runtime.program import Order, Program
 
 _NO_REQUEST_INDEX = -1
 
 RAISED = "into an exception"
 """The deviation of an iteration that raised: it "ran into an exception"."""
-
-
-class Sent(Protocol):
-    """What all ranks of a job run, as they were sent it."""
-
-    def rank_clocks(self, pipeline: int) -> Sequence[float]:
-        """Return the mean clock of each rank of a pipeline."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What one rank runs in an iteration, and the clock of each computation: its part of a plan, or
-    what its decider has decided.
-    """
-
-    version: int  #: Number of the program in this job: 1 for the first, 2 for the next, and so on
-    computations: tuple[Computation, ...] = field(repr=False)  #: What the rank runs, in order
-    #: The value for each computation: MHz, or watts of a power limit.
-    clocks: tuple[int, ...] = field(repr=False)
-    time_s: float  #: Expected time of an iteration, seconds
-    #: The plan that it is a part of; None for a program that a decider has made.
-    plan: Plan | None = None
-    decision: int = 0  #: By which its decider knows it; 0 for full clocks
-    order: int = 0  #: By which its decider knows the order of computations
-    top: int = 0  #: The value that counts as full clocks
-    note: object = None  #: What else its decider remembers with it
-    #: Seconds that the rank computes, were its GPU as fast as at first; None if that is not known.
-    busy_s: float | None = None
-    #: What rows say of an iteration by it; None if that is not known, or its plan says it.
-    costs: RankCosts | None = field(default=None, repr=False)
-    sent: Sent | None = field(default=None, repr=False, compare=False)  #: What all ranks were sent
-    #: Whether the source may have another one of the same computations while the iteration runs.
-    awaits: bool = False
-    #: The value to go on with after its last computation, as another program is next; 0 for that of
-    #: its first one.
-    then: int = 0
-    #: Number of the table by which this rank catches up (`LatestStarts`); 0 if it does not.
-    table: int = 0
-    #: Whether that table has clocks by time, for an iteration of which only begin and end are seen.
-    by_time: bool = False
-    #: What the captured graph of an iteration runs that is shown as one computation.
-    captured: tuple[Computation, ...] = field(default=(), repr=False)
-    #: Microbatches of an iteration that is shown as one computation; 0 if `computations` say it.
-    shown_microbatches: int = 0
-    #: The mode of each computation; empty if all run in the training's own way.
-    modes: tuple[str, ...] = field(default=(), repr=False)
-
-    @classmethod
-    def of_plan(cls, version: int, plan: Plan, rank: int, sent: Sent | None = None) -> Program:
-        """Return what a rank of the plan's schedule runs, with all that was sent with the plan.
-
-        Raises:
-            PlanError: If the schedule has no such rank.
-        """
-        ranks = plan.schedule.ranks
-        if not 0 <= rank < len(ranks):
-            raise PlanError(
-                f"the plan is for pipelines of {len(ranks)} ranks, and this is rank {rank} of a "
-                "pipeline; make the plan for the schedule that you train with"
-            )
-        clocks = tuple(plan.clocks[str(computation)] for computation in ranks[rank])
-        modes = tuple(plan.modes.get(str(c), OWN) for c in ranks[rank]) if plan.modes else ()
-        return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent, modes=modes)
-
-    @cached_property
-    def changes(self) -> int:
-        """How often the clock changes in an iteration, including the change back to the first
-        one.
-        """
-        return changes_per_rank(self.clocks)
-
-    @cached_property
-    def microbatches(self) -> int:
-        """Number of microbatches of an iteration."""
-        most = max(computation.microbatch for computation in self.computations)
-        return self.shown_microbatches or 1 + most
-
-    @cached_property
-    def requests(self) -> tuple[int, ...]:
-        """The clock request of each computation; in a program of one computation another one for
-        the same, and at the end that of `then`, if there is one.
-        """
-        of_all = partial(clock_request, table=self.table, by_time=self.by_time)
-        requests = [of_all(i, each) for i, each in enumerate(self.clocks)]
-        if len(requests) == 1:
-            requests.append(of_all(0, self.clocks[0], again=True))
-        if self.then:
-            requests.append(clock_request(0, self.then))
-        return tuple(requests)
-
-    @cached_property
-    def at_full_clocks(self) -> Program:
-        """The program with the highest clock for each computation, in the training's own way; that
-        of a plan as it is.
-
-        It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that
-        is known, and its times are those of a row of the profile.
-        """
-        if self.decision == 0:
-            return self
-        clocks = (self.top,) * len(self.clocks)
-        return replace(self, decision=0, clocks=clocks, busy_s=None, costs=None, modes=())
-
-    def with_changes(self, most: int) -> Program:
-        """Return the program with at most so many changes in an iteration, at the same clocks or
-        higher ones.
-        """
-        clocks = with_fewer_changes(self.clocks, most)
-        return replace(self, clocks=clocks, busy_s=None, costs=None)
-
-    def check_order(self, order: tuple[Computation, ...], engine: str) -> None:
-        """Refuse a plan whose order of computations is not that of the engine.
-
-        Args:
-            order: What the engine runs on this rank.
-            engine: Name of the engine.
-
-        Raises:
-            PlanError: If the orders differ; names the first difference.
-        """
-        if order == self.computations or self.plan is None:
-            return
-        pairs = list(zip(order, self.computations, strict=False))
-        position = next(
-            (i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs)
-        )
-        schedule = self.plan.schedule
-        raise PlanError(
-            f"the plan ({schedule}) is not what {engine} runs on rank "
-            f"{schedule.ranks.index(self.computations)} of the pipeline: computation "
-            f"{position + 1} is {_at(order, position)} there and "
-            f"{_at(self.computations, position)} in the plan; solve for the schedule and the "
-            "number of microbatches that you train with"
-        )
-
-
-def _at(order: tuple[Computation, ...], position: int) -> str:
-    return str(order[position]) if position < len(order) else "missing"
-
-
-Order = Sequence[tuple[int, str, int]]
-"""What a rank ran in an iteration: stage, kind and microbatch of each computation."""
 
 
 class ProgramSource(Protocol):
@@ -406,7 +261,8 @@ class Hook:
             order: What it runs.
         """
         program = self._program
-        planned = () if program is None else program.captured
+        inside = None if program is None else program.inside
+        planned = () if inside is None else inside.captured
         if planned and tuple(planned) != tuple(order):
             place = next(
                 (
@@ -472,7 +328,8 @@ class Hook:
     def _load(self, program: Program | None) -> None:
         self._program = program
         self._awaits = program is not None and program.awaits
-        self._shows_begins = program is not None and bool(program.awaits or program.table)
+        has_table = program is not None and program.table is not None
+        self._shows_begins = self._awaits or has_table
         self._order = program.computations if program is not None else ()
         self._count = len(self._order)
         if self._switch is not None and program is not None:

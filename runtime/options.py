@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.profiles.modes import ModeFunctions
     from perseus_planner.runs.verdict import StragglerDetection
-    from perseus_planner.runtime.switching import GivenPlan
+    from perseus_planner.runtime.sending import GivenPlan
 
 Work: TypeAlias = "float | Sequence[float]"
 """The work of a microbatch."""

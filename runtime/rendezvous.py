@@ -1,5 +1,6 @@
-"""How the ranks of a job begin together: rank 0 learns who they are and tells each node its part,
-they check rank 0's plan, and attach to a controller.
+"""How the ranks of a job meet before training: rank 0 learns who they are and tells each node its
+part, and all wait for each other between the steps in which they check rank 0's plan and attach to
+a controller (`joining`).
 
 This happens before training, so it may wait. What a user can correct is refused, on all ranks at
 once: a plan that does not fit the engine, or a GPU that another job holds. What training can go on
@@ -9,34 +10,17 @@ without becomes a warning and no clocks.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from perseus_planner.base import extensions
 from perseus_planner.base.errors import (
     EngineChanged,
-    GpuInUse,
-    PlannerError,
     RankError,
-    UsageError,
-    did_you_mean,
 )
 from perseus_planner.base.wires import STORE_GONE, Board, Record, encode, read_key
-from perseus_planner.engines import engine_of
-from perseus_planner.engines.edges import EdgesOnly
-from perseus_planner.engines.engine import WholeTraining, as_tested
-from perseus_planner.engines.releases import name_untested
-from perseus_planner.gpu import check_gpu_text
-from perseus_planner.runs.recording import Attempt
-from perseus_planner.runtime import attachment
-from perseus_planner.runtime.captured_plan import CapturedPlan
-from perseus_planner.runtime.context import RankContext
-from perseus_planner.runtime.decider import Decider, Seat
-from perseus_planner.runtime.fixed_plan import FixedPlan, check_gpu, program_of
 from perseus_planner.runtime.job import (
     Node,
     NodePart,
@@ -44,27 +28,13 @@ from perseus_planner.runtime.job import (
     RankPart,
     Refusal,
     TrainingJob,
-    node_name,
     wait_for_others,
 )
-from perseus_planner.runtime.options import GRAPH, HOOKS, TIME
-from perseus_planner.runtime.switching import (
-    AgreedState,
-    NodeShare,
-    Plans,
-    packed_plan,
-    read_plan,
-    write_plan,
-)
-from perseus_planner.runtime.timed_plan import TimedPlan
+from perseus_planner.runtime.switching import AgreedState, read_plan, write_plan
 
 if TYPE_CHECKING:
-    from perseus_planner.engines.engine import Engine
-    from perseus_planner.runtime.controller.protocol import Control
+    from perseus_planner.runs.recording import Attempt
     from perseus_planner.runtime.job import JobWarnings
-    from perseus_planner.runtime.link import Link
-    from perseus_planner.runtime.options import Options
-    from perseus_planner.runtime.switching import GivenPlan
 
 RENDEZVOUS_S = 300.0
 """How long the ranks wait for each other before training, and never longer than a third of the
@@ -74,9 +44,6 @@ REFUSAL_S = 10.0
 """How long rank 0 waits, at most, until all others have read why the job does not begin."""
 COLLECT_S = 60.0
 """How long rank 0 may take to tell each node its part."""
-
-_PLANS = {HOOKS: FixedPlan, TIME: TimedPlan, GRAPH: CapturedPlan}
-"""What follows a plan, by how it is to be followed."""
 
 _PAUSE_S = 0.05  #: between two looks at the store, at most, in jobs with few ranks
 _LOCAL_PAUSE_S = 0.05  #: the same at memory
@@ -203,7 +170,7 @@ class Rendezvous:
         Args:
             info: Who this rank is.
             attempt: On rank 0, that of the job.
-            plan: On rank 0, what `packed_plan` returns; None if the autopilot makes the programs.
+            plan: On rank 0, what `pack` returns; None if the autopilot makes the programs.
         """
         self._attempt = attempt
         self.plan = plan
@@ -383,196 +350,3 @@ def node_parts(
     if len(there) < len(infos):
         parts[""] = replace(late, firsts=tuple(firsts))
     return positions, parts
-
-
-def join_job(
-    engine: Any,
-    job: TrainingJob,
-    options: Options,
-    link: Link | None,
-    warnings: JobWarnings,
-    stack: ExitStack,
-) -> RankContext:
-    """Begin together with all other ranks: steps that all take in this order, and so in one
-    function.
-
-    Args:
-        engine: The training engine, as for `engine_of`; None for training without a pipeline.
-        job: The job.
-        options: Options of this rank.
-        link: This rank's part in a service; None without a service. That of rank 0 counts.
-        warnings: Gives warnings.
-        stack: Closes what is opened here.
-
-    Raises:
-        PlanError: If the plan cannot be read or does not fit the engine.
-        GpuInUse: If another job holds this rank's GPU.
-        UsageError: If the engine, the GPU, or the options cannot be used.
-        ProfileError: If the profile for `work` cannot be read, or is of something else.
-        FrontierError: If the frontier for the service cannot be read.
-        RankError: If another rank has refused.
-    """
-    meeting = Rendezvous(job, warnings, stack)
-    attempt = packed = program = None
-    with meeting.refusing("ranks"):
-        decider = decider_of(options, has_plan=options.plan is not None)
-        decider.check(options, job)
-        with as_tested():
-            adapter = adapter_of(engine, options)
-            adapter.check()
-            gpu = options.gpu_of(adapter.device)
-            check_gpu_text(gpu)
-            position = adapter.pipeline_rank
-            with suppress(PlannerError):  # what it runs will show
-                adapter.order()
-        if job.rank == 0:
-            name_untested(adapter.packages)
-        names = tuple(sorted(options.modes))
-        place = position.pipeline, position.peers[0], position.rank
-        info = RankInfo(node_name(), *place, names)
-        if job.rank == 0:
-            if link is not None:
-                link.check()
-            if options.follow == TIME and options.plan is None:
-                raise UsageError(
-                    "follow='time': there is no plan to follow; give planner_runtime plan="
-                )
-            if options.plan is not None:
-                given = Plans.load(options.plan)
-                given.check_trusted(options.trust_traced)
-                packed = packed_plan(given.dumps())
-            attempt = Attempt.next_in(options.folder)
-    meeting.finish("ranks", meeting.meet(info, attempt, packed))
-    part = meeting.part
-    own = meeting.own
-    node = meeting.node
-    with meeting.refusing("plans"):
-        if part.has_plan != (options.plan is not None):  # that of rank 0 counts
-            decider = decider_of(options, has_plan=part.has_plan)
-        if decider.needs_rank_0 and part.attempt is None:
-            decider = FixedPlan()
-        if meeting.plan is not None:
-            plans = Plans.loads(zlib.decompress(meeting.plan))
-            program = program_of(adapter, plans, 1, own.pipeline, options.modes)
-            if isinstance(decider, FixedPlan):
-                program = decider.followed(program)
-    if part.has_plan:
-        meeting.finish("plans", meeting.wait_at("plans", RENDEZVOUS_S))
-    with meeting.refusing("gpus"):
-        if not part.has_plan and part.modes != names:
-            raise UsageError(
-                f"modes: this rank has {', '.join(names) or 'none'}, and others have "
-                f"{', '.join(part.modes) or 'none'}; give all ranks the same"
-            )
-        ranks = len(part.ranks) or job.ranks
-        controller = attachment.NodeController(job.rank, node, ranks, options.max_changes_per_s)
-        plan = None if program is None else program.plan
-        control: Control = "clock"
-        if plan is not None:
-            control = cast("Control", plan.control)
-        elif engine is None:
-            control = attachment.control_of(gpu)
-        try:
-            attached = attachment.attach(controller, gpu, control, stack)
-        except GpuInUse as error:
-            if not attachment.is_attached():
-                raise
-            raise UsageError(
-                "this process plans another engine already, on the same GPU; leave the block of "
-                "planner_runtime for that engine before you enter another"
-            ) from error
-        if plan is not None and attached.gpu is not None:
-            check_gpu(plan, attached.gpu, control)
-        seat = Seat(adapter, job, own, part, control, attached.gpu, options, warnings)
-        decider.join(seat)
-    meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))
-    if attached.problem is not None:
-        warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
-    return RankContext(
-        seat=seat,
-        decider=decider,
-        program=program,
-        attachment=attached,
-        share=NodeShare(part.nodes, looks=node.leads or node.plans is None, plans=node.plans),
-        positions=meeting.positions,
-    )
-
-
-def peers_in(plan: GivenPlan, job: TrainingJob) -> tuple[int, ...] | None:
-    """Return the ranks of this rank's pipeline in the whole job, if stages are as far apart as can
-    be, which is how engines number them; None if the plan is for single ranks, or cannot be read
-    here.
-    """
-    try:
-        ranks = len(Plans.load(plan).of_pipeline(0).schedule.ranks)
-    except PlannerError:  # rank 0 says so, or this rank runs what rank 0 has read
-        return None
-    if ranks == 1 or job.ranks % ranks:
-        return None
-    apart = job.ranks // ranks
-    return tuple(range(job.rank % apart, job.ranks, apart))
-
-
-def shows_edges_only(engine: Any, plan: GivenPlan | None) -> bool:
-    """Return whether a plan of an engine can only be followed by time."""
-    if engine is None or plan is None:
-        return False
-    # What is wrong with an engine is said when all ranks can hear it.
-    with suppress(PlannerError, AttributeError, ImportError):
-        return bool(getattr(engine_of(engine), "shows_edges_only", False))
-    return False
-
-
-def adapter_of(engine: Any, options: Options) -> Engine:
-    """Return the adapter of a training engine, as it is followed.
-
-    Args:
-        engine: The training engine; None for training without one.
-        options: What the user asks for.
-
-    Raises:
-        UsageError: If the engine is not supported.
-    """
-    if engine is None:
-        return WholeTraining(options.peers)
-    adapter = engine_of(engine)
-    if options.follow == GRAPH and not getattr(adapter, "shows_edges_only", False):
-        raise UsageError(
-            "follow='graph' is for Megatron-core with cuda_graph_impl='full_iteration', in whose "
-            "graph marks can be captured; leave out follow="
-        )
-    return adapter if options.follow == HOOKS else EdgesOnly(adapter)
-
-
-def decider_of(options: Options, *, has_plan: bool) -> Decider:
-    """Return what decides the clocks of this rank.
-
-    Args:
-        options: What the user asks for.
-        has_plan: Whether the job has a plan.
-
-    Raises:
-        UsageError: If the extension that has the decider is not installed.
-    """
-    if isinstance(options.decider, Decider):
-        return options.decider
-    if options.decider is not None:
-        name = str(options.decider)
-    elif options.work is not None:
-        name = "batches"
-    elif has_plan:
-        return _PLANS[options.follow or HOOKS]()
-    else:
-        name = "autopilot"
-    place = extensions.places("deciders").get(name)
-    if place is not None:
-        decider = extensions.load(place)()
-        assert isinstance(decider, Decider)
-        return decider
-    if name in extensions.DECIDERS:
-        missing = extensions.missing_text(*extensions.DECIDERS[name])
-        raise UsageError(f"{missing}, or give planner_runtime a plan")
-    known = extensions.places("deciders")
-    advice = did_you_mean(name, known) or f"give one of {', '.join(known)}"
-    advice = extensions.remedy(advice)
-    raise UsageError(f"decider: there is no decider {name!r}; {advice}")

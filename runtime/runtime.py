@@ -12,7 +12,8 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.engine import WholeTraining
 from perseus_planner.engines.guard import RetryingGuard
 from perseus_planner.runtime.resiliency import corrected_report
-from perseus_planner.runtime.switching import GivenPlan, Plans, Proposal, Rejection
+from perseus_planner.runtime.sending import GivenPlan, Plans
+from perseus_planner.runtime.switching import Proposal, Rejection
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -50,7 +51,7 @@ class Runtime:
         makes its programs.
         """
         program = self._follower.program
-        return None if program is None else program.plan
+        return None if program is None else program.expected.plan
 
     @property
     def autopilot(self) -> DeciderStatus | None:
@@ -80,8 +81,10 @@ class Runtime:
         average; empty elsewhere, and while no clocks are set.
         """
         program = self._follower.program
-        sent = None if program is None or self._context.control != "clock" else program.sent
-        if sent is None or self.problem is not None:
+        if program is None or self._context.control != "clock" or self.problem is not None:
+            return {}
+        sent = program.expected.sent
+        if sent is None:
             return {}
         return {
             rank: sent.rank_clocks(position[0])[position[1]]
@@ -99,7 +102,7 @@ class Runtime:
         """
         clocks_mhz = self.planned_clocks
         program = self._follower.program
-        top_mhz = 0.0 if program is None else program.top  # at which the autopilot begins
+        top_mhz = 0.0 if program is None else program.expected.top  # at which the autopilot begins
         for rank, clock_mhz in clocks_mhz.items():
             self._highest_mhz[rank] = max(self._highest_mhz.get(rank, top_mhz), clock_mhz)
         return report and corrected_report(report, clocks_mhz, self._highest_mhz)

@@ -30,14 +30,13 @@ from perseus_planner.runtime.background import PERIOD_S, REST_S, STOP_S, Backgro
 from perseus_planner.runtime.by_time import MAX_CHANGES
 from perseus_planner.runtime.controller.client import DETACH_S, Connection
 from perseus_planner.runtime.decider import Context, Decider, ServiceExchange
-from perseus_planner.runtime.fixed_plan import FixedPlan, program_of
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, this_job, wait_for_others
+from perseus_planner.runtime.joining import join_job, peers_in, shows_edges_only
 from perseus_planner.runtime.marks import NO_REQUEST, Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.runtime.options import HOOKS, TIME, OptionKeywords, Options
-from perseus_planner.runtime.rendezvous import join_job, peers_in, shows_edges_only
 from perseus_planner.runtime.runtime import Runtime, UnfollowedRuntime
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.runtime.trackers import Trackers, log_functions
@@ -48,10 +47,10 @@ if TYPE_CHECKING:
     from perseus_planner.engines.engine import Engine
     from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.context import RankContext
-    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.link import Link, MakeLink
-    from perseus_planner.runtime.switching import GivenPlan, Plans
+    from perseus_planner.runtime.program import Program
+    from perseus_planner.runtime.sending import GivenPlan, Plans
 
 END_S = 5.0
 """How long rank 0 waits at the end, at most, until all others have ended their part."""
@@ -211,16 +210,7 @@ class _Session:
         attachment = context.attachment
         self._is_stopped = False  #: the background thread
         self._connection = attachment.connection
-        self._telemetry = Telemetry(
-            job.rank,
-            replace(context.engine.pipeline_rank, pipeline=context.own.pipeline),
-            self._files(options.folder),
-            own_plans=context.part.pipelines > 1,
-            warn=lambda text: warnings.warn("record", text),
-            planned_busy_s=self._decider.busy_s,
-            sharded_torch=sharded_torch(context.engine),
-            control=context.control,
-        )
+        self._telemetry = self._new_telemetry(options)
         gpus = [] if attachment.gpu is None else [attachment.gpu]
         self._telemetry.update([], gpus)
 
@@ -231,10 +221,7 @@ class _Session:
         if context.program is not None:
             self._warn_of_torch(context.program)
         self._follower.problem = attachment.problem
-        self._switch: ModeSwitch | None = None
-        if options.modes:
-            self._switch = ModeSwitch(options.modes, self._lose_modes)
-            self._decider.take_switch(self._switch)
+        self._switch = self._new_switch(options)
         self.hook = Hook(
             self._marks,
             self._follower,
@@ -247,25 +234,8 @@ class _Session:
         # What runs beside it.
         makes_plans = link is not None and self._decider.makes_plans
         self._exchange = ServiceExchange() if makes_plans else None
-        on_slow = options.on_straggling
         self._trackers = Trackers(options.log, warnings.warn)
-        self._work = BackgroundWork(
-            self._follower,
-            self.hook,
-            self._marks,
-            self._telemetry,
-            warnings,
-            connection=self._connection,
-            reattachment=(
-                None
-                if self._connection is None
-                else Reattachment(attachment.controller, self._connection)
-            ),
-            on_straggling=on_slow if link is None else link.on_straggling(on_slow),
-            on_counts=None if link is None else link.counted,
-            decider=self._decider,
-            on_records=self._trackers.add,
-        )
+        self._work = self._new_work(options)
         self._background = Loop(
             self._work.run_round,
             "perseus-planner runtime",
@@ -274,10 +244,55 @@ class _Session:
             rest_s=REST_S,
         )
 
+    def _new_telemetry(self, options: Options) -> Telemetry:
+        """Return what takes the measurements of this rank."""
+        context = self._context
+        return Telemetry(
+            self._job.rank,
+            replace(context.engine.pipeline_rank, pipeline=context.own.pipeline),
+            self._files(options.folder),
+            own_plans=context.part.pipelines > 1,
+            warn=lambda text: self._warnings.warn("record", text),
+            planned_busy_s=self._decider.busy_s,
+            sharded_torch=sharded_torch(context.engine),
+            control=context.control,
+        )
+
+    def _new_switch(self, options: Options) -> ModeSwitch | None:
+        """Return what enters the modes of this rank; None if there are none."""
+        if not options.modes:
+            return None
+        switch = ModeSwitch(options.modes, self._lose_modes)
+        self._decider.take_switch(switch)
+        return switch
+
+    def _new_work(self, options: Options) -> BackgroundWork:
+        """Return what the background thread does."""
+        link = self._link
+        on_slow = options.on_straggling
+        return BackgroundWork(
+            self._follower,
+            self.hook,
+            self._marks,
+            self._telemetry,
+            self._warnings,
+            connection=self._connection,
+            reattachment=(
+                None
+                if self._connection is None
+                else Reattachment(self._context.attachment.controller, self._connection)
+            ),
+            on_straggling=on_slow if link is None else link.on_straggling(on_slow),
+            on_counts=None if link is None else link.counted,
+            decider=self._decider,
+            on_records=self._trackers.add,
+        )
+
     def _warn_of_torch(self, program: Program) -> None:
-        if program.plan is None:
+        plan = program.expected.plan
+        if plan is None:
             return
-        text = difference(program.plan.torch, sharded_torch(self._context.engine))
+        text = difference(plan.torch, sharded_torch(self._context.engine))
         if text is not None:
             self._warnings.warn("torch", f"the plan may not fit: {text}; profile again")
 
@@ -369,12 +384,8 @@ class _Session:
     def _check(self, plans: Plans) -> None:
         """Refuse plans that do not fit this rank, or not all pipelines."""
         plans.check_trusted(self._context.seat.options.trust_traced)
-        decider = self._decider
-        assert isinstance(decider, FixedPlan)  # no other takes plans
-        self._warn_of_torch(decider.program_of_plans(0, plans))
-        modes = self._context.seat.options.modes
-        for pipeline in range(self._context.part.pipelines):
-            program_of(self._context.engine, plans, 0, pipeline, modes)
+        self._warn_of_torch(self._decider.program_of_plans(0, plans))
+        self._decider.check_pipelines(plans)
 
     def _files(self, folder: Path | None) -> RankFiles | None:
         if folder is None:

@@ -26,120 +26,21 @@ A look takes one operation. A new plan takes one more on each node, and four of 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.base.wires import ABSENT, NodeMemory, decode, encode, read_key
-from perseus_planner.plans.plan import Plan, check_trusted
+from perseus_planner.base.wires import ABSENT, NodeMemory, read_key
+from perseus_planner.runtime.sending import pack, unpack
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-OnePlan = Plan | str | os.PathLike[str]
-GivenPlan = OnePlan | Mapping[int, OnePlan]
-
-_COMMON = ""  #: key of the common plan in the bytes that are sent
-_NUMBER = "number"  #: likewise, of what the service counts them by
-
-
-@dataclass(frozen=True)
-class Plans:
-    """One plan for all pipelines, or one for each."""
-
-    #: Plan of each pipeline that is not in `by_pipeline`; None if there is no such plan.
-    common: Plan | None
-    by_pipeline: Mapping[int, Plan]  #: Number of a pipeline -> its plan
-    #: What a service counts them by; None if they come from elsewhere.
-    number: int | None = None
-
-    @classmethod
-    def load(cls, plan: GivenPlan, number: int | None = None) -> Plans:
-        """Load what a user gives: a plan or its file, or one for each pipeline by its number.
-
-        Args:
-            plan: What is given.
-            number: What a service counts it by.
-
-        Raises:
-            PlanError: If a file cannot be read, or is not a plan.
-        """
-        if isinstance(plan, Mapping):
-            return cls(
-                None,
-                MappingProxyType(
-                    {int(pipeline): _load(own_plan) for pipeline, own_plan in plan.items()}
-                ),
-                number,
-            )
-        return cls(_load(plan), MappingProxyType({}), number)
-
-    def of_pipeline(self, pipeline: int) -> Plan:
-        """Return the plan of one pipeline.
-
-        Raises:
-            PlanError: If the pipeline has no plan.
-        """
-        plan = self.by_pipeline.get(pipeline, self.common)
-        if plan is None:
-            numbers = ", ".join(map(str, self.by_pipeline))
-            raise PlanError(f"pipeline {pipeline} has no plan; there are plans for {numbers}")
-        return plan
-
-    def check_trusted(self, trusts_traced: bool) -> None:
-        """Refuse plans of traced profiles, unless they are trusted: their rows at all clocks but
-        one are estimates.
-
-        Raises:
-            PlanError: If one is of a traced profile.
-        """
-        plans = [plan for plan in (self.common, *self.by_pipeline.values()) if plan is not None]
-        for plan in plans:
-            check_trusted(plan, trusts_traced)
-
-    def rank_clocks(self, pipeline: int) -> Sequence[float]:
-        """Return the mean clock of each rank of a pipeline."""
-        return self.of_pipeline(pipeline).rank_clocks
-
-    def dumps(self) -> bytes:
-        """Return the plans as bytes, for other processes."""
-        texts = {str(number): plan.dumps() for number, plan in self.by_pipeline.items()}
-        if self.common is not None:
-            texts[_COMMON] = self.common.dumps()
-        if self.number is not None:
-            texts[_NUMBER] = str(self.number)
-        return encode(texts)
-
-    @classmethod
-    def loads(cls, data: bytes) -> Plans:
-        """Load what `dumps` returned.
-
-        Raises:
-            PlanError: If the data is anything else.
-        """
-        try:
-            texts = decode(data, dict[str, str])
-            number = int(texts.pop(_NUMBER)) if _NUMBER in texts else None
-            plans = {key: Plan.loads(text) for key, text in texts.items()}
-            by_pipeline = {int(key): plan for key, plan in plans.items() if key != _COMMON}
-        except ValueError as error:
-            raise PlanError(
-                f"the plans that were sent cannot be read: {error}; use the same version of the "
-                "planner on all ranks"
-            ) from error
-        return cls(plans.get(_COMMON), MappingProxyType(by_pipeline), number)
-
-
-def _load(plan: OnePlan) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    from perseus_planner.runtime.sending import GivenPlan
 
 
 class SwitchTo(Protocol):
@@ -170,21 +71,6 @@ def read_plan(memory: NodeMemory, after: int) -> tuple[AgreedState, bytes] | Non
     return AgreedState(newer[0], int(since)), packed
 
 
-def packed_plan(blob: bytes) -> bytes:
-    """Return a plan as it is sent.
-
-    Raises:
-        PlanError: If it is too long.
-    """
-    packed = zlib.compress(blob, 1)
-    if len(packed) > LONGEST_PLAN_BYTES:
-        raise PlanError(
-            f"the plan has {len(packed)} bytes, compressed, and the job's store takes "
-            f"{LONGEST_PLAN_BYTES}; plan for fewer microbatches"
-        )
-    return packed
-
-
 @dataclass(frozen=True)
 class NodeShare:
     """This rank's part in the looks of its node."""
@@ -195,11 +81,6 @@ class NodeShare:
     #: What it shares with the other ranks of its node; None if it shares nothing.
     plans: NodeMemory | None = None
 
-
-LONGEST_PLAN_BYTES = 4 << 20
-"""Longest compressed plan: a TCPStore drops a rank that sends 8 MiB at once, and the whole job
-with it.
-"""
 
 LOOK_S = 0.05
 """Shortest time between two looks of a node, in seconds."""
@@ -329,7 +210,7 @@ class Agreement:
         """Propose a plan to all ranks in the next look."""
         proposal = Proposal()
         try:
-            self._queued.append((proposal, packed_plan(blob)))
+            self._queued.append((proposal, pack(blob)))
         except PlanError as error:
             proposal.settle(Rejection(str(error)))
         if self.lost is not None:
@@ -407,7 +288,7 @@ class Agreement:
             known_state for known_state in self._known if known_state.version >= self.version
         )
         try:
-            self._prepare(state.version, zlib.decompress(packed))
+            self._prepare(state.version, unpack(packed))
         finally:  # also what cannot be run is known, and not read again
             self._known = (*needed, state)
 

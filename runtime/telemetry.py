@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -40,15 +39,16 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.program import Expected
+from perseus_planner.runtime.samples import GpuSamples
 
 if TYPE_CHECKING:
     from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.runs.recording import RankFiles
     from perseus_planner.runs.savings import RankCosts
     from perseus_planner.runs.status import DeciderStatus
-    from perseus_planner.runtime.hook import Program
     from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.program import Program
 
 CHECKPOINT_S = 2.0
 """Longest time between two checkpoints, in seconds, unless a single iteration is longer."""
@@ -202,7 +202,7 @@ class RunRecorder:
         computations: Sequence[ComputationRecord],
     ) -> None:
         """Take an iteration that has ended; `computations` are those of the last iterations."""
-        plan = None if program is None else program.plan
+        plan = None if program is None else program.expected.plan
         if (
             program is not None
             and plan is not None
@@ -262,81 +262,6 @@ class RunRecorder:
                 )
 
 
-_MAX_SAMPLES = 128  #: there is one for each iteration, and at most `marks.KEPT` wait for theirs
-
-
-class GpuSamples:
-    """The last samples of one GPU, oldest first.
-
-    Counters are interpolated linearly between two samples, so the energies of successive iterations
-    add up to what the counter says of all of them.
-    """
-
-    def __init__(self) -> None:
-        self._samples: list[GpuSample] = []
-
-    def __iter__(self) -> Iterator[GpuSample]:
-        return iter(self._samples)
-
-    def add(self, sample: GpuSample) -> None:
-        """Add a sample that was taken after all others."""
-        self._samples = [*self._samples[-_MAX_SAMPLES + 1 :], sample]
-
-    def first_after(self, at_ns: int) -> GpuSample | None:
-        """Return the first sample that was taken at `at_ns` or later."""
-        index = self._index(at_ns)
-        return self._samples[index] if index < len(self._samples) else None
-
-    def energy_j(self, begin_ns: int, end_ns: int) -> float | None:
-        """Return the joules in a span of time; None if no samples enclose it, or the counter was
-        reset in it.
-        """
-        return self._rise(lambda sample: sample.energy_j, begin_ns, end_ns)
-
-    def sensor_j(self, begin_ns: int, end_ns: int) -> float | None:
-        """Return the joules by the power sensor in a span of time; None if they are not known."""
-        return self._rise(lambda sample: sample.sensor_j, begin_ns, end_ns)
-
-    def throttled_s(self, begin_ns: int, end_ns: int) -> Mapping[str, float]:
-        """Return throttle reason -> seconds in a span of time, for the reasons that are known
-        for all of it.
-        """
-        last = self.first_after(end_ns)
-        reasons = last.throttled_s if last is not None else ()
-        rises_s = {reason: self._rise(_seconds_of(reason), begin_ns, end_ns) for reason in reasons}
-        return {reason: seconds for reason, seconds in rises_s.items() if seconds is not None}
-
-    def _rise(
-        self, counter: Callable[[GpuSample], float | None], begin_ns: int, end_ns: int
-    ) -> float | None:
-        begin = self._at(counter, begin_ns)
-        end = self._at(counter, end_ns)
-        return None if begin is None or end is None or end < begin else end - begin
-
-    def _at(self, counter: Callable[[GpuSample], float | None], at_ns: int) -> float | None:
-        index = self._index(at_ns)
-        if index == len(self._samples):
-            return None
-        after = self._samples[index]
-        if after.now_ns == at_ns:
-            return counter(after)
-        if index == 0:
-            return None
-        before = self._samples[index - 1]
-        first = counter(before)
-        last = counter(after)
-        if first is None or last is None or last < first:
-            return None
-        return first + (last - first) * (at_ns - before.now_ns) / (after.now_ns - before.now_ns)
-
-    def _index(self, at_ns: int) -> int:
-        return bisect_left(self._samples, at_ns, key=lambda sample: sample.now_ns)
-
-
-def _seconds_of(reason: str) -> Callable[[GpuSample], float | None]:
-    return lambda sample: sample.throttled_s.get(reason)
-
-
 _PATIENCE = 4  #: iterations that may wait for a sample
 _KEPT = 8  #: iterations whose computations are kept
 _MAX_CHANGES = 20_000  #: clock changes that are kept
@@ -355,11 +280,6 @@ _UNCLOCKED = "it ran without clocks, because the iteration before was not as pla
 def wall_offset_ns() -> int:
     """Return what to add to a time of the monotonic clock to get nanoseconds since the epoch."""
     return time.time_ns() - time.monotonic_ns()
-
-
-def _service_number(program: Program) -> int | None:
-    """Return what a service counts the plan of a program by; None if it is of none."""
-    return program.sent.number if isinstance(program.sent, Plans) else None
 
 
 class Telemetry:
@@ -524,7 +444,7 @@ class Telemetry:
         record = self._record(
             times, program, deviation or (_UNCLOCKED if is_unclocked else None), computations
         )
-        plan = None if program is None else program.plan
+        plan = None if program is None else program.expected.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
         self._prepare_next(times, program, has_deviated=has_deviated)
         self._iterations = (*self._iterations, record)[-self._capacity :]
@@ -546,9 +466,9 @@ class Telemetry:
     def _match_computations(
         self, times: IterationTimes, program: Program, *, is_unclocked: bool
     ) -> tuple[ComputationRecord, ...]:
-        is_requested = not is_unclocked and not (
-            program.plan is not None and program.plan.control == "observed"
-        )
+        plan = program.expected.plan
+        is_observed = plan is not None and plan.control == "observed"
+        is_requested = not is_unclocked and not is_observed
         changes = list(self._changes)
         requested_ns = self._requested_ns if program is self._program else times.begin_ns
         for index, change in enumerate(self._changes):
@@ -590,28 +510,23 @@ class Telemetry:
         deviation: str | None,
         computations: Sequence[ComputationRecord],
     ) -> IterationRecord:
-        after = self._samples.first_after(times.end_ns)
-        energy_j = self._samples.energy_j(times.begin_ns, times.end_ns)
+        samples = self._samples
+        gpu = self._gpu
+        after = samples.first_after(times.end_ns)
+        energy_j = samples.energy_j(times.begin_ns, times.end_ns)
         next_ns = self._next_ns(times)
-        between_j = None if next_ns is None else self._samples.energy_j(times.end_ns, next_ns)
-        plan = None if program is None else program.plan
+        between_j = None if next_ns is None else samples.energy_j(times.end_ns, next_ns)
+        expected = Expected() if program is None else program.expected
+        plan = expected.plan
         planned_busy_s = None
         if program is not None and deviation is None:
             planned_busy_s = self._planned_busy_s_of(times, program, computations)
-        # A GPU without clocks of the iteration runs as without the planner.
-        has_clocks = program is not None and deviation != _UNCLOCKED and not self._is_dry
-        costs = self._costs_of(program) if has_clocks and program is not None else None
-        lowered = self._lowered(program) if has_clocks and program is not None else 0
-        saved: Saved | None = NOTHING
-        if times.follows_evaluation:
-            saved = None
-        elif lowered:
-            saved = self._saved(times, costs, computations, energy_j) if deviation is None else None
+        lowered, saved = self._lowered_and_saved(times, program, deviation, computations)
         return IterationRecord(
             **(change_statistics(computations) | (_NOTHING_SET if self._is_dry else {})),
             iteration=times.number,
             version=None if program is None or plan is None else program.version,
-            service_version=None if program is None else _service_number(program),
+            service_version=None if expected.sent is None else expected.sent.number,
             pipeline=self._pipeline,
             pipeline_rank=self._pipeline_rank,
             begin_s=self._epoch_s(times.begin_ns),
@@ -621,15 +536,15 @@ class Telemetry:
             planned_busy_s=planned_busy_s,
             energy_j=energy_j,
             temperature_c=None if after is None else after.temperature_c,
-            throttled_s=self._samples.throttled_s(times.begin_ns, times.end_ns),
+            throttled_s=samples.throttled_s(times.begin_ns, times.end_ns),
             deviation=deviation,
-            origin=None if self._gpu is None else self._gpu.origin,
+            origin=None if gpu is None else gpu.origin,
             next_s=None if next_ns is None else self._epoch_s(next_ns),
             between_j=between_j,
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
-            gpu=None if self._gpu is None else self._gpu.name or None,
+            gpu=None if gpu is None else gpu.name or None,
             sharded_torch=self._sharded_torch,
-            sensor_j=self._samples.sensor_j(times.begin_ns, times.end_ns),
+            sensor_j=samples.sensor_j(times.begin_ns, times.end_ns),
             follows_evaluation=int(times.follows_evaluation),
             precedes_evaluation=int(next_ns is not None and self._times[0].follows_evaluation),
             lowered=lowered,
@@ -639,25 +554,44 @@ class Telemetry:
             is_dry_run=int(self._is_dry),
         )
 
+    def _lowered_and_saved(
+        self,
+        times: IterationTimes,
+        program: Program | None,
+        deviation: str | None,
+        computations: Sequence[ComputationRecord],
+    ) -> tuple[int, Saved | None]:
+        """Return how many computations ran at lower clocks, and what that has saved; None if it is
+        not known.
+        """
+        # A GPU without clocks of the iteration runs as without the planner.
+        has_clocks = deviation != _UNCLOCKED and not self._is_dry
+        lowered = self._lowered(program) if has_clocks and program is not None else 0
+        if times.follows_evaluation or (lowered and deviation is not None):
+            return lowered, None
+        if program is None or not lowered:
+            return lowered, NOTHING
+        energy_j = self._samples.energy_j(times.begin_ns, times.end_ns)
+        return lowered, self._saved(times, self._costs_of(program), computations, energy_j)
+
     def _planned_busy_s_of(
         self, times: IterationTimes, program: Program, computations: Sequence[ComputationRecord]
     ) -> float | None:
         """Return the seconds of the computations as planned."""
-        if program.plan is not None and not program.shown_microbatches:
-            return math.fsum(
-                program.plan.measurement(record.computation).time_s for record in computations
-            )
+        plan = program.expected.plan
+        if plan is not None and program.inside is None:
+            return math.fsum(plan.measurement(record.computation).time_s for record in computations)
         if self._planned_busy_s is not None:
             return self._planned_busy_s(times.number, program)
-        return program.busy_s
+        return program.expected.busy_s
 
     def _lowered(self, program: Program) -> int:
         """Return how many computations have a clock below the highest, or another mode."""
-        plan = program.plan
+        plan = program.expected.plan
         if plan is None:
             modes = program.modes or (OWN,) * len(program.clocks)
             pairs = zip(program.clocks, modes, strict=True)
-            return sum(clock < program.top or mode != OWN for clock, mode in pairs)
+            return sum(clock < program.expected.top or mode != OWN for clock, mode in pairs)
         costs = self._costs_of(program)
         if plan.control == "observed" or costs is None or not costs.is_lowered:
             return 0
@@ -668,11 +602,10 @@ class Telemetry:
     def _costs_of(self, program: Program) -> RankCosts | None:
         """Return what rows say of a program; None if they are not known."""
         if self._costs is None or self._costs[0] is not program:
-            costs = program.costs
-            if program.plan is not None and costs is None:
-                costs = plan_costs(
-                    program.plan, program.computations, program.clocks, self._pipeline_rank
-                )
+            plan = program.expected.plan
+            costs = program.expected.costs
+            if plan is not None and costs is None:
+                costs = plan_costs(plan, program.computations, program.clocks, self._pipeline_rank)
             self._costs = program, costs
         return self._costs[1]
 

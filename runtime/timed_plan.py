@@ -37,16 +37,17 @@ from perseus_planner.runtime.controller.protocol import (
 )
 from perseus_planner.runtime.controller.scheduler import RESET
 from perseus_planner.runtime.fixed_plan import FixedPlan
+from perseus_planner.runtime.program import Inside, Table
 from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
     from perseus_planner.runtime.controller.protocol import ToRank
     from perseus_planner.runtime.decider import Context, Seat
-    from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import JobWarnings
     from perseus_planner.runtime.marks import IterationTimes
-    from perseus_planner.runtime.switching import Plans
+    from perseus_planner.runtime.program import Order, Program
+    from perseus_planner.runtime.sending import Plans
 
 _UNLIKE = 0.05  #: share by which iterations may take longer than replayed before that is said
 _STATED = 1.5  #: guards within which is stated what is saved, so that it is not anew each time
@@ -71,7 +72,8 @@ class _Ways:
         if self.timed is None:
             return None
         clocks = _clocks_by_time(self.planned, self.rank, guard_s)
-        return replace(self.timed, costs=whole_costs(self.planned, self.rank, clocks))
+        costs = whole_costs(self.planned, self.rank, clocks)
+        return replace(self.timed, expected=replace(self.timed.expected, costs=costs))
 
 
 class TimedPlan(FixedPlan):
@@ -105,7 +107,7 @@ class TimedPlan(FixedPlan):
         self._latest = context.latest
 
     def program_of_plans(self, version: int, plans: Plans) -> Program:
-        """See `FixedPlan.program_of_plans`."""
+        """See `Decider.program_of_plans`."""
         return self.followed(super().program_of_plans(version, plans))
 
     def followed(self, program: Program) -> Program:
@@ -114,7 +116,7 @@ class TimedPlan(FixedPlan):
         Raises:
             PlanError: If its clock changes too often, or it has modes.
         """
-        plan = program.plan
+        plan = program.expected.plan
         assert plan is not None
         if program.changes > MAX_CHANGES:
             raise PlanError(
@@ -134,22 +136,19 @@ class TimedPlan(FixedPlan):
         whole = replace(
             program,
             computations=WHOLE.ranks[0],
-            shown_microbatches=program.microbatches,
-            top=top,
+            inside=Inside(program.microbatches),
+            expected=replace(program.expected, top=top),
         )
         count = len(program.clocks)
-        full = replace(whole, clocks=(top,), costs=whole_costs(program, rank, (top,) * count))
-        single = replace(
-            whole, clocks=(highest,), costs=whole_costs(program, rank, (highest,) * count)
-        )
+        full = whole.at((top,), costs=whole_costs(program, rank, (top,) * count))
+        single = whole.at((highest,), costs=whole_costs(program, rank, (highest,) * count))
         timed = None
         if len(segments) > 1:
             # Each version has its own table, as the device may still run iterations of the last.
             timed = replace(
                 whole,
                 clocks=(segments[0].clock,),
-                table=LatestStarts.number_of(program.version),
-                by_time=True,
+                table=Table(LatestStarts.number_of(program.version), by_time=True),
             )
         return replace(single, note=_Ways(segments, full, single, timed, program, rank))
 
@@ -222,13 +221,14 @@ class TimedPlan(FixedPlan):
             self._edges.add_pause((begin_ns - before.spans_ns[0][1]) / 1e9)
         time_s = (end_ns - begin_ns) / 1e9
         ways = self._ways
-        plan = program.plan
+        plan = program.expected.plan
         assert plan is not None
         assert ways is not None  # an iteration has ended that ran by it
-        is_full = not program.by_time and program.clocks == (program.top,)
+        by_time = program.table is not None
+        is_full = not by_time and program.clocks == (program.expected.top,)
         whole_s = plan.baseline_time_s if is_full else plan.time_s
         self._measure(time_s, whole_s, segments_of(plan, ways.rank)[-1].end_s / plan.time_s)
-        if program.by_time:
+        if by_time:
             near_ns = [seen - begin_ns for seen in self._samples_ns]
             delay_ns = min(near_ns, key=abs, default=None)
             if delay_ns is not None and abs(delay_ns) < (end_ns - begin_ns) // 4:
@@ -315,7 +315,7 @@ def _clocks_by_time(program: Program, rank: int, guard_s: float) -> tuple[int, .
     """Return for each computation of a rank the highest clock that it has by time, of which is
     stated what it saves: no more than it does.
     """
-    plan = program.plan
+    plan = program.expected.plan
     assert plan is not None
     clocks = guarded(segments_of(plan, rank), guard_s)
     highest = []
@@ -333,7 +333,7 @@ def _clocks_by_time(program: Program, rank: int, guard_s: float) -> tuple[int, .
 
 def whole_costs(program: Program, rank: int, clocks: Sequence[int]) -> RankCosts:
     """Return what the rows say of an iteration of a rank at some clocks, as one computation."""
-    plan = program.plan
+    plan = program.expected.plan
     assert plan is not None
     costs = plan_costs(plan, program.computations, clocks, rank)
     sums = map(sum, zip(*costs.each, strict=True))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, shown
 from perseus_planner.base.units import ENERGY, TIME, WAIT
+from perseus_planner.profiles.modes import OWN, in_mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +144,7 @@ class Iteration:
     @property
     def without_modes(self) -> Iteration:
         """The same iteration with each computation in the training's own way."""
-        return replace(self, kinds=tuple(kind.partition("@")[0] for kind in self.kinds))
+        return replace(self, kinds=tuple(in_mode(kind, OWN) for kind in self.kinds))
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:

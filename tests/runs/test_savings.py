@@ -25,8 +25,8 @@ from perseus_planner.runs.recording import Attempt, RankFiles
 from perseus_planner.runs.savings import NOTHING, Cost, RankCosts, Savings
 from perseus_planner.runs.status import DeciderStatus
 from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
+from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.runtime.telemetry import Telemetry, common_checkpoint
 from perseus_planner.views.run import run_text, summarize_run, summarize_unplanned, unplanned_text
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
@@ -59,8 +59,8 @@ def any_programs(rng: Random, ranks: int, version: int) -> list[Program | None]:
     programs = [Program.of_plan(version, plan, rank) for rank in range(ranks)]
     if kind != "autopilot":
         return [*programs]
-    top, decision = programs[0].clocks[0], rng.choice((0, 3))
-    return [replace(each, plan=None, top=top, decision=decision, order=7) for each in programs]
+    top = programs[0].clocks[0]
+    return [replace(each, expected=Expected(each.expected.time_s, top)) for each in programs]
 
 
 class DrawnRank:
@@ -108,7 +108,7 @@ def drawn_run(rng: Random, folder: Path) -> tuple[list[Telemetry], bool]:
             time_s *= rng.choice((1.0, 1.0, 1.0, 0.1, 9.0)) * (0.5 if number > 20 else 1.0)
             for rank, each in enumerate(made):
                 program = programs[number > 9][rank] if rng.random() < 0.9 else None
-                has_plan |= program is not None and program.plan is not None
+                has_plan |= program is not None and program.expected.plan is not None
                 each.run(begin_ns, number, time_s, program)
             begin_ns += ns(time_s + rng.choice((0.0, 0.1 * time_s, 5 * time_s + 3.0)))
         for rank, each in enumerate(made):

@@ -23,8 +23,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from perseus_planner.base.wires import NodeMemory
 from perseus_planner.runtime.job import TrainingJob
+from perseus_planner.runtime.sending import LONGEST_PACKED_BYTES
 from perseus_planner.runtime.switching import (
-    LONGEST_PLAN_BYTES,
     LOOK_S,
     Acceptance,
     AgreedState,
@@ -262,11 +262,11 @@ def test_a_store_that_has_forgotten_is_lost():
 
 def test_a_plan_that_no_store_takes_is_refused_at_once():
     job = Job(1)
-    noise = random.Random(0).randbytes(LONGEST_PLAN_BYTES + 1)
+    noise = random.Random(0).randbytes(LONGEST_PACKED_BYTES + 1)
     outcome = job.agreements[0].propose(noise).outcome
     assert isinstance(outcome, Rejection)
     assert (
-        f"the job's store takes {LONGEST_PLAN_BYTES}; plan for fewer microbatches" in outcome.text
+        f"the job's store takes {LONGEST_PACKED_BYTES}; plan for fewer microbatches" in outcome.text
     )
 
 
@@ -292,7 +292,7 @@ def test_a_look_takes_one_operation_for_each_iteration_and_a_proposal_few_more()
     job.run(12)
     proposer.counts.clear()
     other.counts.clear()
-    largest = random.Random(0).randbytes(LONGEST_PLAN_BYTES - 10_000)
+    largest = random.Random(0).randbytes(LONGEST_PACKED_BYTES - 10_000)
     proposal = job.agreements[0].propose(largest)
     for iteration in range(13, 17):
         job.run(iteration)

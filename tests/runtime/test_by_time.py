@@ -24,7 +24,7 @@ from perseus_planner.runtime.controller.protocol import (
     LatestStarts,
 )
 from perseus_planner.runtime.controller.rank import ClockRequest, Rank
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import (
     BEGUN,
     OUTSIDE,
@@ -32,6 +32,7 @@ from perseus_planner.runtime.marks import (
     Marks,
     clock_request,
 )
+from perseus_planner.runtime.program import Program
 from perseus_planner.runtime.timed_plan import TimedPlan
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
@@ -323,13 +324,13 @@ def test_a_rank_runs_at_full_clocks_until_it_is_measured_then_by_time():
     rank = Timed(a_plan())
     for _ in range(MEASURED + 2):
         rank.iteration(1.4)
-    by_time = [program is not None and program.by_time for program in rank.ran]
+    by_time = [program is not None and program.table is not None for program in rank.ran]
     assert by_time == [False] * MEASURED + [True] * 2
     assert [program.clocks for program in rank.ran[:MEASURED] if program] == [(1410,)] * MEASURED
-    row = rank.latest.row(rank.ran[-1].table, 0)
+    row = rank.latest.row(rank.ran[-1].table.number, 0)
     assert [clock for clock, _ in row[1:]] == [1410, 900, 1410]
-    assert rank.program.plan is not None  # what the runtime says that it runs by
-    costs = rank.ran[-1].costs
+    assert rank.program.expected.plan is not None  # what the runtime says that it runs by
+    costs = rank.ran[-1].expected.costs
     assert costs.is_lowered
     assert 0.0 < costs.each[0].full_j - costs.each[0].energy_j < 10.0
 
@@ -353,7 +354,7 @@ def test_short_iterations_run_at_the_highest_clock_of_the_rank():
     for _ in range(MEASURED + 1):
         rank.iteration(0.1)
     assert rank.ran[-1] is not None
-    assert not rank.ran[-1].by_time
+    assert not rank.ran[-1].table
     assert rank.ran[-1].clocks == (1410,)
 
 
@@ -361,7 +362,7 @@ def test_one_clock_a_rank_needs_no_measurement():
     rank = Timed(a_plan(changes=0))
     rank.iteration(1.4)
     assert [program.clocks for program in rank.ran if program] == [(1410,)]
-    assert not rank.ran[0].by_time
+    assert not rank.ran[0].table
 
 
 def test_a_new_plan_is_timed_by_what_is_known_already():
@@ -371,7 +372,7 @@ def test_a_new_plan_is_timed_by_what_is_known_already():
     rank.program = rank.decider.followed(Program.of_plan(2, a_plan(), 0))
     rank.iteration(1.4)
     rank.iteration(1.4)
-    assert [program.by_time for program in rank.ran[-2:] if program] == [False, True]
+    assert [program.table is not None for program in rank.ran[-2:] if program] == [False, True]
     assert rank.ran[-1].version == 2
 
 

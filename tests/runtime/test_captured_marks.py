@@ -27,8 +27,9 @@ from perseus_planner.runtime.controller.protocol import (
 )
 from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.cuda_marks import CudaMarks
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import parse_clock_request
+from perseus_planner.runtime.program import Program
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 MS = 1_000_000

@@ -22,7 +22,7 @@ from perseus_planner.base.extensions import Extension
 from perseus_planner.gpu import open_gpu
 from perseus_planner.runtime.decider import Decider
 from perseus_planner.runs.status import DeciderStatus
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.program import Expected, Program
 
 EXTENSION = Extension(deciders={"top": "site_planner:Top"})
 
@@ -51,7 +51,7 @@ class Top(Decider):
     def begin(self, context):
         self.calls.append("begin")
         clocks = (self.top,) * len(self.order)
-        self.program = Program(1, self.order, clocks, 0.0, top=self.top)
+        self.program = Program(1, self.order, clocks, expected=Expected(top=self.top))
         context.on_status(DeciderStatus("steady", "all at the top"))
 
     def program_for(self, iteration, agreed):
@@ -158,7 +158,7 @@ def test_a_decider_that_nobody_has_is_refused_by_name():
     from types import SimpleNamespace
 
     from perseus_planner.base.errors import UsageError
-    from perseus_planner.runtime.rendezvous import decider_of
+    from perseus_planner.runtime.joining import decider_of
 
     options = SimpleNamespace(decider="autopilott", work=None)
     with pytest.raises(UsageError) as refused:

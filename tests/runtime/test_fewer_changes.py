@@ -29,10 +29,12 @@ from perseus_planner.runtime.controller.protocol import AttachRequest, Handshake
 from perseus_planner.runtime.controller.server import Controller
 from perseus_planner.runtime.decider import Decider
 from perseus_planner.runtime.follower import Follower
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import Marks, clock_request
-from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.sending import Plans
+from perseus_planner.runtime.switching import Acceptance, NodeShare
 from perseus_planner.runtime.telemetry import Telemetry
 
 FRONTIER = solve(smooth_profile(2), "1f1b", microbatches=12)

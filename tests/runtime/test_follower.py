@@ -13,9 +13,10 @@ from torch.distributed import HashStore
 from perseus_planner import solve
 from perseus_planner.runtime.decider import Decider
 from perseus_planner.runtime.follower import Follower
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import TrainingJob
-from perseus_planner.runtime.switching import Acceptance, NodeShare, Plans
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.sending import Plans
+from perseus_planner.runtime.switching import Acceptance, NodeShare
 
 PLAN = solve(smooth_profile(2), "1f1b", microbatches=2).plan_for_least_energy()
 

@@ -14,7 +14,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.base.errors import PlanError
-from perseus_planner.runtime.hook import RAISED, Hook, Program
+from perseus_planner.runtime.hook import RAISED, Hook
 from perseus_planner.runtime.marks import (
     KEPT,
     NO_REQUEST,
@@ -23,6 +23,7 @@ from perseus_planner.runtime.marks import (
     clock_request,
     parse_clock_request,
 )
+from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.schedules import WHOLE, Computation, one_f_one_b
 
 
@@ -81,7 +82,7 @@ def behaviours(draw: st.DrawFn, programs: list[Program | None]) -> Ran:
     elif kind == "anything":
         planned = draw(st.lists(COMPUTATIONS, max_size=8))
     said = st.sampled_from(
-        [None, chosen.plan.schedule.microbatches if chosen is not None else 2, 7]
+        [None, chosen.expected.plan.schedule.microbatches if chosen is not None else 2, 7]
     )
     return Ran(chosen, draw(said), planned, bool(planned) and draw(st.integers(0, 5)) == 0)
 
@@ -97,7 +98,7 @@ def begins_as_planned(ran: Ran, count: int) -> bool:
     program.
     """
     assert ran.program is not None
-    right = (None, ran.program.plan.schedule.microbatches)
+    right = (None, ran.program.expected.plan.schedule.microbatches)
     return (
         ran.microbatches in right
         and tuple(ran.computations[:count]) == ran.program.computations[:count]
@@ -246,15 +247,17 @@ def test_times_that_nobody_reads_do_not_pile_up():
 def test_a_program_is_its_ranks_part_of_the_plan():
     for rank in (0, 1):
         part = program(3, "1f1b", 1.1, rank)
-        assert part.computations == part.plan.schedule.ranks[rank]
-        assert [part.plan.clocks[str(each)] for each in part.computations] == list(part.clocks)
+        assert part.computations == part.expected.plan.schedule.ranks[rank]
+        assert [part.expected.plan.clocks[str(each)] for each in part.computations] == list(
+            part.clocks
+        )
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_the_plan_does_not_have_is_refused(rank):
     expected = f"the plan is for pipelines of 2 ranks, and this is rank {rank} of a pipeline; "
     with pytest.raises(PlanError, match=expected):
-        Program.of_plan(1, program(2, "1f1b", 1.0, 0).plan, rank)
+        Program.of_plan(1, program(2, "1f1b", 1.0, 0).expected.plan, rank)
 
 
 @given(st.data())
@@ -296,7 +299,7 @@ def test_an_iteration_that_raises_is_no_deviation_and_the_next_one_has_its_clock
 
 def test_a_program_that_comes_while_an_iteration_runs_counts_from_the_next_computation():
     order = one_f_one_b(1, 2).ranks[0]
-    full = Program(1, order, (9, 9, 9, 9), 1.0, top=9)
+    full = Program(1, order, (9, 9, 9, 9), expected=Expected(1.0, 9))
     awaits, lower = replace(full, awaits=True), replace(full, clocks=(5, 6, 6, 7), then=9)
     shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([awaits, awaits])
     hook = Hook(Marks(shared), source, None)
@@ -319,7 +322,7 @@ def test_a_program_that_comes_while_an_iteration_runs_counts_from_the_next_compu
 
 
 def test_a_program_that_comes_in_the_only_computation_comes_too_late():
-    full = Program(1, WHOLE.ranks[0], (9,), 1.0, top=9)
+    full = Program(1, WHOLE.ranks[0], (9,), expected=Expected(1.0, 9))
     awaits, lower = replace(full, awaits=True), replace(full, clocks=(5,), then=9)
     shared, source = memoryview(bytearray(8)).cast("Q"), Recorder([awaits, lower])
     hook = Hook(Marks(shared), source, None)
@@ -335,7 +338,7 @@ def test_a_program_that_comes_in_the_only_computation_comes_too_late():
 
 def test_the_microbatches_of_an_iteration_are_shown_to_who_asks():
     shown = []
-    program = Program(1, one_f_one_b(1, 2).ranks[0], (9,) * 4, 1.0)
+    program = Program(1, one_f_one_b(1, 2).ranks[0], (9,) * 4)
     for show in (None, lambda count, batch: shown.append((count, batch and batch()))):
         source = Recorder([program, program])
         hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None, show)

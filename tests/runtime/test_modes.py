@@ -20,9 +20,10 @@ from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.engines.modes import new_nccl_group
 from perseus_planner.profiles.modes import ModeFunction
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
+from perseus_planner.runtime.program import Program
 from perseus_planner.schedules import Computation
 
 pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from resiliency_report import Report
 
 from perseus_planner.runtime import Runtime
 from perseus_planner.runtime.decider import Decider
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.program import Expected, Program
 
 TOP_MHZ = 1410
 CLOCKS_MHZ = (900, 1410, 1200, 1305)  #: of two pipelines of two ranks
@@ -57,7 +57,7 @@ class Extension:
 def runtime_at(clocks_mhz: Sequence[int], control: str = "clock", top: int = 0) -> Runtime:
     """Return the runtime of rank 0 in a job that was sent these clocks."""
     sent = SimpleNamespace(rank_clocks=lambda pipeline: clocks_mhz[2 * pipeline :][:2])
-    program = Program(1, (), (), 1.0, top=top, sent=sent)
+    program = Program(1, (), (), expected=Expected(1.0, top, sent=sent))
     positions = [(0, 0), (0, 1), (1, 0), (1, 1)]
     context: Any = SimpleNamespace(control=control, positions=positions, decider=Decider())
     follower: Any = SimpleNamespace(program=program, problem=None)

@@ -24,8 +24,9 @@ from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
 from perseus_planner.runtime.controller.rank import OUTSIDE_NS
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, IterationTimes, parse_clock_request
+from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.runtime.telemetry import WRITTEN_AFTER_S, Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -185,7 +186,7 @@ def test_records_match_a_plain_model_of_rank_and_controller(seed: int):
             assert row.off_clock_s == pytest.approx(expected_ns / 1e9, abs=1e-5)
             assert row.changes_asked == row.changes_set + row.changes_overtaken
             assert row.planned_busy_s == pytest.approx(
-                sum(ran_by.plan.measurement(c).time_s for c in ran_by.computations)
+                sum(ran_by.expected.plan.measurement(c).time_s for c in ran_by.computations)
             )
         else:
             assert (row.changes_asked, row.off_clock_s, row.planned_busy_s) == (0, 0.0, None)
@@ -352,7 +353,7 @@ def test_nothing_grows_without_bound():
 
 def test_where_nothing_is_set_nothing_is_missed():
     ran_by = program(3)
-    ran_by = Program.of_plan(1, replace(ran_by.plan, control="observed"), 0)
+    ran_by = Program.of_plan(1, replace(ran_by.expected.plan, control="observed"), 0)
     telemetry = Telemetry(0, SEAT, offset_ns=lambda: 0)
     spans = tuple((10 * i, 10 * i + 5) for i in range(len(ran_by.computations)))
     telemetry.on_end(0, ran_by, None)
@@ -459,7 +460,7 @@ def test_where_the_engine_does_not_number_pipelines_their_first_ranks_do():
 def test_a_gpu_that_becomes_slow_is_found_without_a_plan_by_what_its_times_were():
     ran = program(2)
     clocks = (HIGHEST, *(1200,) * (len(ran.computations) - 1))
-    planned = Program(2, ran.computations, clocks, 1.0, decision=1, top=HIGHEST, busy_s=1.0)
+    planned = Program(2, ran.computations, clocks, expected=Expected(1.0, HIGHEST, busy_s=1.0))
     telemetry, detector, found = Telemetry(0, SEAT), StragglerDetector(), []
     each_ns, now_ns = 10**9 // len(clocks), BEGIN_NS
     records = []

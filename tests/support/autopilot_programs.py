@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.extensions.autopilot.ranks import coordinator
+from perseus_planner.extensions.autopilot.ranks.messages import noted
 from perseus_planner.extensions.service.agent import agent
 from perseus_planner.profiles.modes import ModeFunction
 from perseus_planner.runtime import Recompute, planner_runtime, telemetry
@@ -156,7 +157,7 @@ def _trained(
                 if runtime is not None:
                     phases += [runtime.autopilot.phase][runtime.autopilot.phase in phases :]
                     program = runtime._follower.program
-                    tried += program is not None and program.decision > 0
+                    tried += program is not None and noted(program).decision > 0
                     tried *= watched is None or any(any(each[0]) for each in watched.iterations)
                     unknown = unknown or runtime.autopilot.columns["unknown"] * (
                         runtime.autopilot.reference_s is not None

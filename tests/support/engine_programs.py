@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines import engine_of
 from perseus_planner.engines.engine import Engine
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks, parse_clock_request
+from perseus_planner.runtime.program import Program
 from perseus_planner.schedules import Schedule
 
 ITERATIONS = 2

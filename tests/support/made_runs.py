@@ -13,9 +13,9 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import clock_calls, replay
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path, attempts_in
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.marks import IterationTimes
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.sending import Plans
 from perseus_planner.runtime.telemetry import Telemetry
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.views.plan import summarize_plan

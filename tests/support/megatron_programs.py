@@ -45,8 +45,9 @@ from torch import nn
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.megatron import MegatronModel
-from perseus_planner.runtime.hook import RAISED, Hook, Program
+from perseus_planner.runtime.hook import RAISED, Hook
 from perseus_planner.runtime.marks import OUTSIDE
+from perseus_planner.runtime.program import Program
 from perseus_planner.schedules import interleaved_1f1b
 
 
@@ -557,7 +558,7 @@ def packs() -> None:
 
 def _program(schedule: Any, rank: int) -> Program:
     computations = schedule.ranks[rank]
-    return Program(1, computations, (1000,) * len(computations), 1.0)
+    return Program(1, computations, (1000,) * len(computations))
 
 
 def unknown() -> None:

@@ -40,9 +40,10 @@ from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.modes import Mode, Modes, in_mode
 from perseus_planner.runtime import Recompute
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks
 from perseus_planner.runtime.modes import ModeSwitch, memory_modes
+from perseus_planner.runtime.program import Program
 from perseus_planner.schedules import Computation
 
 MICROBATCHES, ITERATIONS = 4, 3

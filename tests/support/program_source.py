@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.program import Program
 
 
 class Source:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from runtime_training import Torch, Watch, plan_of, planned, schedule_of
 
 from perseus_planner.base.files import replacing
-from perseus_planner.runtime import rendezvous, telemetry
+from perseus_planner.runtime import joining, rendezvous, telemetry
 
 ITERATIONS, CHECKPOINT_EVERY = 12, 4
 PLAN = plan_of(schedule_of("1f1b", 2, 4))
@@ -35,7 +35,7 @@ def train(folder: str, dies_at: str) -> None:
         dies_at: The iteration in which the first attempt ends, from 0; -1 if it does not.
     """
     # Each launcher is a node, with a state folder of its own.
-    rendezvous.node_name = lambda: os.environ["PLANNER_STATE_DIR"]
+    joining.node_name = lambda: os.environ["PLANNER_STATE_DIR"]
     rendezvous.RENDEZVOUS_S, telemetry.WRITTEN_AFTER_S = 20.0, 0.1
     dist.init_process_group("gloo")
     rank, amid = dist.get_rank(), Path(folder, "amid")

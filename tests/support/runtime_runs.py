@@ -165,7 +165,7 @@ def _ran(pipeline: Torch, runtime: Runtime, plans: list[Plan | None]) -> int:
 
     def program_for(iteration: int) -> Any:
         program = find(iteration)
-        seen.append(plans.index(program and program.plan))
+        seen.append(plans.index(program and program.expected.plan))
         return program
 
     runtime._follower.program_for = program_for

@@ -13,13 +13,7 @@ from typing import Any
 from torch.distributed import HashStore
 
 from perseus_planner.base.wires import NodeMemory
-from perseus_planner.runtime.switching import (
-    LOOK_S,
-    Acceptance,
-    Agreement,
-    NodeShare,
-    Proposal,
-)
+from perseus_planner.runtime.switching import LOOK_S, Acceptance, Agreement, NodeShare, Proposal
 
 _ALLOWED = {"set", "add", "check", "compare_set", "delete_key"}  # these never wait, and
 _OF_KEYS = "multi_get"  # does not after `check`

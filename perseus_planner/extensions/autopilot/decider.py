@@ -13,6 +13,8 @@ from perseus_planner.base.errors import PlannerError
 from perseus_planner.extensions.autopilot.ranks.messages import (
     Noted,
     Programs,
+    at_full_clocks,
+    noted,
     order_number,
     order_of,
 )
@@ -25,8 +27,8 @@ from perseus_planner.runtime.decider import Context, Decider, Seat
 if TYPE_CHECKING:
     from perseus_planner.runs.status import DeciderStatus
     from perseus_planner.runtime.controller.protocol import ToRank
-    from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.marks import IterationTimes
+    from perseus_planner.runtime.program import Order, Program
     from perseus_planner.schedules import Computation
 
 _KEPT_ORDERS = 8
@@ -99,7 +101,7 @@ class AutopilotDecider(Decider):
         if isinstance(agreed.note, Noted):
             self.ledger.renew(agreed.note.ledger)
         at_full = self.ledger.is_overdrawn or self._is_at_full_clocks
-        return agreed.at_full_clocks if at_full else agreed
+        return at_full_clocks(agreed) if at_full else agreed
 
     def on_end(
         self,
@@ -113,10 +115,11 @@ class AutopilotDecider(Decider):
             self._note(order)
         followed = None if deviation else program
         if followed is not None:
-            self._number = followed.order
+            note = noted(followed)
+            self._number = note.order
             time_s = self._ended_s()
             if time_s is not None:
-                self.ledger.add(iteration, time_s, full_clocks=followed.decision == 0)
+                self.ledger.add(iteration, time_s, full_clocks=note.decision == 0)
         self.ended.append(Ended(iteration, followed, self._number))
 
     def _note(self, order: Order) -> None:

@@ -37,9 +37,10 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     RankTraining,
     Status,
     Waits,
+    at_full_clocks,
+    noted,
     order_number,
     program_runs,
-    runs_of,
 )
 from perseus_planner.extensions.autopilot.ranks.observer import Observer
 from perseus_planner.extensions.autopilot.ranks.planner import Planner
@@ -50,10 +51,12 @@ from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.guarantee import Ledger
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.job import TrainingJob
 from perseus_planner.runtime.marks import NO_REQUEST, IterationTimes, Marks, parse_clock_request
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.program import Program
+from perseus_planner.runtime.sending import runs_of
 from perseus_planner.runtime.switching import NodeShare
 from perseus_planner.schedules import Computation, one_f_one_b
 
@@ -100,10 +103,10 @@ def test_each_rank_decodes_its_own_program(clocks):
         for rank, order in enumerate(RANKS):
             program = program_of(sent, 9, pipeline, rank)
             assert (program.computations, program.clocks) == (order, tuple(expected[rank]))
-            assert (program.version, program.decision, program.microbatches) == (9, 1, 3)
-            assert program.note == Noted(sent.ledger, sent.status)
-            assert set(program.at_full_clocks.clocks) == {TOP_MHZ}
-            assert program.at_full_clocks.decision == 0
+            assert (program.version, noted(program).decision, program.microbatches) == (9, 1, 3)
+            assert program.note == Noted(1, program.note.order, sent.ledger, sent.status)
+            assert set(at_full_clocks(program).clocks) == {TOP_MHZ}
+            assert noted(at_full_clocks(program)).decision == 0
 
 
 def test_each_rank_decodes_the_modes_of_its_computations_and_full_clocks_are_in_its_own_way():
@@ -113,7 +116,7 @@ def test_each_rank_decodes_the_modes_of_its_computations_and_full_clocks_are_in_
         for rank in range(2):
             program = program_of(sent, 9, pipeline, rank)
             assert program.modes == tuple(expected[rank])
-            assert program.at_full_clocks.modes == ()
+            assert at_full_clocks(program).modes == ()
     assert program_of(programs(clocks)).modes == ()
 
 
@@ -176,7 +179,7 @@ def test_a_rank_whose_ledger_is_overdrawn_runs_the_next_iteration_at_full_clocks
     full = [clocks[1] == TOP_MHZ for clocks in asked]
     assert full == [False, False, True, True, False, False]
     assert [set(clocks[1:]) for clocks in asked] == [{TOP_MHZ} if each else {1200} for each in full]
-    assert [each.program.decision for each in source.decider.ended if each.program] == [
+    assert [noted(each.program).decision for each in source.decider.ended if each.program] == [
         0 if each else 1 for each in full
     ]
 
@@ -394,7 +397,7 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
     planner = Planner(Mock(side_effect=range(10**6)))
     replies = planner.take([description(state)])
     first = program_of(replied(replies, Programs))
-    assert (first.decision, set(first.clocks)) == (0, {TOP_MHZ})
+    assert (noted(first).decision, set(first.clocks)) == (0, {TOP_MHZ})
     seen = set()
     clocks, decision = [[TOP_MHZ] * 6] * 2, 0
     for iteration in range(12):
@@ -404,10 +407,10 @@ def test_the_planner_answers_a_job_with_full_clocks_and_observations_with_progra
         seen.add(status.phase)
         if Programs in map(type, replies):
             ran = [program_of(replied(replies, Programs), rank=rank) for rank in range(2)]
-            clocks, decision = [list(each.clocks) for each in ran], ran[0].decision
+            clocks, decision = [list(each.clocks) for each in ran], noted(ran[0]).decision
     assert "learning" in seen
-    assert ran[0].busy_s is not None
-    assert ran[0].busy_s == pytest.approx(
+    assert ran[0].expected.busy_s is not None
+    assert ran[0].expected.busy_s == pytest.approx(
         sum(0.1 * TOP_MHZ / clock for clock in ran[0].clocks), rel=0.1
     )
     assert planner.save() == []
@@ -544,7 +547,7 @@ def test_another_order_is_planned_with_what_is_known():
     }
     replies = planner.take([description(trainings=told)])
     program = program_of(replied(replies, Programs), rank=1, orders=longer)
-    assert (program.microbatches, program.decision) == (5, 1)  # at once
+    assert (program.microbatches, noted(program).decision) == (5, 1)  # at once
     assert not any("not used" in reply.text for reply in replies if isinstance(reply, LogLine))
     assert planner.take(
         [observed(3, 0, [[TOP_MHZ] * 6] * 2)]

@@ -57,10 +57,10 @@ from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime import planner_runtime
 from perseus_planner.runtime.controller.protocol import LATEST_BYTES, LatestStarts
 from perseus_planner.runtime.decider import ServiceExchange
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.job import JobWarnings, TrainingJob
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.program import Program
 
 torch = pytest.importorskip("torch")
 
@@ -74,6 +74,7 @@ KNOWN = 20  #: iterations after which clocks follow
 
 
 TOP = PROFILE.measurements[0, "F"][0].clock_mhz
+MADE = "made"  #: noted with a program that is the test's own
 #: from here on computations take no less
 POWER_LIMITED = max(
     min(m.clock_mhz for m in rows if m.time_s <= 1.0001 * rows[0].time_s)
@@ -138,12 +139,12 @@ class Pipelines:
         for number, program in enumerate(programs):
             if program is None:
                 order = ranks[number % 2]
-                programs[number] = Program(1, order, (TOP,) * len(order), 0.0, top=TOP)
+                programs[number] = Program(1, order, (TOP,) * len(order), note=MADE)
         ran_s = max(
             replayed_s(programs[number : number + 2], work[number // 2])
             for number in range(0, len(programs), 2)
         )
-        slow = slow if any(program.decision for program in programs) else 1.0
+        slow = slow if any(is_lowered(program) for program in programs) else 1.0
         for number, (each, program) in enumerate(zip(self.batches, programs, strict=True)):
             slower = slow * (hampered if number == 1 else 1.0)
             ends = np.cumsum([0, *times_s_of(program, work[number // 2])]) * 1e9 * slower
@@ -195,8 +196,12 @@ def _two(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.stop()
 
 
+def is_lowered(program: Program) -> bool:
+    return program.note == "lowered"
+
+
 def full_s(programs: Sequence[Program], work: Sequence[float]) -> float:
-    return replayed_s([program.at_full_clocks for program in programs], work)
+    return replayed_s([each.at((TOP,) * len(each.clocks)) for each in programs], work)
 
 
 def test_clocks_follow_the_batch_once_its_laws_are_known(
@@ -205,7 +210,7 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
     work, lower = drawn(2), 0
     for iteration in range(KNOWN + 10):
         programs = two.run(work[iteration])
-        followed = [program.decision > 0 for program in programs]
+        followed = [is_lowered(program) for program in programs]
         if iteration < 12:
             assert not any(followed)
         if iteration >= KNOWN:
@@ -217,12 +222,12 @@ def test_clocks_follow_the_batch_once_its_laws_are_known(
             for number, (program, rank) in enumerate(zip(programs, two.batches, strict=True)):
                 ran_s = sum(times_s_of(program, work[iteration][number // 2]))
                 assert rank.planned_busy_s(iteration) == pytest.approx(ran_s, rel=1e-3)
-                assert program.then == (program.top if program.decision else 0)
-                assert (program.table > 0) == bool(program.decision)
+                assert program.then == (program.expected.top if is_lowered(program) else 0)
+                assert (program.table is not None) == is_lowered(program)
                 latest, fastest = two.latest[number], 10**15
                 for position, clock in enumerate(program.clocks if program.table else ()):
-                    assert latest.clock(program.table, position, -fastest) == clock
-                    found = latest.clock(program.table, position, fastest)
+                    assert latest.clock(program.table.number, position, -fastest) == clock
+                    found = latest.clock(program.table.number, position, fastest)
                     assert (found == clock) == (clock >= POWER_LIMITED)
     assert lower >= 10
     status = two.batches[0].status
@@ -248,11 +253,11 @@ def test_numbers_of_microbatches_that_change_are_learnt_from_what_runs(
     of_4, of_6 = drawn(2), drawn(2, 6)
     for iteration in range(KNOWN):
         programs = two.run(of_4[iteration])
-        assert [p.awaits or p.order > 0 for p in programs] == [iteration > 0] * 4
-    assert any(p.decision for p in programs)
-    assert not any(p.decision for p in two.run(of_6[0]))  # full clocks, and its order is noted
-    assert any(p.decision for p in two.run(of_4[KNOWN]))
-    followed = [[p.decision for p in two.run(of_6[i])] for i in range(1, 24)]
+        assert [p.note != MADE for p in programs] == [iteration > 0] * 4
+    assert any(is_lowered(p) for p in programs)
+    assert not any(is_lowered(p) for p in two.run(of_6[0]))  # full clocks, and its order is noted
+    assert any(is_lowered(p) for p in two.run(of_4[KNOWN]))
+    followed = [[is_lowered(p) for p in two.run(of_6[i])] for i in range(1, 24)]
     assert [any(each) for each in followed].index(True) <= 12
     assert all(any(each) for each in followed[12:])
     assert two.said == []
@@ -277,11 +282,11 @@ def test_an_iteration_with_bad_work_runs_at_full_clocks(
     work = drawn(2)
     for iteration in range(KNOWN):
         two.run(work[iteration])
-    assert all(program.decision == 0 for program in two.run(work[KNOWN], shown))
+    assert not any(is_lowered(program) for program in two.run(work[KNOWN], shown))
     assert {text.startswith(said) for _, text in two.said} == {True}, two.said
     assert all(text.endswith("such iterations run at full clocks") for _, text in two.said)
     assert {key for key, _ in two.said} == {"work"}
-    assert all(program.decision for program in two.run(UNEQUAL)[:2])
+    assert all(is_lowered(program) for program in two.run(UNEQUAL)[:2])
 
 
 def test_work_that_is_given_counts_and_an_engine_that_shows_no_batch_is_said(two: Pipelines):
@@ -301,7 +306,7 @@ def test_work_that_is_given_counts_and_an_engine_that_shows_no_batch_is_said(two
         first.give(list(ran[0]))
         third.give(list(ran[1]))
         programs = two.run(ran, ["not looked at"])
-    assert all(program.decision for program in programs[:2])
+    assert all(is_lowered(program) for program in programs[:2])
     assert len(two.said) == 2
 
 
@@ -372,7 +377,7 @@ def test_iterations_that_are_longer_than_agreed_are_paid_at_full_clocks(
     for iteration in range(KNOWN):
         two.run(work[iteration])
     followed = [
-        any(program.decision for program in two.run(work[iteration], slow=slow))
+        any(is_lowered(program) for program in two.run(work[iteration], slow=slow))
         for iteration in range(KNOWN, KNOWN + 34)
     ]
     assert any(followed[:3])
@@ -395,7 +400,7 @@ def test_iterations_are_as_long_as_a_deadline_at_the_service_lets_them_be(
         for iteration in iterations:
             each, programs = work[iteration], two.run(work[iteration], slow=slow)
             pairs = list(zip((programs[:2], programs[2:]), each, strict=True))
-            if any(program.decision for program in programs):
+            if any(is_lowered(program) for program in programs):
                 ran_s, top_s = (max(f(*pair) for pair in pairs) for f in (replayed_s, full_s))
                 found.append(ran_s / top_s)
         return found

@@ -23,7 +23,7 @@ from perseus_planner.runtime.controller.protocol import (
     LatestStarts,
 )
 from perseus_planner.runtime.controller.rank import Rank
-from perseus_planner.runtime.hook import Hook, Program
+from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import (
     BEGUN,
     OUTSIDE,
@@ -33,6 +33,7 @@ from perseus_planner.runtime.marks import (
     parse_clock_request,
     table_of,
 )
+from perseus_planner.runtime.program import Program, Table
 
 MS = 1_000_000
 
@@ -151,7 +152,7 @@ class Written(Marks):
 @pytest.mark.parametrize("table", [0, 5])
 def test_begins_are_written_only_where_there_is_a_table(table: int):
     order = schedules.one_f_one_b(1, 2).ranks[0]
-    program = Program(1, order, (900, 1005, 900, 1005), 1.0, table=table)
+    program = Program(1, order, (900, 1005, 900, 1005), table=Table(table) if table else None)
     marks = Written()
     hook = Hook(marks, Source(program), program)
     hook.begin_iteration(2)
@@ -176,7 +177,7 @@ def test_latest_starts_are_in_the_time_that_iterations_take():
     latest_us = tuple(total_us * (i + 1) // len(order) for i in range(len(order)))
     plan = RankPlan(((900, len(order)),), (1000, 1000 + total_us // 2), 1500, latest_us)
     clocks = tuple(rows[c.kind][4].clock_mhz for c in order)
-    program = Program(1, order, clocks, 1.0)
+    program = Program(1, order, clocks)
     assert catching_up.rows(program, full_s, plan, has_begun=True) == []
     for number in range(3):  # at full clocks, 10 % of what the plan lasts longer
         end_ns = round(1e3 * (total_us // 2 + 0.1 * (total_us - 1000)))

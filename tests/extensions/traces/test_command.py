@@ -12,7 +12,7 @@ from made_traces import Made
 
 from perseus_planner import Plan, Profile
 from perseus_planner.base.errors import PlanError
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.sending import Plans
 from perseus_planner.schedules.generators import generate
 from perseus_planner.schedules.schedule import load_grid
 

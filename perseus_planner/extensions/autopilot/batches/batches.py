@@ -35,12 +35,13 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
 from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
 from perseus_planner.extensions.autopilot.batches.work import work_of
-from perseus_planner.extensions.autopilot.ranks.messages import order_number, order_of
+from perseus_planner.extensions.autopilot.ranks.messages import order_of
 from perseus_planner.profiles.measurement import Measurement, nearest_clock
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
-from perseus_planner.runtime.hook import Program
+from perseus_planner.runtime.program import Expected, Program, Table
+from perseus_planner.runtime.sending import values_of
 from perseus_planner.schedules import WHOLE
 from perseus_planner.schedules.dag import PipelineDag
 
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot.status import AutopilotStatus
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
     from perseus_planner.runtime.decider import ServiceExchange
-    from perseus_planner.runtime.hook import Order
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.options import AutopilotSettings, WorkFunction
+    from perseus_planner.runtime.program import Order
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]
@@ -178,6 +179,7 @@ _MOST_TIMEOUT_S = 1.0
 _WAIT = 0.01
 _MOST_WAIT_S = 0.02
 _KEPT = 64  #: iterations whose end may become known late
+_LOWERED = "lowered"  #: noted with a program that has a clock below the highest one
 
 
 class _Asked(NamedTuple):
@@ -439,9 +441,8 @@ class Batches:
             )
         # The highest clock that was measured counts as full clocks.
         top = max(each[0].clock_mhz for each in rows.values())
-        number = order_number(order)
         clocks = (top,) * len(order)
-        program = Program(1, order, clocks, 0.0, order=number, top=top, awaits=True)
+        program = Program(1, order, clocks, awaits=True, expected=Expected(top=top))
         if len(self._first) < MOST_COUNTS:
             # Replaced and not changed, as the training thread reads it meanwhile.
             self._first = {program.microbatches: program, **self._first}
@@ -493,10 +494,11 @@ class Batches:
         self, ran: Ran, seen: IterationTimes, program: Program, known: _Known, before: int
     ) -> Ran:
         """Return with it how its computations came."""
+        top = program.expected.top
         came_s = self._catching_up.at_full_clocks_s(seen, program)
         # Only an iteration that began and ran at full clocks tells what lies between its
         # computations.
-        if known.plan is not None and program.decision == 0 and before == program.top:
+        if known.plan is not None and program.note != _LOWERED and before == top:
             self._catching_up.see_full_clocks(seen, known.plan)
         busy_s = sum(end_ns - begin_ns for begin_ns, end_ns in seen.spans_ns) / 1e9
         # The ratio takes out how fast the GPU was, so that what the work and the clocks cost is
@@ -522,7 +524,7 @@ class Batches:
                 (before, *program.clocks[:-1]),
                 strict=True,
             )
-            if clock == last == program.top
+            if clock == last == program.expected.top
         ]
 
     def _round(self) -> None:
@@ -632,7 +634,8 @@ class Batches:
         first = self._first.get(count) if count else next(iter(self._first.values()), None)
         known = _Known(work, slowest)
         if first is not None:
-            program = replace(first, awaits=False, time_s=batch.time_s)
+            expected = replace(first.expected, time_s=batch.time_s)
+            program = replace(first, awaits=False, expected=expected)
             if batch.ranks and work is not None:
                 known = self._told_of(batch.ranks[self._seat.rank], program, known)
                 program = self._planned(iteration, program, known)
@@ -676,7 +679,7 @@ class Batches:
             top_j = work * top.energy_j / gpus
             each.append(Cost(work * row.time_s, row_j, seconds, top_j))
         waiting_w = fmean(profile.blocking_w(c.stage) for c in program.computations) / gpus
-        return profile_costs(tuple(each), waiting_w, program.time_s)
+        return profile_costs(tuple(each), waiting_w, program.expected.time_s)
 
     def _planned(self, iteration: int, program: Program, known: _Known) -> Program:
         """Return the program at the clocks that this rank was told, and write its latest starts."""
@@ -684,11 +687,12 @@ class Batches:
         assert plan is not None
         # Clocks of another number of computations are for another order, and full clocks need no
         # program.
-        clocks = tuple(clock for clock, count in plan.clocks for _ in range(count))
-        if len(clocks) != len(program.clocks) or min(clocks) == program.top:
+        clocks = values_of(plan.clocks)
+        top = program.expected.top
+        if len(clocks) != len(program.clocks) or min(clocks) == top:
             return program
         costs = self._costs(program, clocks, known.full_s)
-        program = replace(program, clocks=clocks, decision=1, then=program.top, costs=costs)
+        program = replace(program.at(clocks, costs=costs), then=top, note=_LOWERED)
         # Without a controller, laws or a pipeline, nothing can catch up within the iteration.
         if self._latest is None or not known.full_s or self._is_whole:
             return program
@@ -696,7 +700,9 @@ class Batches:
         # elsewhere.
         has_begun = self._iteration >= iteration
         rows = self._catching_up.rows(program, known.full_s, plan, has_begun=has_begun)
-        return replace(program, table=self._latest.write(iteration, rows)) if rows else program
+        if not rows:
+            return program
+        return replace(program, table=Table(self._latest.write(iteration, rows)))
 
 
 def _load_kernels() -> None:

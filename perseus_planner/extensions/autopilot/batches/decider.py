@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot.batches.batches import Batches
     from perseus_planner.extensions.autopilot.status import AutopilotStatus
     from perseus_planner.runtime.controller.protocol import ToRank
-    from perseus_planner.runtime.hook import Order, Program
     from perseus_planner.runtime.job import TrainingJob
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.options import Options
+    from perseus_planner.runtime.program import Order, Program
 
 
 class BatchesDecider(Decider):

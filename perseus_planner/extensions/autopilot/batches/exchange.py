@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,6 +31,7 @@ from perseus_planner.base.errors import RankError
 from perseus_planner.base.wires import Record, decode, encode, read_key
 from perseus_planner.extensions.autopilot.batches.solver import Law
 from perseus_planner.profiles.profiles import Profile
+from perseus_planner.runtime.sending import Runs, pack, read, unpack
 from perseus_planner.schedules import Computation
 
 if TYPE_CHECKING:
@@ -149,9 +149,6 @@ _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.008
 _LOOKS_PER_S = 40_000.0  #: at the store by all ranks: half of what one serves
 
-Runs = tuple[tuple[int, int], ...]
-"""Clocks of a rank, and how often each comes in a row."""
-
 
 @dataclass(frozen=True)
 class Seat:
@@ -199,7 +196,7 @@ class Slowest(Record, frozen=True, array_like=True):
 class RankPlan(Record, frozen=True, array_like=True):
     """What a rank of a pipeline is told of an iteration; times are from its start."""
 
-    clocks: Runs = ()  #: Empty for full clocks
+    clocks: Runs[int] = ()  #: Empty for full clocks
     #: When its first computation starts and its last one ends at full clocks, microseconds.
     full_us: tuple[int, int] = (0, 0)
     first_us: int = 0  #: When its first computation starts at those clocks
@@ -320,20 +317,30 @@ class Exchange:
         return tuple((i, max(each)) for i, each in times_s.items() if len(each) == pipelines)
 
     def send(self, iteration: int, batch: Batch) -> None:
-        """Send the pipeline's ranks what they are told of an iteration, and forget an old one."""
+        """Send the pipeline's ranks what they are told of an iteration, and forget an old one.
+
+        Raises:
+            PlanError: If it is too long.
+        """
         seat = self._seat
         old = iteration - _KEPT
         if seat.has_followers:
-            self._store.set(f"batch/{iteration}/{seat.pipeline}", encode(batch))
+            self._store.set(f"batch/{iteration}/{seat.pipeline}", pack(encode(batch)))
         if old >= 0:
             keys = [f"batch/{old}/{seat.pipeline}", f"batch/{old}/time/{seat.pipeline}"]
             for key in [*keys, f"batch/{old}/slowest"][: None if seat.pipeline == 0 else 2]:
                 self._store.delete_key(key)
 
     def batch(self, iteration: int, timeout_s: float) -> Batch | None:
-        """Return what this rank is told of an iteration; None if it is not told in time."""
+        """Return what this rank is told of an iteration; None if it is not told in time.
+
+        Raises:
+            PlanError: If what was sent cannot be read.
+        """
         key = f"batch/{iteration}/{self._seat.pipeline}"
-        return decode(self._store.get(key), Batch) if self._wait([key], timeout_s) else None
+        if not self._wait([key], timeout_s):
+            return None
+        return read(unpack(self._store.get(key)), Batch)
 
     def tell_laws(self, laws: RankLaws) -> None:
         """Tell the first rank of the pipeline what this one has learnt."""
@@ -366,11 +373,6 @@ class Exchange:
             time.sleep(min(pause_s, left_s))
             pause_s = min(2.0 * pause_s, longest_s)
         return True
-
-
-def runs_of(clocks: Sequence[int]) -> Runs:
-    """Return clocks as what is sent."""
-    return tuple((clock, len(list(group))) for clock, group in groupby(clocks))
 
 
 def send_profile(store: Store, path: Path) -> None:

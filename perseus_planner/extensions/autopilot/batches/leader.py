@@ -20,12 +20,12 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     RankLaws,
     RankPlan,
     Slowest,
-    runs_of,
 )
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
 from perseus_planner.extensions.autopilot.status import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger, Reference, is_drawn
+from perseus_planner.runtime.sending import runs_of
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.schedule import grid_text

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, zip_longest
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import msgspec
 
 from perseus_planner.base.errors import PlanError
-from perseus_planner.base.wires import Message, decode
+from perseus_planner.base.wires import Message
 from perseus_planner.extensions.autopilot.job import (
     ComputationObservation,
     Decision,
@@ -25,13 +25,10 @@ from perseus_planner.profiles.modes import OWN
 from perseus_planner.runs.savings import Cost, RankCosts
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger
-from perseus_planner.runtime.hook import Program
 from perseus_planner.runtime.options import AutopilotSettings
+from perseus_planner.runtime.program import Expected, Program
+from perseus_planner.runtime.sending import Runs, read, runs_of, unreadable, values_of
 from perseus_planner.schedules import Computation
-
-T = TypeVar("T")
-Runs = tuple[tuple[T, int], ...]
-"""Values, and how often each comes in a row."""
 
 
 def order_number(order: Iterable[tuple[int, str, int]]) -> int:
@@ -45,6 +42,8 @@ def order_number(order: Iterable[tuple[int, str, int]]) -> int:
 class Noted:
     """What a rank remembers with a program of the autopilot."""
 
+    decision: int  #: `Decision.version`: 0 for full clocks
+    order: int  #: Number of the order of computations
     ledger: Ledger | None  #: Reference and limits for its own; None before the reference is known
     status: AutopilotStatus  #: What the autopilot knew
 
@@ -69,6 +68,11 @@ class Programs(Message, frozen=True):
     tells_busy: bool = True
     #: Modes, likewise as `clocks`; empty if the job has one.
     modes: tuple[tuple[Runs[str], ...], ...] = ()
+
+    @property
+    def number(self) -> None:
+        """No service counts them."""
+        return
 
     def rank_clocks(self, pipeline: int) -> Sequence[float]:
         """Return the mean clock of each rank of a pipeline, over its computations."""
@@ -106,19 +110,15 @@ class Programs(Message, frozen=True):
         Raises:
             PlanError: If it is not for what this rank runs.
         """
-        # A program of another version may lack a field or a rank, so all is read in one place.
+        sent = read(data, Programs)
         try:
-            sent = decode(data, Programs)
             number = sent.orders[rank]
             runs = sent.clocks[sent.pipelines[pipeline]][rank]
             costs = sent._rank_costs(pipeline, rank) if sent.costs else None
             busy_s = sent.costs[pipeline][rank].busy_s if sent.costs else None
             modes = sent.modes[sent.pipelines[pipeline]][rank] if sent.modes else ()
-        except (ValueError, IndexError) as error:
-            raise PlanError(
-                f"the autopilot's program cannot be read: {error}; use the same version of the "
-                "planner on all ranks"
-            ) from error
+        except IndexError as error:
+            raise unreadable(error) from error
         clocks = values_of(runs)
         # The rank has run something else since the decision, so clocks would fall on other
         # computations.
@@ -129,17 +129,38 @@ class Programs(Message, frozen=True):
             version=version,
             computations=order,
             clocks=clocks,
-            time_s=sent.time_s,
-            decision=sent.decision,
-            order=number,
-            top=sent.top,
-            note=Noted(sent.ledger, sent.status),
-            # Where waiting looks like computing, a busy time would blame the wrong rank.
-            busy_s=busy_s if sent.tells_busy else None,
-            costs=costs,
-            sent=sent,
             modes=values_of(modes),
+            expected=Expected(
+                time_s=sent.time_s,
+                top=sent.top,
+                # Where waiting looks like computing, a busy time would blame the wrong rank.
+                busy_s=busy_s if sent.tells_busy else None,
+                costs=costs,
+                sent=sent,
+            ),
+            note=Noted(sent.decision, number, sent.ledger, sent.status),
         )
+
+
+def noted(program: Program) -> Noted:
+    """Return what a rank remembers with a program of the autopilot."""
+    note = program.note
+    assert isinstance(note, Noted)  # all of the autopilot's have one
+    return note
+
+
+def at_full_clocks(program: Program) -> Program:
+    """Return a program of the autopilot with the highest clock for each computation, in the
+    training's own way.
+
+    It is locked, not only left to the GPU: so an iteration at full clocks runs at a clock that is
+    known, and its times are those of a row of the profile.
+    """
+    note = noted(program)
+    if note.decision == 0:
+        return program
+    full = program.at((program.expected.top,) * len(program.clocks))
+    return replace(full, modes=(), note=replace(note, decision=0))
 
 
 def program_runs(decision: Decision) -> dict[str, Any]:
@@ -151,16 +172,6 @@ def program_runs(decision: Decision) -> dict[str, Any]:
         for each in zip(*kinds, strict=True)
     )
     return {"clocks": clocks, "modes": modes, "pipelines": tuple(map(kinds.index, pipelines))}
-
-
-def runs_of(values: Iterable[T]) -> Runs[T]:
-    """Return values with how often each comes in a row."""
-    return tuple((value, len(list(group))) for value, group in groupby(values))
-
-
-def values_of(runs: Runs[T]) -> tuple[T, ...]:
-    """Return the values of `runs_of`."""
-    return tuple(value for value, count in runs for _ in range(count))
 
 
 def order_of(noted: Iterable[Any]) -> tuple[Computation, ...]:

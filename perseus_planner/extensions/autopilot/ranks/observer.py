@@ -24,14 +24,15 @@ from perseus_planner.extensions.autopilot.ranks.messages import (
     ObservedGpu,
     Places,
     RankTraining,
-    runs_of,
+    noted,
     turns,
 )
 from perseus_planner.gpu import open_gpu
 from perseus_planner.profiles.modes import OWN, shared_by
 from perseus_planner.runtime.attachment import power_limits
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange, GpuSample
-from perseus_planner.runtime.telemetry import GpuSamples
+from perseus_planner.runtime.samples import GpuSamples
+from perseus_planner.runtime.sending import runs_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -170,7 +171,7 @@ class Observer:
         # The rank's own ledger needs no word from rank 0, so clocks are bounded even if that is
         # gone.
         if program is not None:
-            self._source.ledger.add(times.number, time_s, full_clocks=program.decision == 0)
+            self._source.ledger.add(times.number, time_s, full_clocks=noted(program).decision == 0)
         # Pipelines take turns, so other iterations are counted here and written by nobody.
         if self._is_written and times.number % self._every == self._turn:
             # What the rank runs is told before the frame that refers to it by number.
@@ -224,7 +225,7 @@ class Observer:
             rank=self._rank,
             order=ended.order,
             iteration=times.number,
-            decision=program.decision,
+            decision=noted(program).decision,
             time_s=time_s,
             spans_s=spans_s,
             changes=changes,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from perseus_planner.runtime.guarantee import Ledger
-    from perseus_planner.runtime.hook import Program
+    from perseus_planner.runtime.program import Program
 
 PHASE = 0.02
 """Share of an iteration by which that of a rank may seem longer than that of its pipeline."""

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.decider import Learnt, ServiceExchange
     from perseus_planner.runtime.job import JobWarnings, TrainingJob
     from perseus_planner.runtime.options import Options
-    from perseus_planner.runtime.switching import GivenPlan, SwitchTo
+    from perseus_planner.runtime.sending import GivenPlan
+    from perseus_planner.runtime.switching import SwitchTo
     from perseus_planner.runtime.telemetry import Checkpoint
 
 
