@@ -219,20 +219,82 @@ def test_a_compiler_that_cannot_compile_is_not_taken(
     assert str(error.value).endswith("fatal error: math.h: No such file; mend or unset it")
 
 
-#: Solves and plans in all ways that have a kernel, with checks of each access.
+#: Solves and plans in the ways that have kernels.
 PROGRAM = """
 import numpy as np
-from strategies import any_schedule, furnished
+import perseus_planner
+from strategies import any_schedule, extras, furnished, job, deadline_s
+from perseus_planner.base.errors import PlannerError
+from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
+from perseus_planner.extensions.autopilot.job import AutopilotJob
+from perseus_planner.extensions.autopilot.planning import Costs, Searcher
+from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import solve_dag
 
+change = ClockChange(0.0045, 0.0009)
 for seed in range(4):
-    frontier = solve_dag(furnished(seed, any_schedule(seed, 2, 3), 4))
-    for most in (None, 0, 2):
+    frontier = solve_dag(job(seed, 1 + seed % 3, 2 + seed % 4, 4))
+    for most in (None, 0, 3):
         try:
-            frontier.plan_until(
-                1.1 * frontier.baseline_time_s, max_changes=most, on_time=None
-            )
-        except ValueError:
-            raise
-print("done")
+            frontier.plan_until(deadline_s(frontier, 0.4), max_changes=most, on_time=None)
+        except PlannerError:
+            continue
+    schedule = any_schedule(seed, 2, 3)
+    profile = furnished(seed, schedule, 4).profile
+    dag = PipelineDag.from_schedule(profile, schedule, **extras(seed, schedule))
+    modes = ("own", "other")[: 1 + seed % 2]
+    searcher = Searcher(AutopilotJob(dag.iteration, (1400, 1200), 1, change, modes=modes), 3)
+    ones = np.ones((len(searcher.keys), 2 * len(modes)))
+    ones[:, 1] = 1.1
+    costs = Costs(ones, 200.0 / ones**3, np.full(len(schedule.ranks), 80.0))
+    searcher.polish(searcher.full(), costs, 100.0, 1)
+    laws = {key: Law(0.0, (rows[0].time_s,)) for key, rows in profile.measurements.items()}
+    planner = BatchPlanner(dag, laws, max_changes=2)
+    work = np.linspace(0.5, 1.5, schedule.microbatches)[:, None]
+    planner.best_order(work)
+    plan = planner.plan(work, 1.1 * planner.full_clocks_s(work))
+    planner.replay(plan, np.ones(len(dag.computations)), change, is_catching_up=True)
+print(perseus_planner.__file__)
 """
+
+
+@pytest.mark.soak
+@pytest.mark.needs("autopilot")
+def test_no_access_is_beside_an_array_and_nothing_is_undefined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With AddressSanitizer and UndefinedBehaviorSanitizer, where the compiler has them."""
+    compiler = shutil.which("gcc") or pytest.skip("no gcc")
+    libraries = [
+        subprocess.run(
+            [compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("asan", "ubsan")
+    ]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip("gcc has no sanitizers")
+    clone = tmp_path / "clone"
+    ignored = shutil.ignore_patterns("__pycache__", "kernels-*.so")
+    shutil.copytree(ROOT / "perseus_planner", clone / "perseus_planner", ignore=ignored)
+    # Without -fwrapv, so that sums that overflow are told as well.
+    checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv", "-g")
+    for folder in compiling.folders():
+        compiling.compile_into(folder, clone / folder.relative_to(ROOT), *checks)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=clone,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(clone), str(ROOT / "tests/support")]),
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python ends without giving back what it has
+            "PYTHONMALLOC": "malloc",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"{clone}/perseus_planner/__init__.py\n"), (
+        ran.stderr[-3000:]
+    )
