@@ -3,11 +3,13 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+COMPILE = $(BIN)/python -m perseus_planner.solver.compiling
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed-plot ## profile a simulated GPU, solve, plan and report; writes to demo/
+	@$(COMPILE) > /dev/null
 	mkdir -p demo
 	$(BIN)/planner profile --gpu simulated:a100-sxm --stages 4 -o demo/profile.yaml
 	$(BIN)/planner solve demo/profile.yaml --schedule 1f1b --microbatches 16 -o demo/frontier.npz
@@ -23,12 +25,11 @@ demo: .venv/installed-plot ## profile a simulated GPU, solve, plan and report; w
 docs: .venv/installed-docs ## build docs/ into site/, and fail on warnings
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# What is compiled once is compiled while mypy checks types, which takes one CPU, and not by each worker that needs it.
 # A worker more than CPUs, as tests wait for their processes a third of the time; but one thread for each, as threads of
 # several workers wait for each other. Bytecode is written, or each worker and its processes would compile all anew.
 # tests/conftest.py has the order of the files.
 test: .venv/installed-test ## run all checks and tests
-	$(MAKE) --no-print-directory --jobs=2 lint compiled
+	$(MAKE) --no-print-directory lint compiled
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 		$(BIN)/pytest --numprocesses=$$(($$(nproc) + 1)) --dist=loadfile --no-loadscope-reorder
 
@@ -64,12 +65,13 @@ lint: .venv/installed-test ## check style, format and types
 size: ## print how large product and tests are, and which imports run in circles or up
 	@$(PYTHON) tests/support/house.py
 
-compiled: .venv/installed-test
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/planner warm-up
+compiled: | $(BIN)/python ## compile the kernels, where their sources have changed since the installation
+	@$(COMPILE)
 
 clean: ## remove the environment, the demo and all caches
 	rm -rf .venv .venv-newest .venv-oldest build demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find perseus_planner profiler runtime tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find perseus_planner -name 'kernels-*.so' -delete
 
 .venv/installed-%: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install -qq --disable-pip-version-check -e '.[$*]'

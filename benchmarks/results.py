@@ -19,7 +19,7 @@ import perseus_planner
 from perseus_planner.base.files import replacing
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("numpy", "numba", "networkx", "scipy", "lowtime")
+_PACKAGES = ("numpy", "networkx", "scipy", "lowtime")
 
 
 @dataclass(frozen=True)

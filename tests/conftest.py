@@ -17,8 +17,8 @@ from hypothesis import settings
 # too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The first example of a property may compile, so its time is no measure. In CI every run draws the
-# same examples.
+# The machine is busy, so the time of an example is no measure. In CI every run draws the same
+# examples.
 settings.register_profile("planner", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "planner")

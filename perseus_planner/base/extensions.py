@@ -65,7 +65,6 @@ OFFERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "client": ("service", "has `perseus_planner.Client`"),
         "service link": ("service", "follows a service while training"),
         "sequence work": ("autopilot", "has `perseus_planner.runtime.sequence_work`"),
-        "warm up": ("autopilot", "compiles what training without a plan needs"),
     }
 )
 """Name of an offer -> the extension of this distribution that makes it, and what it does."""

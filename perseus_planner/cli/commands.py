@@ -12,7 +12,7 @@ import click
 
 from perseus_planner.base import __version__, extensions
 from perseus_planner.cli import console
-from perseus_planner.cli.machine import doctor, reset, warm_up
+from perseus_planner.cli.machine import doctor, reset
 from perseus_planner.cli.measure import measure
 from perseus_planner.cli.options import examples
 from perseus_planner.cli.planning import plan, run_job, solve
@@ -49,7 +49,7 @@ def main(context: click.Context) -> None:
 
 _CORE = {
     "Measure": (doctor, profile, measure),
-    "Plan": (solve, plan, show, report, calibrate, warm_up),
+    "Plan": (solve, plan, show, report, calibrate),
     "Train": (run, reset),
 }
 

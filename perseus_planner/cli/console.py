@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -238,19 +237,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
-    from perseus_planner.solver.kernels import when_compiling
-
     columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task(what, total=None)
-        number = count(1)
-
-        # Compiling takes the first run longer, which would look like a bar that hangs.
-        def compiling() -> None:
-            once = f"compiling once: function {next(number)}, about 20 s of CPU in all"
-            bars.update(bar, description=f"{what} ({once})")
-
-        with when_compiling(compiling):
-            yield lambda done, total: bars.update(
-                bar, completed=done, total=total, description=what
-            )
+        yield lambda done, total: bars.update(bar, completed=done, total=total)

@@ -458,39 +458,3 @@ def _reset_one(text: str, power_limit: bool, force: bool) -> GpuReset:
     except GpuError as error:
         return GpuReset(text, name, None, str(error))
     return GpuReset(gpu.text, name, str(removed[0].owner) if removed else None, None)
-
-
-@command(
-    "planner warm-up",
-    "NUMBA_CACHE_DIR=/opt/planner-cache planner warm-up  # in an image whose containers set it too",
-)
-def warm_up() -> None:
-    """Compile what solving, planning and training need, once.
-
-    Otherwise, the first command that needs compiled code compiles for about 20 s, and keeps the
-    result beside the package or in the home folder. In an image, run this command during the build:
-    containers then find everything compiled, even if they run as another user or cannot write. They
-    must have the same kind of CPU, and the same NUMBA_CACHE_DIR if you set one.
-    """
-    from perseus_planner.solver.kernels import when_compiling
-
-    compiled: list[int] = []
-    with console.progress("Warming up"), when_compiling(lambda: compiled.append(1)):
-        _use_all_kernels()
-    text = f"Compiled {len(compiled)} functions." if compiled else "Everything is compiled already."
-    console.report({"compiled": len(compiled)}, text, [])
-
-
-def _use_all_kernels() -> None:
-    """Solve, plan within a switch budget, and search as training does, on a small pipeline."""
-    from perseus_planner import solve
-    from perseus_planner.profiler.simulated_pipeline import profile_simulated
-    from perseus_planner.schedules import one_f_one_b
-
-    profile = profile_simulated("simulated:a100-sxm", 2)
-    # All choices of the first one are tried, the second one is searched.
-    for microbatches in (1, 6):
-        frontier = solve(profile, one_f_one_b(2, microbatches))
-        frontier.plan_until(1.05 * frontier.baseline_time_s, max_changes=2, on_time=None)
-    if "warm up" in extensions.places("offers"):
-        extensions.offer("warm up")(frontier.dag.iteration)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.point_problem import lay_out_waits
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
     from perseus_planner.solver.network import Floats, Integers
-
-_TASK, _SETTLE, _CALL = range(3)  #: a task starts or ends; a clock is in force; a call begins
 
 
 class ClockProblem(NamedTuple):
@@ -233,155 +231,28 @@ def load_state(problem: ClockProblem, clock: Integers) -> tuple[ClockState, floa
     return state, float(np.cumsum(problem.cost_j[problem.member, clock])[-1])
 
 
-@kernel
+@kernel("state")
 def replay(problem: ClockProblem, state: ClockState) -> float:
     """Bring `state.end_s` up to date if clock changes take no time; return the makespan,
     seconds.
     """
-    before_start = problem.before_start
-    before = problem.before
-    lag_s = problem.before_lag_s
-    duration_s = state.duration_s
-    end_s = state.end_s
-    for k in range(state.touched[0], len(end_s)):
-        latest_s = 0.0
-        for i in range(before_start[k], before_start[k + 1]):
-            latest_s = max(latest_s, end_s[before[i]] + lag_s[i])
-        end_s[k] = latest_s + duration_s[k]
-    state.touched[0] = len(end_s)
-    makespan_s = 0.0
-    for k in problem.last:
-        makespan_s = max(makespan_s, end_s[k])
-    return makespan_s
+    raise NotImplementedError
 
 
-@inner_kernel
-def _clock_in_time(latest_start_s: Floats, i: int, clock: int, now_s: float) -> int:
-    """Return the slowest clock, `clock` or a faster one, at which a computation that starts now
-    ends in time; the fastest one if there is none.
-    """
-    if len(latest_start_s) > 0:
-        while clock > 0 and latest_start_s[i, clock] < now_s:
-            clock -= 1
-    return clock
-
-
-@kernel
 def replay_changes(
     problem: ClockProblem, state: ClockState, change: ChangeCost
 ) -> tuple[float, float]:
     """Fill `state.end_s` if clock changes take time; return the makespan, seconds, and the
     effective energy of all computations, joules.
     """
-    before_start = problem.before_start
-    before = problem.before
-    lag_s = problem.before_lag_s
-    time_s = problem.time_s
-    cost_j = problem.cost_j
-    member = problem.member
-    fixed_s = problem.fixed_s
-    clock = state.clock
-    end_s = state.end_s
-    queue = change.queue
-    queue_start = change.queue_start
-    computation = change.computation
-    lock = change.lock
-    hold_s = change.hold_s
-    settle_s = change.settle_s
-    # Of each rank: when its task starts or ends; since when it runs at the clock in force, or the
-    # rank waits; the share that was left then; when the request was made that waits; when a clock
-    # settles. Of each lock: when it is free. Of each rank: how late its first computation was.
-    next_s, since_s, left, asked_s, settles_s, free_s, late_s = change.seconds
-    position, running, in_force, set_last, wanted, call, settled = change.numbers
-    call_settles_s = change.call_settles_s
-    call_clock = change.call_clock
-    latest_start_s = change.latest_start_s
-    bits = problem.mode_bits
-    mask = (1 << bits) - 1
-    never = np.inf
-    spent_j = 0.0
-    makespan_s = 0.0
-    has_ended = True
-    for k in range(len(end_s)):
-        end_s[k] = never
-    for r in range(len(lock)):
-        position[r] = queue_start[r]
-        running[r] = 0
-        next_s[r] = never
-        since_s[r] = 0.0
-        asked_s[r] = never
-        settles_s[r] = never
-        free_s[lock[r]] = -never
-        late_s[r] = never
-        in_force[r] = set_last[r] = wanted[r] = clock[change.final[r]] >> bits
-        call[r] = settled[r] = change.call_start[r]
-        i = computation[queue[queue_start[r]]]
-        if i >= 0 and clock[i] >> bits != wanted[r]:
-            wanted[r], asked_s[r] = clock[i] >> bits, -change.tail_s[r]
-    while True:
-        now_s = never
-        r = -1
-        event = _TASK
-        for o in range(len(lock)):
-            if has_ended and next_s[o] == never and position[o] < queue_start[o + 1]:
-                k = queue[position[o]]
-                next_s[o] = since_s[o]
-                for i in range(before_start[k], before_start[k + 1]):
-                    next_s[o] = max(next_s[o], end_s[before[i]] + lag_s[i])
-            if next_s[o] < now_s:
-                now_s = next_s[o]
-                r = o
-                event = _TASK
-            if settles_s[o] <= now_s and settles_s[o] < never:
-                now_s = settles_s[o]
-                r = o
-                event = _SETTLE
-        for o in range(len(lock)):  # a call that begins before all else, the first request first
-            begin_s = max(asked_s[o], free_s[lock[o]])
-            earlier = event == _CALL and begin_s == now_s and asked_s[o] < asked_s[r]
-            if begin_s < now_s or earlier:
-                now_s = begin_s
-                r = o
-                event = _CALL
-        if r < 0:
-            return makespan_s, spent_j
-        has_ended = event == _TASK and running[r] == 1
-        if event == _CALL:
-            free_s[lock[r]], asked_s[r], set_last[r] = now_s + hold_s, never, wanted[r]
-            call_settles_s[call[r]], call_clock[call[r]] = now_s + hold_s + settle_s, wanted[r]
-            settles_s[r] = call_settles_s[settled[r]]
-            call[r] += 1
-            continue
-        k = queue[position[r]] if position[r] < queue_start[r + 1] else -1
-        i = computation[k] if k >= 0 else -1
-        c, mode = (member[i], clock[i] & mask) if i >= 0 else (0, 0)
-        option = in_force[r] << bits | mode
-        if event == _SETTLE:
-            if running[r] and i >= 0:
-                done = left[r]
-                if time_s[c, option] > 0.0:
-                    done = min((now_s - since_s[r]) / time_s[c, option], done)
-                spent_j += done * cost_j[c, option]
-                left[r] = left[r] - done
-                since_s[r] = now_s
-                next_s[r] = now_s + left[r] * time_s[c, call_clock[settled[r]] << bits | mode]
-            in_force[r], settled[r] = call_clock[settled[r]], settled[r] + 1
-            settles_s[r] = call_settles_s[settled[r]] if settled[r] < call[r] else never
-            continue
-        if running[r]:
-            spent_j += left[r] * cost_j[c, option] if i >= 0 else 0.0
-            end_s[k], since_s[r], makespan_s = now_s, now_s, max(makespan_s, now_s)
-            running[r], next_s[r], position[r] = 0, never, position[r] + 1
-            i = computation[queue[position[r]]] if position[r] < queue_start[r + 1] else -1
-        else:
-            running[r] = 1
-            since_s[r] = now_s
-            left[r] = 1.0
-            next_s[r] = now_s + (time_s[c, option] if i >= 0 else fixed_s[k])
-            if i >= 0 and late_s[r] == never:
-                late_s[r] = now_s - change.first_start_s[r]
-        if i >= 0:
-            next_clock = _clock_in_time(latest_start_s, i, clock[i] >> bits, now_s - late_s[r])
-            if next_clock != wanted[r]:
-                wanted[r] = next_clock
-                asked_s[r] = never if wanted[r] == set_last[r] else min(asked_s[r], now_s)
+    spent_j = np.zeros(1)
+    makespan_s = _replay_changes(problem, state, change, spent_j)
+    return makespan_s, float(spent_j[0])
+
+
+@kernel("state", "change", "spent_j")
+def _replay_changes(
+    problem: ClockProblem, state: ClockState, change: ChangeCost, spent_j: Floats
+) -> float:
+    """Do as `replay_changes` does; `spent_j`, (1,), gets the energy."""
+    raise NotImplementedError

@@ -70,7 +70,7 @@ class TimeEnergyCurve:
             ProfileError: If the overhead leaves nothing of an iteration, or the measurements cannot
                 be scaled.
         """
-        # Loaded here with Numba, which whoever looks at a frontier does not need.
+        # Loaded here, as whoever looks at a frontier does not need it.
         from perseus_planner.solver.mincut import slowest_tree, walk
 
         scaled = scaled_network(dag)

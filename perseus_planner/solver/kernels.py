@@ -1,120 +1,247 @@
-"""Compile the solver's kernels, keep the compiled code where this process may write, and tell
-when code is compiled.
+"""Call the kernels, which are written in C, as Python functions.
+
+A kernel is declared in Python, with its types, beside what calls it; its body stands in the folder
+`c` there. `compiling` makes a library of each such folder when the package is installed.
+
+What Python hands over, by the name of its type:
+
+    int, float, bool            int64_t, double, bool
+    Integers, Indices, Floats   the address of the first number: int64_t *, int32_t *, double *
+    a NamedTuple                the address of a struct of that name with its fields in the same
+                                order; arrays there are structs of address, length and width
+    ... | None                  NULL for None
+
+Python's lock is not held meanwhile, so threads run kernels side by side.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import shutil
-import tempfile
+import ctypes
+import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-F = TypeVar("F", bound="Callable[..., object]")
-_told: list[Callable[[], None]] = []
-_started: list[object] = []
+import numpy as np
+
+from perseus_planner.base.errors import UsageError
+from perseus_planner.solver import compiling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_SCALARS = {"int": ctypes.c_int64, "float": ctypes.c_double, "bool": ctypes.c_bool}
+_ARRAYS: dict[str, np.dtype[Any]] = {
+    "Integers": np.dtype(np.int64),
+    "Indices": np.dtype(np.int32),
+    "Floats": np.dtype(np.float64),
+}
 
 
-@contextmanager
-def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` before each compilation of a kernel in the block; kernels that are in the
-    cache are not compiled.
+DECLARED: list[tuple[Callable[..., object], frozenset[str]]] = []
+"""Each function that was declared so far, and the arguments that its kernel writes on."""
+
+
+def kernel(*changed: str) -> Callable[[F], F]:
+    """Make a declared function call the kernel of its name, without a leading underscore.
+
+    Arguments are given by position. Arrays must have the declared type of numbers, and lie in one
+    piece, row by row; else a TypeError says which one does not. Their lengths are the caller's
+    business.
+
+    Args:
+        changed: the arguments that the kernel writes on, whose arrays must be writable.
     """
-    _told.append(tell)
-    try:
-        yield
-    finally:
-        _told.remove(tell)
+
+    def decorate(function: F) -> F:
+        name = function.__name__.lstrip("_")
+        DECLARED.append((function, frozenset(changed)))
+        folder = Path(function.__code__.co_filename).with_name("c")
+        call: Callable[..., object] | None = None
+        converters = list[Callable[[Any], object]]()
+
+        @wraps(function)
+        def door(*values: object) -> object:
+            nonlocal call
+            if call is None:
+                # Loaded when it is first called, as looking at a frontier needs no kernel.
+                made = declared(function, frozenset(changed))
+                converters.extend(each.convert for each in made.arguments)
+                call = _bound(folder, name, made)
+            if len(values) != len(converters):
+                raise TypeError(f"{name}: takes {len(converters)} arguments, not {len(values)}")
+            return call(*[convert(each) for convert, each in zip(converters, values, strict=True)])
+
+        return cast("F", door)
+
+    return decorate
 
 
-def kernel(function: F) -> F:
-    """Compile `function` when it is first called, and keep the result on disk for the next process.
+class Declared(NamedTuple):
+    """What a kernel takes and returns, as its Python function declares."""
 
-    Numba keeps it in `NUMBA_CACHE_DIR`, beside the package, or in the home folder. Where it may
-    write to none of them, as in a container that runs under an arbitrary user, the temporary folder
-    takes their place. What an image has in the first two is read also where it cannot be written.
-
-    It may not allocate: it changes arrays that its caller made, and returns numbers. So Numba need
-    not count the references to arrays, code that took a fifth of the compilation.
-
-    What makes compiling slow, so avoid it: a large NamedTuple as an argument, which counts as all
-    its arrays at each call, so that kernels have many parameters instead; a second call of a
-    function where a loop or a variable would do; NumPy functions and `array[:] = other`. What is
-    not in a loop can be Python.
-    """
-    return _compiled(function, _nrt=False)
+    arguments: tuple[_Scalar | _Array | Struct, ...]
+    result: Any  #: a type of ctypes, or None
 
 
-def inner_kernel(function: F) -> F:
-    """Do as `kernel` does for a function that kernels alone call, of whose code it becomes a
-    part; it is not kept.
-    """
-    return _compiled(function, _nrt=False, no_cpython_wrapper=True, cache=False)
+def declared(function: Callable[..., object], changed: frozenset[str]) -> Declared:
+    """Return what a function declares."""
+    annotated = {name: _text(each) for name, each in function.__annotations__.items()}
+    result = annotated.pop("return")
+    unknown = changed - annotated.keys()
+    assert not unknown, f"{function.__name__} has no {unknown}"
+    arguments = tuple(
+        _argument(f"{function.__name__.lstrip('_')}: {name}", text, name in changed, function)
+        for name, text in annotated.items()
+    )
+    return Declared(arguments, _SCALARS.get(result))
 
 
-def _compiled(function: F, **options: Any) -> F:
-    from numba import njit
-    from numba.core import config
+def _argument(
+    name: str, text: str, is_changed: bool, function: Callable[..., object]
+) -> _Scalar | _Array | Struct:
+    text, _, optional = text.partition(" | ")
+    if text in _SCALARS:
+        return _Scalar(text)
+    if text in _ARRAYS:
+        return _Array(name, _ARRAYS[text], is_changed)
+    return Struct(name, function.__globals__[text], is_changed, is_optional=optional == "None")
 
-    options = {"cache": True, "nogil": True, "no_cfunc_wrapper": True} | options
-    _listen()
-    try:
-        compiled = njit(**options)(function)
-    except RuntimeError:  # Numba found no folder for its cache
-        setattr(config, "CACHE_DIR", str(_temporary_cache()))  # noqa: B010  # its module has no types
-        compiled = njit(**options)(function)
-    if (used := compiled.stats.cache_path) is not None:
-        _copy_what_is_kept(Path(function.__code__.co_filename).with_name("__pycache__"), Path(used))
-    return cast("F", compiled)
+
+def _text(annotation: Any) -> str:
+    """Return an annotation as it is written in the source."""
+    return str(getattr(annotation, "__forward_arg__", annotation))
+
+
+class _Scalar:
+    """A number."""
+
+    def __init__(self, text: str) -> None:
+        self.ctype = _SCALARS[text]
+        self.convert: Callable[[Any], object] = operator.index if text == "int" else float
+        if text == "bool":
+            self.convert = bool
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array of one type of numbers."""
+
+    name: str
+    dtype: np.dtype[Any]
+    is_changed: bool
+
+    ctype = ctypes.c_void_p
+
+    def convert(self, array: NDArray[Any]) -> int:
+        """Return the address of the first number."""
+        if (
+            not isinstance(array, np.ndarray)
+            or array.dtype != self.dtype
+            or not array.flags.c_contiguous
+            or not (array.flags.writeable or not self.is_changed)
+        ):
+            raise TypeError(f"{self.name}: {self._problem(array)}")
+        return array.ctypes.data
+
+    def words(self, array: NDArray[Any]) -> tuple[int, int, int]:
+        """Return the three words of the struct that a field is: address, length and width."""
+        address = self.convert(array)
+        count = len(array)
+        return address, count, array.size // count if count else array.strides[0] // array.itemsize
+
+    def _problem(self, array: object) -> str:
+        wanted = f"give an array of {self.dtype} in one piece"
+        if not isinstance(array, np.ndarray):
+            return f"is {type(array).__name__}; {wanted}"
+        if array.dtype != self.dtype:
+            return f"is an array of {array.dtype}; {wanted}"
+        if not array.flags.c_contiguous:
+            return f"is an array with gaps, or column by column; {wanted}"
+        return "is an array that may not be written on; give a copy"
+
+
+class Struct:
+    """A NamedTuple of numbers and arrays."""
+
+    def __init__(self, name: str, kind: Any, is_changed: bool, *, is_optional: bool) -> None:
+        self.name = name
+        self.kind = kind
+        self.is_optional = is_optional
+        self.ctype = ctypes.POINTER(structure(kind))
+        #: the last tuple and its struct: most calls have the problem of the call before
+        self._last: tuple[object, ctypes.Structure | None] = (None, None)
+        self.fields = [
+            _Array(f"{name}.{field}", _ARRAYS[text], is_changed)
+            if text in _ARRAYS
+            else _Scalar(text)
+            for field, text in fields(kind)
+        ]
+
+    def convert(self, value: tuple[Any, ...] | None) -> object:
+        """Return the struct that holds what a tuple holds, or None for NULL."""
+        last, made = self._last
+        if value is last and value is not None:
+            return made
+        if value is None and self.is_optional:
+            return None
+        if not isinstance(value, self.kind):
+            raise TypeError(f"{self.name}: is {type(value).__name__}; give {self.kind.__name__}")
+        assert value is not None
+        made = structure(self.kind)(*self._words(value))
+        self._last = (value, made)
+        return made
+
+    def _words(self, value: tuple[Any, ...]) -> Iterator[object]:
+        for field, each in zip(self.fields, value, strict=True):
+            if isinstance(field, _Scalar):
+                yield field.convert(each)
+            else:
+                yield from field.words(each)
+
+
+def fields(kind: Any) -> list[tuple[str, str]]:
+    """Return the name and the type of each field of a NamedTuple."""
+    return [(name, _text(kind.__annotations__[name])) for name in kind._fields]
 
 
 @cache
-def _copy_what_is_kept(beside: Path, used: Path) -> None:
-    """Copy to the folder `used`, where Numba may write, what is in those where it may not: the one
-    beside the source, and the one that the environment names.
+def structure(kind: Any) -> type[ctypes.Structure]:
+    """Return the struct of a NamedTuple; each array is three words of it."""
+    words = list[tuple[str, Any]]()
+    for name, text in fields(kind):
+        if text in _ARRAYS:
+            words += [(f"{name}_{part}", ctypes.c_int64) for part in ("at", "count", "width")]
+        else:
+            words.append((name, _SCALARS[text]))
+    return type(kind.__name__, (ctypes.Structure,), {"_fields_": words})
+
+
+def _bound(folder: Path, name: str, made: Declared) -> Callable[..., object]:
+    function = getattr(library_of(folder), name)
+    function.argtypes = [each.ctype for each in made.arguments]
+    function.restype = made.result
+    return cast("Callable[..., object]", function)
+
+
+@cache
+def library_of(folder: Path) -> ctypes.CDLL:
+    """Load the library of a folder of C sources.
+
+    Raises:
+        UsageError: If it is not there, or cannot be loaded.
     """
-    named = Path(os.environ.get("NUMBA_CACHE_DIR", os.devnull)) / used.name
-    for folder in {beside, named} - {used}:
-        for file in sorted(folder.glob("*.nb[ci]")):  # the code before the index that names it
-            if not (used / file.name).exists():
-                part = used / f"{file.name}.{os.getpid()}"
-                shutil.copyfile(file, part)
-                part.replace(used / file.name)
-
-
-def _listen() -> None:
-    """Have Numba call those that are to be told; once."""
-    from numba.core import event
-
-    class Listener(event.Listener):
-        collects: ClassVar[list[bool]] = []  # of each compilation that goes on, the outermost first
-
-        def on_start(self, _: object) -> None:
-            self.collects.append(gc.isenabled())
-            # a compilation makes millions of objects; to look for garbage among them takes a sixth
-            # of it
-            gc.disable()
-            for tell in _told:
-                tell()
-
-        def on_end(self, _: object) -> None:
-            if self.collects.pop():
-                gc.enable()
-
-    if not _started:
-        _started.append(Listener())
-        event.register("numba:compile", _started[0])  # type: ignore[no-untyped-call]  # untyped in Numba
-
-
-def _temporary_cache() -> Path:
-    """Return a folder that only this user can write, since Numba runs what it finds there."""
-    folder = Path(tempfile.gettempdir()) / f"perseus-planner-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        return Path(tempfile.mkdtemp(prefix="perseus-planner-"))
-    return folder
+    path = compiling.library(folder)
+    remedy = "type `make compiled` in the folder of perseus-planner, or install it again with pip"
+    if not path.exists():
+        others = [*folder.glob("kernels-*.so")]
+        what = "were compiled from other sources" if others else "are not compiled"
+        raise UsageError(f"{folder}: the kernels {what}; {remedy}")
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be loaded: {error}; {remedy}") from error

@@ -42,12 +42,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.solver.kernels import kernel
-from perseus_planner.solver.network import UNLIMITED, State
+from perseus_planner.solver.network import UNLIMITED, Network, State
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.solver.network import Integers, Network
+    from perseus_planner.solver.network import Integers
 
     Indices = NDArray[np.int32]  # half as large as `Integers`, since caches are small
 
@@ -85,77 +85,21 @@ def slowest_tree(network: Network) -> Tree:
     ready = np.zeros_like(waiting)
     tree = Tree(event, np.zeros(len(event), np.int32), (2 * network.other).astype(np.int32))
     ready[0] = network.source
-    _grow_tree(
-        network.source,
-        network.sink,
-        network.tail,
-        network.head,
-        network.first,
-        network.vertex_time,
-        network.start,
-        network.residual,
-        network.raising,
-        network.lowering,
-        *tree,
-        waiting,
-        ready,
-    )
+    _grow_tree(network, tree, waiting, ready)
     return tree
 
 
-@kernel
-def _grow_tree(
-    source: int,
-    sink: int,
-    tail: Integers,
-    head: Integers,
-    first: Integers,
-    vertex_time: Integers,
-    start: Integers,
-    residual: Integers,
-    raising: Integers,
-    lowering: Integers,
-    event: Integers,
-    parent: Indices,
-    far: Indices,
-    waiting: Integers,
-    ready: Integers,
-) -> None:
+@kernel("tree", "waiting", "ready")
+def _grow_tree(network: Network, tree: Tree, waiting: Integers, ready: Integers) -> None:
     """Fill the tree of the slow end.
 
-    Arguments are fields of the network and of the tree, and two arrays that change: `waiting`,
-    (nodes,) how many arcs lead to each node, and `ready`, (nodes,), which begins with the source.
+    Args:
+        network: the network.
+        tree: changed in place.
+        waiting: (nodes,) how many arcs lead to each node; changes.
+        ready: (nodes,) begins with the source; changes.
     """
-    taken = 0
-    reached = 1
-    while taken < reached:
-        node = ready[taken]
-        taken += 1
-        for i in range(start[node], start[node + 1]):
-            arc = residual[i]
-            if arc >= 0:
-                end = event[node] + vertex_time[first[arc]]
-                if end >= event[head[arc]]:
-                    event[head[arc]] = end
-                    parent[head[arc]] = i
-                waiting[head[arc]] -= 1
-                if waiting[head[arc]] == 0:
-                    ready[reached] = head[arc]
-                    reached += 1
-    for node in range(len(event)):
-        if node != source:
-            arc = residual[parent[node]]
-            far[raising[arc]] |= 1
-            far[lowering[arc]] |= 1
-    # The root is the source so far: turn the path from there to the sink.
-    node = sink
-    turned = 0
-    while node != source:
-        arc = residual[parent[node]]
-        parent[node] = turned
-        turned = lowering[arc]
-        node = tail[arc]
-    parent[source] = turned
+    raise NotImplementedError
 
 
 class _Walker(NamedTuple):
@@ -177,239 +121,26 @@ class _Walker(NamedTuple):
     kept: Integers
 
 
-@kernel
+@kernel("tree", "flow", "walker", "times", "powers")
 def _advance(
-    source: int,
-    sink: int,
-    tail: Integers,
-    head: Integers,
-    first: Integers,
-    last: Integers,
-    vertex_time: Integers,
-    vertex_slope: Integers,
-    start: Integers,
-    residual: Integers,
-    raising: Integers,
-    lowering: Integers,
-    event: Integers,
-    parent: Indices,
-    far: Indices,
+    network: Network,
+    tree: Tree,
     flow: Integers,
-    level: Integers,
-    taken_in: Indices,
-    side: Indices,
-    piece: Integers,
-    piece_moved: Integers,
-    across: Indices,
-    heap_moved: Integers,
-    heap_arc: Indices,
-    kept: Integers,
+    walker: _Walker,
     target: int,
     times: Integers,
     powers: Integers,
+    most_times: int,
 ) -> int:
     """Move tree and flow along the frontier from `times[0]` down to `target`, to its fast end, or
     until `times` is full.
 
     `times` gets the total times at which the walk arrives, falling, and `powers`, whose first one
     is the flow so far, the power just below each: the frontier's slope between one time and the
-    next is minus that power. Below a time with UNLIMITED power nothing is feasible. The other
-    arguments are fields of the network, the tree, and the walker. Returns how many times there are.
+    next is minus that power. Below a time with UNLIMITED power nothing is feasible. Returns how
+    many times there are, at most `most_times`.
     """
-    time = times[0]
-    power = powers[0]
-    count = 1
-    mark = kept[0]
-    is_within = kept[1]
-    reached = kept[2]
-    waiting = kept[3]
-    moved = kept[4]
-    pieces = kept[5]
-    begin = time + moved  # the time at which this round began
-    while True:
-        leaving = -1
-        entry = source
-        if is_within == 0:
-            # Raise the flow along the tree: first see by how much, and which arc is full then.
-            least = UNLIMITED
-            node = source
-            while node != sink:
-                arc = residual[parent[node]]
-                room = UNLIMITED
-                if arc >= 0:
-                    room = flow[arc] - vertex_slope[level[arc]]
-                elif level[~arc] < last[~arc]:
-                    room = vertex_slope[level[~arc] + 1] - flow[~arc]
-                if room < least:
-                    least = room
-                    leaving = parent[node]
-                node = tail[arc] if arc >= 0 else head[~arc]
-            if least == UNLIMITED:
-                powers[count - 1] = UNLIMITED
-                kept[1] = 0
-                kept[4] = 0
-                return count
-            node = source
-            while node != sink:
-                arc = residual[parent[node]]
-                if arc >= 0:
-                    flow[arc] -= least
-                    node = tail[arc]
-                else:
-                    flow[~arc] += least
-                    node = head[~arc]
-            power += least
-            powers[count - 1] = power
-            mark = mark + 1
-            reached = 0
-            waiting = 0
-            moved = 0
-            pieces = 0
-            begin = time
-        while True:
-            if leaving >= 0:
-                # The full arc leaves the tree, and what is before it joins the source's side.
-                arc = residual[leaving]
-                if arc < 0:
-                    arc = ~arc
-                    level[arc] += 1
-                far[raising[arc]] ^= 1
-                far[lowering[arc]] ^= 1
-                piece[pieces] = reached
-                piece_moved[pieces] = moved
-                pieces += 1
-                looked = reached
-                listed = 0
-                side[reached] = entry
-                taken_in[entry] = mark
-                reached += 1
-                while looked < reached:
-                    node = side[looked]
-                    looked += 1
-                    for i in range(start[node], start[node + 1]):
-                        other = far[i] >> 1
-                        if taken_in[other] != mark:
-                            if far[i] & 1:
-                                taken_in[other] = mark
-                                parent[other] = i
-                                side[reached] = other
-                                reached += 1
-                            else:
-                                across[listed] = i
-                                listed += 1
-                for place in range(listed):
-                    i = across[place]
-                    if taken_in[far[i] >> 1] == mark:
-                        continue
-                    # How far the sink's side moves until this arc is at a vertex.
-                    arc = residual[i]
-                    if arc >= 0:
-                        further = event[head[arc]] - event[tail[arc]] - vertex_time[level[arc]]
-                    else:
-                        arc = ~arc
-                        if level[arc] == first[arc]:
-                            continue  # it may have any time, at no saving
-                        further = vertex_time[level[arc] - 1] - event[head[arc]] + event[tail[arc]]
-                    further += moved
-                    child = waiting
-                    waiting += 1
-                    while child > 0 and heap_moved[(child - 1) // 2] > further:
-                        above = (child - 1) // 2
-                        heap_moved[child], heap_arc[child] = heap_moved[above], heap_arc[above]
-                        child = above
-                    heap_moved[child] = further
-                    heap_arc[child] = i
-            # Arcs in the heap are no longer across the cut if the source's side took in both ends.
-            while taken_in[far[heap_arc[0]] >> 1] == mark:
-                waiting -= 1
-                further = heap_moved[waiting]
-                i = heap_arc[waiting]
-                above = 0
-                child = 1
-                while child < waiting:
-                    if child + 1 < waiting and heap_moved[child + 1] < heap_moved[child]:
-                        child += 1
-                    if further <= heap_moved[child]:
-                        break
-                    heap_moved[above], heap_arc[above] = heap_moved[child], heap_arc[child]
-                    above = child
-                    child = 2 * child + 1
-                heap_moved[above] = further
-                heap_arc[above] = i
-            if heap_moved[0] > moved:
-                # One time for each round is enough: the power is the same.
-                is_first = count == 1 or times[count - 1] == begin
-                if time <= target or (is_first and count == len(times)):
-                    kept[0] = mark
-                    kept[1] = 1
-                    kept[2] = reached
-                    kept[3] = waiting
-                    kept[4] = moved
-                    kept[5] = pieces
-                    return count
-                is_short = begin - heap_moved[0] < target
-                moved = begin - target if is_short else heap_moved[0]
-                time = begin - moved
-                if is_first:
-                    count += 1
-                times[count - 1] = time
-                powers[count - 1] = power
-                if is_short:
-                    leaving = -1
-                    continue
-            # The nearest arc enters the tree: from `node` on the source's side to `entry`.
-            entering = heap_arc[0]
-            arc = residual[entering]
-            if arc >= 0:
-                node = tail[arc]
-                entry = head[arc]
-            else:
-                arc = ~arc
-                node = head[arc]
-                entry = tail[arc]
-                level[arc] -= 1
-            far[raising[arc]] ^= 1
-            far[lowering[arc]] ^= 1
-            # The first full arc from there to the sink, if there is one, leaves.
-            leaving = -1
-            above = entry
-            while above != sink and leaving < 0:
-                i = parent[above]
-                arc = residual[i]
-                if arc >= 0:
-                    is_full = flow[arc] == vertex_slope[level[arc]]
-                    above = tail[arc]
-                else:
-                    arc = ~arc
-                    is_full = level[arc] < last[arc] and flow[arc] == vertex_slope[level[arc] + 1]
-                    above = head[arc]
-                if is_full:
-                    leaving = i
-            if leaving < 0:
-                break
-            parent[entry] = entering
-        is_within = 0
-        # Nodes that were taken in late moved with the sink's side before. The sink stays where it
-        # is, so all others move the other way.
-        piece[pieces] = reached
-        for number in range(pieces):
-            later = moved - piece_moved[number]
-            if later > 0:
-                for place in range(piece[number], piece[number + 1]):
-                    event[side[place]] += later
-        moved = 0
-        # The source's side has the source as its root: turn the path from there to the arc.
-        turned = entering
-        while True:
-            arc = residual[turned]
-            turned = lowering[arc] if arc >= 0 else raising[~arc]
-            old = parent[node]
-            parent[node] = turned
-            if node == source:
-                break
-            turned = old
-            arc = residual[old]
-            node = tail[arc] if arc >= 0 else head[~arc]
+    raise NotImplementedError
 
 
 def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> Iterator[Step]:
@@ -443,34 +174,7 @@ def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> 
         count = _MOST_STEPS
         while count == _MOST_STEPS:
             part[:, 0] = times[-1], powers[-1]
-            count = _advance(
-                network.source,
-                network.sink,
-                network.tail,
-                network.head,
-                network.first,
-                network.last,
-                network.vertex_time,
-                network.vertex_slope,
-                network.start,
-                network.residual,
-                network.raising,
-                network.lowering,
-                *tree,
-                flow,
-                walker.level,
-                walker.taken_in,
-                walker.side,
-                walker.piece,
-                walker.piece_moved,
-                walker.across,
-                walker.heap_moved,
-                walker.heap_arc,
-                walker.kept,
-                target,
-                part[0],
-                part[1],
-            )
+            count = _advance(network, tree, flow, walker, target, part[0], part[1], _MOST_STEPS)
             times[-1:], powers[-1:] = part[:, :count].tolist()
         yield Step(times, powers, State(_events(network, tree, walker), flow))
         time = times[-1]

@@ -19,7 +19,7 @@ in watts, which is the flow of the minimum cut.
    ends and prices of random groups of computations are changed, and plans that cost no more are
    kept. The number of tries and the seed are fixed: equal input, equal plan.
 
-The cheaper of both plans is then polished (`planner.py`).
+The cheaper of both plans is then polished (`polish.py`).
 
 Dispatching is serial schedule generation with a guide, as in resource-constrained scheduling
 (Kolisch 1996).
@@ -33,15 +33,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.point_problem import PointProblem, compute_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.solver.network import Floats, Integers
-
-_ROUNDING = 1e-11  #: relative; more than the rounding error of a sum of 1e4 floats
 
 
 class Guide(NamedTuple):
@@ -54,112 +52,7 @@ class Guide(NamedTuple):
     )
 
 
-@inner_kernel
-def _set_limits(problem: PointProblem, deadline_s: float, limit_s: Floats) -> None:
-    """Fill `limit_s` with the latest end of each computation that leaves time for all successors
-    at their fastest.
-    """
-    after_start = problem.after_start
-    after = problem.after
-    time_s = problem.time_s
-    fastest = problem.point_start
-    lag_s = problem.after_lag_s
-    for k in range(len(limit_s) - 1, -1, -1):
-        limit_s[k] = deadline_s
-        for i in range(after_start[k], after_start[k + 1]):
-            fastest_s = time_s[fastest[problem.member[after[i]]]]
-            limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
-
-
-@inner_kernel
-def _dispatch(
-    problem: PointProblem, guide: Guide, limit_s: Floats, chosen: Integers, end_s: Floats
-) -> None:
-    """Choose a point for each computation in turn; the search begins at the points that `chosen`
-    holds.
-    """
-    member = problem.member
-    point_start = problem.point_start
-    time_s = problem.time_s
-    cost_j = problem.cost_j
-    gain_w = problem.gain_w
-    loss_w = problem.loss_w
-    before_start = problem.before_start
-    before = problem.before
-    lag_s = problem.before_lag_s
-    wanted_s = guide.end_s
-    price_w = guide.price_w
-    early = guide.stiffness[0]
-    late = guide.stiffness[1]
-    for k in range(len(chosen)):
-        start_s = 0.0
-        for i in range(before_start[k], before_start[k + 1]):
-            start_s = max(start_s, end_s[before[i]] + lag_s[i])
-        first = point_start[member[k]]
-        stop = point_start[member[k] + 1]
-        price = price_w[k]
-        wanted = wanted_s[k] - start_s
-        limit = limit_s[k] - start_s
-        middle = chosen[k]
-        while middle + 1 < stop and time_s[middle] < wanted:
-            middle += 1
-        while middle > first and (time_s[middle - 1] >= wanted or time_s[middle] > limit):
-            middle -= 1
-        best = first
-        least = np.inf
-        point = middle
-        while point < stop and (time_s[point] <= limit or point == first):
-            cost = cost_j[point] + price * (time_s[point] + late * max(0.0, time_s[point] - wanted))
-            cost += price * early * max(0.0, wanted - time_s[point])
-            if cost < least:
-                best = point
-                least = cost
-            if time_s[point] >= wanted and gain_w[point] <= price * (1.0 + late):
-                break  # no slower point can be better
-            point += 1
-        point = middle
-        while point > first and loss_w[point] <= price * (
-            1.0 - early
-        ):  # else no faster point can be better
-            point -= 1
-            cost = cost_j[point] + price * (time_s[point] + early * (wanted - time_s[point]))
-            if cost < least:
-                best = point
-                least = cost
-        chosen[k] = best
-        end_s[k] = start_s + time_s[best]
-
-
-@inner_kernel
-def _fill(problem: PointProblem, deadline_s: float, chosen: Integers, end_s: Floats) -> float:
-    """Slow computations into the slack behind them, last ones first; return the effective energy
-    then, joules.
-
-    `end_s` then holds their latest starts.
-    """
-    point_start = problem.point_start
-    time_s = problem.time_s
-    cost_j = problem.cost_j
-    after_start = problem.after_start
-    after = problem.after
-    lag_s = problem.after_lag_s
-    total_j = 0.0
-    for k in range(len(chosen) - 1, -1, -1):
-        latest_s = deadline_s
-        for i in range(after_start[k], after_start[k + 1]):
-            latest_s = min(latest_s, end_s[after[i]] - lag_s[i])
-        point = chosen[k]
-        slowest = point_start[problem.member[k] + 1] - 1
-        room_s = latest_s - (end_s[k] - time_s[point])
-        while point < slowest and time_s[point + 1] <= room_s:
-            point += 1
-        chosen[k] = point
-        end_s[k] = latest_s - time_s[point]
-        total_j += cost_j[point]
-    return total_j
-
-
-@kernel
+@kernel("chosen", "end_s", "before")
 def _fill_exactly(
     problem: PointProblem,
     deadline_s: float,
@@ -168,20 +61,14 @@ def _fill_exactly(
     before: Integers,
     worth_j: float,
 ) -> float:
-    """Do as `_fill` does, but take what fits exactly, and not what misses by a rounding error.
+    """Slow computations into the slack behind them, last ones first: take what fits exactly, and
+    not what misses by a rounding error. Return the effective energy then, joules; `end_s` then
+    holds the latest starts.
 
-    This is checked only if the effective energy is at most `worth_j`; otherwise the plan may be
-    late. `before` is scratch space.
+    What misses is checked only if the effective energy is at most `worth_j`; otherwise the plan may
+    be late. `before` is scratch space.
     """
-    for k in range(len(before)):
-        before[k] = chosen[k]
-    total_j = _fill(problem, deadline_s * (1 + _ROUNDING), chosen, end_s)
-    if total_j <= worth_j and compute_ends(problem, chosen, end_s) > deadline_s:
-        for k in range(len(before)):
-            chosen[k] = before[k]
-        compute_ends(problem, chosen, end_s)
-        total_j = _fill(problem, deadline_s * (1 - _ROUNDING), chosen, end_s)
-    return total_j
+    raise NotImplementedError
 
 
 def mix(
@@ -217,58 +104,6 @@ def mix(
             misses = part
 
 
-@inner_kernel
-def _vary_all(guide: Guide, step_s: float, size: float) -> None:
-    """Change one of the two stiffnesses, or move all ends."""
-    what = np.random.randint(0, 3)
-    if what < 2:
-        guide.stiffness[what] *= np.exp(0.5 * size)
-    else:
-        end_s = guide.end_s
-        moved_s = 0.3 * step_s * size
-        for k in range(len(end_s)):
-            end_s[k] += moved_s
-
-
-@inner_kernel
-def _vary_group(problem: PointProblem, guide: Guide, step_s: float, size: float) -> None:
-    """Change the ends, or the prices, of a group: some classes, from one computation to a later
-    one or to the last.
-    """
-    count = len(problem.member)
-    classes = len(problem.point_start) - 1
-    first = np.random.randint(0, count)
-    stop = (
-        count if np.random.random() < 0.2 else min(count, first + int(count ** np.random.random()))
-    )
-    which = np.random.randint(0, classes)
-    what = np.random.randint(0, 4)
-    moved_s = 2.0 * step_s * size * np.exp(-3.0 * np.random.random())
-    prices = np.random.random() < 0.25
-    for k in range(first, stop):
-        member = problem.member[k]
-        # the class itself; all classes of its kind; all classes up to it; every class
-        if (member == which, problem.kind[member] == problem.kind[which], member <= which, True)[
-            what
-        ]:
-            if prices:
-                guide.price_w[k] *= np.exp(0.2 * size)
-            else:
-                guide.end_s[k] += moved_s
-
-
-@inner_kernel
-def _copy(source: Guide, target: Guide) -> None:
-    from_s = source.end_s
-    from_w = source.price_w
-    to_s = target.end_s
-    to_w = target.price_w
-    for k in range(len(to_s)):
-        to_s[k], to_w[k] = from_s[k], from_w[k]
-    for what in range(2):
-        target.stiffness[what] = source.stiffness[what]
-
-
 def improve(
     problem: PointProblem,
     deadline_s: float,
@@ -297,15 +132,15 @@ def improve(
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
     plans = np.array([chosen, chosen, chosen])
     times_s = np.empty((2, len(chosen)))
-    cost_j = _improve(
+    cost_j = _improve_guide(
         problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group
     )
     chosen[:] = plans[0]
     return cost_j
 
 
-@kernel
-def _improve(
+@kernel("guide", "best", "plans", "times_s")
+def _improve_guide(
     problem: PointProblem,
     deadline_s: float,
     guide: Guide,
@@ -318,30 +153,7 @@ def _improve(
     group: bool,
 ) -> float:
     """Do as `improve` does, with equal guides; the best plan is the first one of `plans`."""
-    np.random.seed(1)
-    chosen = plans[0]
-    trial = plans[1]
-    before = plans[2]
-    limit_s = times_s[0]
-    end_s = times_s[1]
-    _set_limits(problem, deadline_s * (1 - _ROUNDING), limit_s)
-    for attempt in range(tries):
-        if attempt > 0:
-            size = np.random.normal()
-            if group and np.random.random() < 0.75:
-                _vary_group(problem, guide, step_s, size)
-            else:
-                _vary_all(guide, step_s, size)
-        _dispatch(problem, guide, limit_s, trial, end_s)
-        trial_j = _fill_exactly(problem, deadline_s, trial, end_s, before, cost_j)
-        if trial_j <= cost_j:
-            cost_j = trial_j
-            for k in range(len(trial)):
-                chosen[k] = trial[k]
-            _copy(guide, best)
-        else:
-            _copy(best, guide)
-    return cost_j
+    raise NotImplementedError
 
 
 def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
@@ -351,30 +163,12 @@ def try_all_points(problem: PointProblem, deadline_s: float) -> Integers:
     return best
 
 
-@kernel
+@kernel("trial", "best", "end_s")
 def _try_all(
     problem: PointProblem, deadline_s: float, trial: Integers, best: Integers, end_s: Floats
 ) -> None:
     """Count `trial` up from the fastest points, and keep the `best` one."""
-    point_start = problem.point_start
-    member = problem.member
-    cost_j = problem.cost_j
-    best_j = np.inf
-    k = 0
-    while k < len(trial):
-        trial_j = 0.0
-        for point in trial:
-            trial_j += cost_j[point]
-        if trial_j < best_j and compute_ends(problem, trial, end_s) <= deadline_s:
-            best_j = trial_j
-            for k in range(len(trial)):
-                best[k] = trial[k]
-        k = 0
-        while k < len(trial) and trial[k] == point_start[member[k] + 1] - 1:
-            trial[k] = point_start[member[k]]
-            k += 1
-        if k < len(trial):
-            trial[k] += 1
+    raise NotImplementedError
 
 
 ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a part of it

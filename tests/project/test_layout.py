@@ -33,7 +33,7 @@ from strategies import smooth_profile
 from perseus_planner import schedules, solve
 from perseus_planner.base import extensions
 
-HEAVY = ("deepspeed", "matplotlib", "numba", "pynvml", "scipy", "torch")
+HEAVY = ("deepspeed", "matplotlib", "pynvml", "scipy", "torch")
 
 
 @cache

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ from command_options import ROOT
 from packaging.metadata import Metadata
 
 from perseus_planner import Plan, Profile, __version__
+from perseus_planner.solver import compiling
 
 FOLDERS = ("perseus_planner", "profiler", "runtime")
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "build_backend.py", "README.md", "LICENSE")
 DEMO = {"profile.yaml", "profile.csv", "frontier.npz", "plan.yaml", "report.html"}
 
 
@@ -43,7 +46,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, environment = folder / "source", folder / "venv"
     for name in FOLDERS:
         shutil.copytree(
-            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "kernels-*.so"),
         )
     for name in FILES:
         shutil.copy(ROOT / name, source)
@@ -73,12 +79,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = environment.glob("lib/python*/site-packages")
     dependencies = [path for path in sys.path if path.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies))
-    for compiled in ROOT.glob(
-        "perseus_planner/solver/__pycache__/*.nb[ic]"
-    ):  # numba compares the times of sources
-        shutil.copy(compiled, packages / compiled.relative_to(ROOT).parent)
-    for file in ROOT.glob("perseus_planner/solver/*.py"):
-        os.utime(packages / file.relative_to(ROOT), ns=2 * (file.stat().st_mtime_ns,))
     return environment
 
 
@@ -97,6 +97,18 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
         output_of(*run, "import sys; print(type(sys.meta_path[0]).__name__)", cwd=tmp_path)
         == "_EngineFinder\n"
     )
+
+
+def test_one_wheel_holds_the_kernels_for_every_python(environment: Path):
+    (wheel,) = environment.parent.glob("*.whl")
+    machine = f"{sys.platform}_{platform.machine()}"
+    assert wheel.name == f"perseus_planner-{__version__}-py3-none-{machine}.whl"
+    assert wheel.stat().st_size < 2_000_000
+    names = zipfile.ZipFile(wheel).namelist()
+    libraries = [name for name in names if name.endswith(".so")]
+    assert sorted(map(os.path.dirname, libraries)) == [
+        str(folder.relative_to(ROOT)) for folder in compiling.folders()
+    ]
 
 
 def test_the_description_is_complete_and_its_links_lead_to_files_at_the_tag(environment: Path):

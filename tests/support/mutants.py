@@ -210,7 +210,7 @@ class Checkout:
         try:
             yield
         finally:
-            # with its time, by which Python and Numba know what they have compiled
+            # with its time, by which Python knows what it has compiled
             path.write_bytes(content)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 

@@ -39,7 +39,6 @@ EXTENSION = Extension(
     },
     offers={
         "sequence work": "perseus_planner.extensions.autopilot.batches.work:sequence_work",
-        "warm up": "perseus_planner.extensions.autopilot.planning:use_kernels",
     },
 )
 

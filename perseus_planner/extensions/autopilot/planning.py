@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.extensions.autopilot.job import AutopilotJob
 from perseus_planner.profiles.measurement import ClockChange, Measurement, with_fewer_changes
 from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
@@ -39,7 +38,7 @@ from perseus_planner.solver.planner import Planner
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.schedules.iteration import Iteration
+    from perseus_planner.extensions.autopilot.job import AutopilotJob
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
@@ -423,12 +422,3 @@ def _tied(job: AutopilotJob) -> Integers:
         latest[group] = place
         tied[place] = first.setdefault(group, place)
     return tied
-
-
-def use_kernels(iteration: Iteration) -> None:
-    """Search as training does, so that what it needs is compiled."""
-    job = AutopilotJob(iteration, (1410, 1200, 1000), 1, ClockChange(0.0045, 0.0009))
-    search = Searcher(job, 8)
-    classes = (len(search.keys), 3)
-    costs = Costs(np.full(classes, 0.1), np.full(classes, 300.0), np.full(2, 80.0))
-    search.polish(search.full(), costs, 10.0, 1)

@@ -682,7 +682,7 @@ class UnlikeJob:
     """
 
     def __init__(self, frontier: Frontier, lengths: Lengths, slowdown: float = 1.0) -> None:
-        # Loaded here with Numba, which whoever only reads lengths does not need.
+        # Loaded here, as whoever only reads lengths does not need it.
         from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
 
         self.frontier = frontier

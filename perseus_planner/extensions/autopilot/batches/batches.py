@@ -33,17 +33,14 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     Slowest,
 )
 from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
-from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
 from perseus_planner.extensions.autopilot.batches.work import work_of
 from perseus_planner.extensions.autopilot.ranks.messages import order_of
-from perseus_planner.profiles.measurement import Measurement, nearest_clock
-from perseus_planner.profiles.profiles import Profile
+from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
 from perseus_planner.runtime.program import Expected, Program, Table
 from perseus_planner.runtime.sending import values_of
 from perseus_planner.schedules import WHOLE
-from perseus_planner.schedules.dag import PipelineDag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,6 +48,7 @@ if TYPE_CHECKING:
     from perseus_planner.engines.guard import Microbatches
     from perseus_planner.extensions.autopilot.batches.exchange import Key
     from perseus_planner.extensions.autopilot.status import AutopilotStatus
+    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.marks import IterationTimes
@@ -240,9 +238,7 @@ class Batches:
         #: for each number of microbatches, what is run until more is known; replaced, never changed
         self._first: dict[int, Program] = {}
         self._leader: Leader | None = None
-        # Compiled before training, because compiling within an iteration would make it late.
         if seat.leads:
-            _load_kernels()
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
         self._learner = LawLearner()
         self._catching_up = CatchingUp(profile)
@@ -703,12 +699,3 @@ class Batches:
         if not rows:
             return program
         return replace(program, table=Table(self._latest.write(iteration, rows)))
-
-
-def _load_kernels() -> None:
-    """Compile what plans a batch before training, or load it where it was compiled before."""
-    row = (Measurement(1, 1.0, 1.0),)
-    profile = Profile({(0, "F"): row}, 0.0, iteration={"schedule": "whole", "microbatches": 1})
-    planner = BatchPlanner(PipelineDag.from_schedule(profile, WHOLE), {(0, "F"): Law(1.0, (0.0,))})
-    work = np.ones((1, 1))
-    planner.plan(work, planner.full_clocks_s(work))

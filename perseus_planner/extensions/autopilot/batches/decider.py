@@ -68,7 +68,7 @@ class BatchesDecider(Decider):
             ProfileError: If the profile does not fit what it runs, or its GPU.
             RankError: If rank 0 has no function for the work.
         """
-        from perseus_planner.extensions.autopilot.batches import exchange  # they load numba
+        from perseus_planner.extensions.autopilot.batches import exchange  # they load numpy
         from perseus_planner.extensions.autopilot.batches.batches import Batches
 
         job = seat.job

@@ -21,6 +21,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import COUNT, FINITE
 from perseus_planner.profiles.measurement import lower_hull, nearest_clock
 from perseus_planner.solver.clock_problem import (
+    ClockProblem,
     ClockState,
     change_cost,
     clock_problem_of,
@@ -28,7 +29,7 @@ from perseus_planner.solver.clock_problem import (
     replay,
     replay_changes,
 )
-from perseus_planner.solver.kernels import inner_kernel, kernel
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.mincut import walk
 from perseus_planner.solver.network import scaled_network
 from perseus_planner.solver.point_problem import PointProblem, compute_ends, point_problem
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import ClockChange, OperatingPoint
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules.dag import PipelineDag
-    from perseus_planner.solver.clock_problem import ClockProblem
     from perseus_planner.solver.network import Floats, Integers, Network, ScaledNetwork
 
 _LARGE = 256  #: nodes above which a walk takes long
@@ -229,7 +229,6 @@ _ROOM = 0.8  #: by how much longer lower clocks are planned, of the jitter
 #: by how much ranks may be late without catching up, of the jitter, and at most of an iteration
 _TOLERATED = 0.3
 _MOST_TOLERATED = 0.0035
-_LOOK = 4  #: lower clocks that are looked at for a cheaper one
 _LEAST_SCALE = 1 / 64  #: of a computation's measured times: less work than that counts as so much
 
 
@@ -653,7 +652,8 @@ class BatchPlanner:
         """Return the makespan of each row of durations, seconds: (rows, m)."""
         state = self._state(computation_s[0])
         makespan_s = np.empty(len(computation_s))
-        _makespans(self._problem, state, np.ascontiguousarray(computation_s), makespan_s)
+        rows = np.ascontiguousarray(computation_s)
+        _makespans(self._problem, state, rows, len(rows), makespan_s)
         return makespan_s
 
     def _state(self, computation_s: Floats, column: Integers | None = None) -> ClockState:
@@ -714,160 +714,44 @@ def _with_room(profile: Profile) -> Profile:
     return replace(profile, measurements=measurements)
 
 
-@kernel
+@kernel("latest_s")
 def _latest_ends(
     problem: ClockProblem, state: ClockState, deadline_s: float, latest_s: Floats
 ) -> None:
     """Fill `latest_s` with the latest end of each node after which all others still end by
     `deadline_s`.
     """
-    before_start = problem.before_start
-    before = problem.before
-    lag_s = problem.before_lag_s
-    for k in range(len(latest_s)):
-        latest_s[k] = deadline_s
-    # Backward, so that all that follow a node are known before what it waits for is.
-    for k in range(len(latest_s) - 1, -1, -1):
-        start_s = latest_s[k] - state.duration_s[k]
-        for i in range(before_start[k], before_start[k + 1]):
-            latest_s[before[i]] = min(latest_s[before[i]], start_s - lag_s[i])
+    raise NotImplementedError
 
 
-@kernel
+@kernel("state", "makespan_s")
 def _makespans(
-    problem: ClockProblem, state: ClockState, computation_s: Floats, makespan_s: Floats
+    problem: ClockProblem, state: ClockState, computation_s: Floats, rows: int, makespan_s: Floats
 ) -> None:
-    """Fill `makespan_s` with that of each row of `computation_s`: (rows, m)."""
-    for row in range(len(makespan_s)):
-        for i in range(len(problem.node)):
-            state.duration_s[problem.node[i]] = computation_s[row, i]
-        state.touched[0] = 0
-        makespan_s[row] = replay(problem, state)
+    """Fill `makespan_s`, (rows,), with that of each row of `computation_s`: (rows, m)."""
+    raise NotImplementedError
 
 
-@inner_kernel
-def _raised_to(
-    problem: ClockProblem, scale: Floats, column: Integers, first: int, stop: int
-) -> tuple[int, float]:
-    """Return the lowest clock found at which no computation from `first` to before `stop` takes
-    longer than now, and what that costs, joules; -1 if there is none.
-    """
-    member = problem.member
-    time_s = problem.time_s
-    cost_j = problem.cost_j
-    # Columns count downward from the highest clock, so the smallest one is the fastest clock in
-    # use.
-    clock = column[first]
-    for i in range(first, stop):
-        clock = min(clock, column[i])
-    i = first
-    added_j = 0.0
-    # A class takes infinitely long at a clock at which it was not measured, so the next higher one
-    # is tried for all.
-    while i < stop and clock >= 0:
-        c = member[i]
-        if time_s[c, clock] > time_s[c, column[i]]:
-            clock = clock - 1
-            i = first
-            added_j = 0.0
-        else:
-            added_j += scale[i] * (cost_j[c, clock] - cost_j[c, column[i]])
-            i += 1
-    return clock, added_j
-
-
-@kernel
+@kernel("column", "begin", "raised", "added_j")
 def _merge(
     problem: ClockProblem,
     scale: Floats,
-    most: int,
+    most_segments: int,
     column: Integers,
     begin: Integers,
     raised: Integers,
     added_j: Floats,
 ) -> bool:
     """Merge neighbouring segments of one clock, those first that cost least, until no rank has
-    more than `most`; return whether that was possible.
+    more than `most_segments`; return whether that was possible.
 
     `begin`, `raised` and `added_j` are scratch space: where each segment of a rank begins, and the
     clock and cost of it with the one before.
     """
-    rank_start = problem.rank_start
-    for rank in range(len(rank_start) - 1):
-        first = rank_start[rank]
-        stop = rank_start[rank + 1]
-        count = 0
-        for i in range(first, stop):
-            if i == first or column[i] != column[i - 1]:
-                begin[count] = i
-                count += 1
-        begin[count] = stop
-        # The cost of merging each segment with the one before it, which the loop keeps up to date.
-        for s in range(1, count):
-            raised[s], added_j[s] = _raised_to(problem, scale, column, begin[s - 1], begin[s + 1])
-        while count > most:
-            # The cheapest merge first, of those that have a clock in common.
-            best = 0
-            for s in range(1, count):
-                if raised[s] >= 0 and (best == 0 or added_j[s] < added_j[best]):
-                    best = s
-            # Classes may have no clock in common at which none takes longer.
-            if best == 0:
-                return False
-            for i in range(begin[best - 1], begin[best + 1]):
-                column[i] = raised[best]
-            count -= 1
-            for s in range(best, count + 1):
-                begin[s], raised[s], added_j[s] = begin[s + 1], raised[s + 1], added_j[s + 1]
-            # Only merges with the new segment cost something else now.
-            for s in range(max(best - 1, 1), min(best + 1, count)):
-                raised[s], added_j[s] = _raised_to(
-                    problem, scale, column, begin[s - 1], begin[s + 1]
-                )
-    return True
+    raise NotImplementedError
 
 
-@kernel
+@kernel("state")
 def _lower(problem: ClockProblem, scale: Floats, deadline_s: float, state: ClockState) -> None:
     """Lower the clock of one segment after the other, as long as that saves and all is in time."""
-    rank_start = problem.rank_start
-    member = problem.member
-    node = problem.node
-    time_s = problem.time_s
-    cost_j = problem.cost_j
-    column = state.clock
-    duration_s = state.duration_s
-    # Each lowering may leave room for another, so it goes on until a whole round finds none.
-    lowered = True
-    while lowered:
-        lowered = False
-        for rank in range(len(rank_start) - 1):
-            first = rank_start[rank]
-            while first < rank_start[rank + 1]:
-                stop = first + 1
-                # A whole segment is lowered at once, so that the number of changes never grows.
-                now = column[first]
-                while stop < rank_start[rank + 1] and column[stop] == now:
-                    stop += 1
-                # Only a few lower clocks are looked at, as each costs a replay.
-                for clock in range(now + 1, min(now + 1 + _LOOK, time_s.shape[1])):
-                    saved_j = 0.0
-                    for i in range(first, stop):
-                        saved_j += scale[i] * (cost_j[member[i], now] - cost_j[member[i], clock])
-                    # A lower clock may cost more energy, so the next one is looked at as well.
-                    if not saved_j > 0.0:
-                        continue
-                    for i in range(first, stop):
-                        duration_s[node[i]] = scale[i] * time_s[member[i], clock]
-                    # A replay resumes at the first node that changed, which may be any here, so it
-                    # begins anew.
-                    state.touched[0] = 0
-                    if replay(problem, state) <= deadline_s:
-                        for i in range(first, stop):
-                            column[i] = clock
-                        lowered = True
-                        break
-                    # Too late, so the durations go back before the next clock is tried.
-                    for i in range(first, stop):
-                        duration_s[node[i]] = scale[i] * time_s[member[i], now]
-                first = stop
+    raise NotImplementedError
