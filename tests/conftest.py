@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def changed_rooms() -> set[str]:
     return rooms
 
 
+@cache
 def installed_names() -> set[str]:
     """Return the names of the extensions of this distribution that are there."""
     import perseus_planner
