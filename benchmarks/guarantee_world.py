@@ -35,9 +35,7 @@ NOISES: dict[str, Callable[[np.random.Generator, float], Floats]] = {
         random.normal(0.0, spread, ITERATIONS)
         + _carried(0.95, random.normal(0.0, 0.31 * spread, ITERATIONS))
     ),
-    "shared": lambda random, spread: _carried(
-        0.9, random.normal(0.0, 0.436 * spread, ITERATIONS)
-    ),
+    "shared": lambda random, spread: _carried(0.9, random.normal(0.0, 0.436 * spread, ITERATIONS)),
     "heavy tails": lambda random, spread: spread / 1.3 * random.standard_t(2.5, ITERATIONS),
 }
 """By how much iterations differ on their own; each is as wide as `spread` but for its tails. Noise

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
 from refusals import refusal
-from strategies import deadline_s, fixed, problems, shares, smooth_profile
+from strategies import deadline_s, drawn, problems, shares, smooth_profile
 from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
@@ -51,8 +50,7 @@ def plan(frontier: Frontier) -> Plan:
     return frontier.plan_for(1.07 * frontier.baseline_time_s)
 
 
-@settings(fixed, max_examples=100)
-@given(dag=problems(12), share=shares())
+@drawn(12, 100, dag=problems(12), share=shares())
 def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
     dag: PipelineDag, share: float, tmp_path_factory
 ):
@@ -68,8 +66,7 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
     assert again.read_bytes() == path.read_bytes()
 
 
-@settings(fixed, max_examples=100)
-@given(dag=problems(12), share=shares())
+@drawn(12, 100, dag=problems(12), share=shares())
 def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("plan") / name for name in ("p.yaml", "again.yaml"))
     frontier = solve_dag(dag)

@@ -218,14 +218,14 @@ def test_a_looser_deadline_never_takes_more_energy(eight: Exploration):
     fastest_s = eight.first[0].time_s
     found = [
         explore(SMALL, A100, EIGHT, Objective(deadline_s=ratio * fastest_s))
-        for ratio in (1.0, 1.05, 1.2, 1.5)
+        for ratio in (1.0, 1.2, 1.5)
     ]
     assert (
         found[0].solved < found[0].configurations / 20
     )  # those that cannot be that fast are left out
     energies = [each.first[0].energy_j for each in found]
     assert energies == sorted(energies, reverse=True)
-    assert energies[2] < energies[0]
+    assert energies[1] < energies[0]
 
 
 def test_a_deadline_that_one_configuration_meets_costs_few_exact_curves(eight: Exploration):
