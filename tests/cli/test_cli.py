@@ -34,7 +34,6 @@ from perseus_planner.solver import kernels
 from perseus_planner.views.curves import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 SCRIPT = Path(sys.executable).with_name("planner")
 PLANNER = (
     [str(SCRIPT)]
