@@ -27,11 +27,14 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.solver.frontier import solve, solve_dag
 
+ROOT = Path(__file__).parents[2]
 MAKE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
+from effort import reduce_effort
 from strategies import smooth_profile
 from perseus_planner import schedules, solve
+reduce_effort()
 frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 3))
 frontier.save("frontier.npz")
 frontier.plan_for(1.07 * frontier.baseline_time_s).save("plan.yaml")
@@ -224,7 +227,8 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path, frontier: Frontier, 
     plan.save(tmp_path / "plan.yaml")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", MAKE, str(Path(__file__).parents[1] / "support")]
+        folders = [ROOT / "tests" / "support", ROOT / "benchmarks"]
+        command = [sys.executable, "-c", MAKE, *map(str, folders)]
         subprocess.run(command, cwd=tmp_path / name, check=True, timeout=300)
         for file in ("frontier.npz", "plan.yaml"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / file).read_bytes()
