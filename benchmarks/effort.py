@@ -5,13 +5,20 @@ from __future__ import annotations
 from perseus_planner.solver import budget, labels, planner, rounding
 
 LESS = (
-    (budget, "_EFFORT", (1_000_000, 300, 4_000)),
+    (budget, "_EFFORT", (300_000, 100, 1_500)),
+    (budget, "_ENDS", (0, 2, 8)),
+    (budget, "_EXCHANGES", 10),
+    (budget, "_REPLAYED", 500_000),
+    (budget, "_PAIRS", 4),
     (rounding, "_EFFORT", (100_000, 300, 2_000)),
     (rounding, "_ANCHOR_EFFORT", (20_000, 20, 200)),
     (planner, "_MOVES", (300, 20_000)),
-    (labels, "_LABELS", 100),
-    (labels, "_PART_LABELS", 50),
+    (labels, "_LABELS", 30),
+    (labels, "_PART_LABELS", 15),
 )  #: module, name and value of each limit
+
+FULL = tuple((module, name, getattr(module, name)) for module, name, _ in LESS)
+"""As users have them."""
 
 
 def reduce_effort() -> None:

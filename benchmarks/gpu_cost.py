@@ -33,7 +33,6 @@ import numpy as np
 import torch  # noqa: TID253
 import torch.distributed as dist  # noqa: TID253
 from gpu_parts import described
-from scipy import stats
 from torch import nn  # noqa: TID253
 from torch.distributed import pipelining  # noqa: TID253
 
@@ -73,6 +72,8 @@ class Ratio:
         mean = statistics.fmean(logs)
         half = math.inf
         if len(logs) > 1:
+            from scipy import stats  # slow to import
+
             quantile = float(stats.t.ppf(0.975, len(logs) - 1))
             half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
         return cls(len(logs), math.exp(mean), math.exp(mean - half), math.exp(mean + half))

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
 
 from perseus_planner.runtime.guarantee import Guarantee, Judged, Tuning
 
 Floats = NDArray[np.float64]
 ITERATIONS = 2000
+
+
+def _carried(share: float, noise: Floats) -> Floats:
+    """Return noise of which each iteration passes on a share to the next."""
+    from scipy.signal import lfilter  # a second to import, which not all who import this need
+
+    carried: Floats = lfilter([1.0], [1.0, -share], noise)
+    return carried
+
 
 NOISES: dict[str, Callable[[np.random.Generator, float], Floats]] = {
     "independent": lambda random, spread: random.normal(0.0, spread, ITERATIONS),
@@ -25,11 +33,9 @@ NOISES: dict[str, Callable[[np.random.Generator, float], Floats]] = {
     ),
     "drifting": lambda random, spread: (
         random.normal(0.0, spread, ITERATIONS)
-        + lfilter([1.0], [1.0, -0.95], random.normal(0.0, 0.31 * spread, ITERATIONS))
+        + _carried(0.95, random.normal(0.0, 0.31 * spread, ITERATIONS))
     ),
-    "shared": lambda random, spread: lfilter(
-        [1.0], [1.0, -0.9], random.normal(0.0, 0.436 * spread, ITERATIONS)
-    ),
+    "shared": lambda random, spread: _carried(0.9, random.normal(0.0, 0.436 * spread, ITERATIONS)),
     "heavy tails": lambda random, spread: spread / 1.3 * random.standard_t(2.5, ITERATIONS),
 }
 """By how much iterations differ on their own; each is as wide as `spread` but for its tails. Noise

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_nvml import nvml as nvml
@@ -33,13 +35,15 @@ FIRST = (
     "profiler/test_sweep",
     "plans/test_plan",
     "autopilot/test_autopilot",
-    "solver/test_budget",
-    "service/test_dashboard",
+    "autopilot/test_batches",
+    "explore/test_explore",
     "project/test_examples",
-    "project/test_benchmarks",
+    "cli/test_cli",
+    "service/test_dashboard",
+    "solver/test_on_time",
     "project/test_wheel",
-    "profiler/test_row_file",
-    "cli/test_calibrate",
+    "solver/test_budget",
+    "service/test_core",
     "project/test_site",
 )
 
@@ -50,14 +54,13 @@ CHANGED = "PLANNER_TESTS_CHANGED"
 
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        os.environ[CHANGED] = " ".join(sorted(changed_rooms()))
+        os.environ[CHANGED] = " ".join(sorted(changed_rooms(Path(__file__).resolve().parents[1])))
 
 
-def changed_rooms() -> set[str]:
-    """Return the folders below tests/ of what differs from the last commit: a change is likeliest
-    found wrong by the tests of its room. Without git there are none.
+def changed_rooms(root: Path) -> set[str]:
+    """Return the folders below tests/ of what differs from the last commit of a checkout: a change
+    is likeliest found wrong by the tests of its room. Without git there are none.
     """
-    root = Path(__file__).resolve().parents[1]
     command = ["git", "-C", str(root), "--no-optional-locks", "status", "--porcelain"]
     try:
         listed = subprocess.run(
@@ -75,12 +78,25 @@ def changed_rooms() -> set[str]:
     return rooms
 
 
+@cache
 def installed_names() -> set[str]:
     """Return the names of the extensions of this distribution that are there."""
     import perseus_planner
 
     folder = Path(perseus_planner.__file__).parent / "extensions"
     return {file.parent.name for file in folder.glob("*/__init__.py")}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, obj: object
+) -> Generator[None, Any, Any]:
+    """Make no items of a function that is a soak as a whole, where soaks are not asked for: to
+    make them takes seconds, in each worker.
+    """
+    made = yield
+    is_soak = any(mark.name == "soak" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_soak and collector.config.option.markexpr == "not soak" else made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,9 +137,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def less_effort() -> Iterator[None]:
-    """Plans are searched for a short time, as what is tested is not how good they are."""
+    """Plans are searched for a short time in all tests but those of how good plans are, which use
+    one of the two fixtures below.
+    """
     from effort import LESS
 
     with pytest.MonkeyPatch.context() as patch:
@@ -133,8 +151,19 @@ def less_effort() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def little_effort() -> Iterator[None]:
-    """Plans of few clock changes are searched for a short time, and all others as ever."""
+def full_effort(less_effort: None) -> Iterator[None]:
+    """Plans are searched for as long as users' are."""
+    from effort import FULL
+
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in FULL:
+            patch.setattr(*limit)
+        yield
+
+
+@pytest.fixture(scope="module")
+def little_effort(full_effort: None) -> Iterator[None]:
+    """Plans of few clock changes are searched for a short time, and all others as users' are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("perseus_planner.solver.budget._EFFORT", (3_000_000, 300, 8_000))
         yield

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
 from refusals import refusal
-from strategies import deadline_s, fixed, problems, shares, smooth_profile
+from strategies import deadline_s, drawn, problems, shares, smooth_profile
 from validators import check_replay, same
 
 from perseus_planner import Frontier, Plan
@@ -28,11 +27,14 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer, Variant
 from perseus_planner.solver.frontier import solve, solve_dag
 
+ROOT = Path(__file__).parents[2]
 MAKE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
+from effort import reduce_effort
 from strategies import smooth_profile
 from perseus_planner import schedules, solve
+reduce_effort()
 frontier = solve(smooth_profile(2), schedules.one_f_one_b(2, 3))
 frontier.save("frontier.npz")
 frontier.plan_for(1.07 * frontier.baseline_time_s).save("plan.yaml")
@@ -51,8 +53,7 @@ def plan(frontier: Frontier) -> Plan:
     return frontier.plan_for(1.07 * frontier.baseline_time_s)
 
 
-@settings(fixed, max_examples=100)
-@given(dag=problems(12), share=shares())
+@drawn(12, 100, dag=problems(12), share=shares())
 def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
     dag: PipelineDag, share: float, tmp_path_factory
 ):
@@ -68,8 +69,7 @@ def test_a_saved_frontier_loads_as_it_was_and_plans_alike(
     assert again.read_bytes() == path.read_bytes()
 
 
-@settings(fixed, max_examples=100)
-@given(dag=problems(12), share=shares())
+@drawn(12, 100, dag=problems(12), share=shares())
 def test_a_saved_plan_loads_as_it_was(dag: PipelineDag, share: float, tmp_path_factory):
     path, again = (tmp_path_factory.mktemp("plan") / name for name in ("p.yaml", "again.yaml"))
     frontier = solve_dag(dag)
@@ -227,7 +227,8 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path, frontier: Frontier, 
     plan.save(tmp_path / "plan.yaml")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", MAKE, str(Path(__file__).parents[1] / "support")]
+        folders = [ROOT / "tests" / "support", ROOT / "benchmarks"]
+        command = [sys.executable, "-c", MAKE, *map(str, folders)]
         subprocess.run(command, cwd=tmp_path / name, check=True, timeout=300)
         for file in ("frontier.npz", "plan.yaml"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / file).read_bytes()

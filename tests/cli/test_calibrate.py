@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import done, loaded, refused
 from noisy_rows import unlike_stages
-from strategies import smooth_profile
+from strategies import few_and_many, smooth_profile, soaks
 
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.plans.job import Correction, Job
@@ -267,10 +267,13 @@ def test_a_later_calibration_begins_anew_and_one_plan_changes_only_the_overhead(
     assert calibrate(0.125, "nothing else", several) == "overhead_s: 0.125\n"
 
 
-@pytest.mark.parametrize("noise", [0.001, 0.01])
-def test_noise_alone_gives_no_correction_that_predicts_worse(several: str, noise: float):
+@pytest.mark.parametrize("noise", [0.01, *soaks(0.001)])
+@few_and_many("seeds", 1, 4)
+def test_noise_alone_gives_no_correction_that_predicts_worse(
+    several: str, noise: float, seeds: int
+):
     truth = true_times_s(several, 0.05, Correction())
-    for seed in range(4):
+    for seed in range(seeds):
         errors = np.random.default_rng(seed).normal(0.0, noise, 6)
         times_s = np.array(truth) * np.exp(errors)
         found = loaded(calibrating(several, times_s.tolist()))

@@ -20,7 +20,6 @@ from perseus_planner.profiles.groups import slowed
 from perseus_planner.solver.replicas import Replicas
 from perseus_planner.views.plan import plans_text, summarize_plans
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 BOTH = "plan fast.npz slow.npz -o plan.yaml"
 
 

@@ -18,7 +18,6 @@ from yaml import YAMLError
 from perseus_planner import Plan
 from perseus_planner.cli import main
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 DOCS = PAGES[1:]
 #: Pages of releases tell of commands that were, so what they name need not exist today.
 OF_TODAY = [page for page in PAGES if page.parent.name != "releases"]

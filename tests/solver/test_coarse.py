@@ -12,6 +12,8 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver import network
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
+pytestmark = pytest.mark.usefixtures("full_effort")
+
 
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch):

@@ -21,6 +21,8 @@ from perseus_planner.solver.planner import Planner, polish
 from perseus_planner.solver.point_problem import PointProblem, compute_ends, point_problem
 from perseus_planner.solver.rounding import try_all_points
 
+pytestmark = pytest.mark.usefixtures("full_effort")
+
 _PROVED = 5e-5  #: relative gap to which HiGHS proves an optimum
 _LIMIT_S = 60.0
 

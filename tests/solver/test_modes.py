@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from effort import FULL
 from oracles import all_choices, relaxed_j, waiting_w
 from recomputed import recomputed
 from strategies import any_schedule, few_and_many, furnished, pipeline, smooth_profile
@@ -44,7 +45,9 @@ after, since small problems are searched by labels.
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_one_mode_is_as_before(name: str, tmp_path: Path) -> None:
+def test_one_mode_is_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in FULL:
+        monkeypatch.setattr(*limit)
     if name == "smooth":
         frontier, ratios = solve(smooth_profile(4, 45), "1f1b", microbatches=8), (1.0, 1.05)
     else:

@@ -31,7 +31,6 @@ from perseus_planner.schedules import Schedule
 from perseus_planner.solver.frontier import Frontier
 from perseus_planner.solver.on_time import replay_draws
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
 

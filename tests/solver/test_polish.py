@@ -14,6 +14,8 @@ from perseus_planner.solver.planner import polish
 from perseus_planner.solver.point_problem import PointProblem, compute_ends, point_problem
 from perseus_planner.solver.rounding import try_all_points
 
+pytestmark = pytest.mark.usefixtures("full_effort")
+
 
 def fastest(problem: PointProblem) -> np.ndarray:
     return problem.point_start[problem.member]

@@ -17,6 +17,8 @@ from perseus_planner.solver.frontier import Frontier, solve_dag
 from perseus_planner.solver.point_problem import compute_ends, point_problem
 from perseus_planner.solver.rounding import try_all_points
 
+pytestmark = pytest.mark.usefixtures("full_effort")
+
 
 def graphs(rng: Random, largest: int, max_options: int) -> Iterator[PipelineDag]:
     """Computations anyhow connected."""

@@ -185,11 +185,13 @@ def first_number(microbatch: Any) -> float:
     return float((microbatch[0] if isinstance(microbatch, tuple) else microbatch)[0, 0])
 
 
-def trained(state: str, name: str, scale: str = "1") -> None:
-    """Train with clocks that follow the batch, then at full clocks, and then without all that."""
+def trained(state: str, name: str, scale: str = "1", *others: str) -> None:
+    """Train with clocks that follow the batch, then in `others`, such as "full" clocks, and then
+    without all that.
+    """
     with job(state) as result:
         warning_log, results, seen = WarningLog(), {}, {}
-        for mode in ("followed", "full", "plain"):
+        for mode in ("followed", *others, "plain"):
             worked, clocks = Worked(0.0 if mode == "plain" else float(scale)), set[Any]()
             training = MADE[name](worked)
             pipeline = worked.place(training.sides)
@@ -217,7 +219,7 @@ def trained(state: str, name: str, scale: str = "1") -> None:
                 result["clocks"], result["warnings"] = len(clocks), warning_log.taken()
                 result["after"] = worked.gpu.locked_mhz
         result["equal"] = equal(results["followed"], results["plain"])
-        result["readings"] = [seen["followed"], seen["full"]]
+        result["readings"] = [seen[mode] for mode in ("followed", *others)]
 
 
 def _paying(leader: Leader, iteration: int, work: Any) -> OwnTime:

@@ -301,9 +301,12 @@ def few_and_many(name: str, few: Any, many: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, [few, *soaks(many)])
 
 
-def soaks(*values: Any) -> list[Any]:
-    """Return values of a test's parameter that are for soaks alone."""
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+def soaks(*values: Any, unpacked: bool = False) -> list[Any]:
+    """Return values of a test's parameter that are for soaks alone; or, `unpacked`, tuples of
+    values of several parameters.
+    """
+    rows = values if unpacked else [(value,) for value in values]
+    return [pytest.param(*row, marks=pytest.mark.soak) for row in rows]
 
 
 def profiles(max_stages: int = 3, max_options: int = 6) -> st.SearchStrategy[Profile]:

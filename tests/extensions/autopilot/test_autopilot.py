@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from autopilot_world import Physics, World, steady
+from effort import FULL
 from hypothesis import strategies as st
 from strategies import drawn, smooth_profile, soaks
 from virtual_training import CHANGE, Training, job_of, train
@@ -119,7 +120,11 @@ def test_the_saving_that_it_reports_is_the_true_one_within_its_standard_error(tr
     assert abs(last.saving - true) < 4 * last.saving_stderr + 0.01
 
 
-def test_the_reference_is_what_iterations_would_have_taken_at_full_clocks():
+def test_the_reference_is_what_iterations_would_have_taken_at_full_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for limit in FULL:
+        monkeypatch.setattr(*limit)
     done = train(LARGER, 16, microbatches=8, physics=Physics(jitter=0.01))
     ledger = done.decisions[-1].ledger
     assert ledger is not None

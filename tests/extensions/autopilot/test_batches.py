@@ -594,11 +594,13 @@ ENGINES = [
 ]
 
 
-def trained(engine: str, profile: Profile, scale: float, folder: Path) -> list[dict[str, Any]]:
+def trained(
+    engine: str, profile: Profile, scale: float, folder: Path, *others: str
+) -> list[dict[str, Any]]:
     """Return what the ranks say of a training, of which the results are the same."""
     profile.save(folder / "profile.yaml")
     imports = ["deepspeed.pipe"] if engine == "deepspeed" else []
-    program = ("batch_programs:trained", 4, folder, engine, str(scale))
+    program = ("batch_programs:trained", 4, folder, engine, str(scale), *others)
     results = results_of(*program, imports=imports)
     for result in results:
         assert result["equal"]
@@ -615,7 +617,7 @@ def test_training_by_the_batch_gives_the_same_losses(tmp_path: Path):
 @pytest.mark.parametrize(("engine", "stages"), ENGINES)
 def test_training_by_the_batch_saves_energy_at_no_time(engine: str, stages: int, tmp_path: Path):
     profile = profile_of(stages, SCALE)
-    calm, saved, longer = calm_saving(trained(engine, profile, SCALE, tmp_path))
+    calm, saved, longer = calm_saving(trained(engine, profile, SCALE, tmp_path, "full"))
     work = drawn(4 // max(stages, 1))[LEARNT:][calm]
     schedule = SCHEDULE if stages else schedules.WHOLE
     virtual, _ = predicted(profile, schedule, work if stages else work.mean(axis=2, keepdims=True))

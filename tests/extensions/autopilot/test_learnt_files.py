@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import drawn
 
 from perseus_planner import Profile
 from perseus_planner.extensions.autopilot import AutopilotJob
@@ -83,8 +83,7 @@ RESUMED = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(RESUMED, min_size=2, max_size=8))
+@drawn(8, 60, jobs=st.lists(RESUMED, min_size=2, max_size=8), anew=True)
 def test_a_job_finds_all_that_it_ever_learnt(jobs: Sequence[Resumed]) -> None:
     """However often degrees, GPUs and modes change in between."""
     with tempfile.TemporaryDirectory() as folder:

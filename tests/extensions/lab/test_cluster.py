@@ -33,7 +33,6 @@ from perseus_planner.schedules.pipeline import FixedOperation, Transfer
 from perseus_planner.solver.frontier import Frontier, solve
 from perseus_planner.views.plan import summarize_plan
 
-pytestmark = pytest.mark.usefixtures("less_effort")
 EXTRAS: dict[str, Any] = {
     "transfer": Transfer(0.001, 0.002),
     "operations": (

@@ -29,7 +29,10 @@ from perseus_planner.extensions.service.service import Service
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
-SCHEMA = schemathesis.openapi.from_dict(create_app(StandIn(), Access(), Limits()).openapi())
+DOCUMENT = create_app(StandIn(), Access(), Limits()).openapi()
+WHOLE = schemathesis.openapi.from_dict(DOCUMENT)  # with a request for each rule of the document
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+SCHEMA.config.phases.coverage.enabled = False
 # Job names are replaced below, and a schema cannot say which fields go together.
 EXCEPT = [
     checks.negative_data_rejection,
@@ -99,7 +102,7 @@ def check_answers(
 
 
 @SCHEMA.parametrize()
-@drawn(2)  # besides those that the document gives; the soak below draws more
+@drawn(5)  # besides those that the document gives; the soaks below send more
 def test_every_answer_to_every_kind_of_token_is_one_that_the_document_has(
     case, service, url, session
 ):
@@ -107,7 +110,16 @@ def test_every_answer_to_every_kind_of_token_is_one_that_the_document_has(
 
 
 @pytest.mark.soak
-@SCHEMA.parametrize()
+@WHOLE.parametrize()
+@drawn(2)
+def test_every_answer_to_what_a_rule_allows_or_not_is_one_that_the_document_has(
+    case, service, url, session
+):
+    check_answers(case, service, url, session, whole=2)
+
+
+@pytest.mark.soak
+@WHOLE.parametrize()
 @drawn(28)
 def test_two_thousand_answers_are_ones_that_the_document_has(case, service, url, session):
     check_answers(case, service, url, session)

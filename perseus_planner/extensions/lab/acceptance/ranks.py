@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
 from torch.distributed.rendezvous import rendezvous
 from torch.nn import functional
 
@@ -54,7 +53,12 @@ if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
     from perseus_planner.runtime import Runtime
 
-_IMPORTED = ("torch._dynamo", "torch.distributed.optim", "torch.utils.flop_counter")
+_IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.utils.flop_counter",
+)
 """What the rank imports, so that the process of each step has it."""
 _POLL_S = 0.05
 _OTHERS_S = 10.0  #: how long a step goes on after it has failed on another rank
@@ -373,6 +377,8 @@ class Training:
             _stage(self.size, number).to(self.device) for number in numbers
         )
         received, sent, logits = _examples(self.size, self.device)
+        from torch.distributed import pipelining  # slow to import, so only where it is run
+
         stages = [
             pipelining.PipelineStage(
                 module,
