@@ -72,7 +72,7 @@ class CapturedPlan(FixedPlan):
         return replace(
             program,
             computations=WHOLE.ranks[0],
-            captured=program.computations,
+            captured=program.shown,
             clocks=program.clocks[:1],
             shown_microbatches=program.microbatches,
             top=top_clock(plan, program),

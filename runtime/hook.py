@@ -27,7 +27,7 @@ from perseus_planner.engines.guard import Lane
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.marks import BEGUN, OUTSIDE, Marks, clock_request
-from perseus_planner.schedules import Computation
+from perseus_planner.schedules import Computation, overlapped
 
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import IterationHook, Microbatches
@@ -104,6 +104,15 @@ class Program:
         return cls(version, ranks[rank], clocks, plan.time_s, plan, sent=sent, modes=modes)
 
     @cached_property
+    def shown(self) -> tuple[Computation, ...]:
+        """`computations` as the engine shows them: an overlapped pair with its forward."""
+        forward_of = {} if self.plan is None else self.plan.schedule.forward_of
+        return tuple(
+            overlapped(forward_of[each], each) if each in forward_of else each
+            for each in self.computations
+        )
+
+    @cached_property
     def changes(self) -> int:
         """How often the clock changes in an iteration, including the change back to the first
         one.
@@ -159,18 +168,18 @@ class Program:
         Raises:
             PlanError: If the orders differ; names the first difference.
         """
-        if order == self.computations or self.plan is None:
+        if order == self.shown or self.plan is None:
             return
-        pairs = list(zip(order, self.computations, strict=False))
+        both = list(zip(order, self.shown, strict=False))
         position = next(
-            (i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs)
+            (i for i, (actual, planned) in enumerate(both) if actual != planned), len(both)
         )
         schedule = self.plan.schedule
         raise PlanError(
             f"the plan ({schedule}) is not what {engine} runs on rank "
             f"{schedule.ranks.index(self.computations)} of the pipeline: computation "
             f"{position + 1} is {_at(order, position)} there and "
-            f"{_at(self.computations, position)} in the plan; solve for the schedule and the "
+            f"{_at(self.shown, position)} in the plan; solve for the schedule and the "
             "number of microbatches that you train with"
         )
 
@@ -300,7 +309,7 @@ class Hook:
         if program is not self._program:
             self._load(program)
         elif self._deviation is not None and program is not None:
-            self._order, self._count = program.computations, len(program.computations)
+            self._order, self._count = program.shown, len(program.shown)
         self._deviation = None
         self._noted = []
         self._request_first()
@@ -473,10 +482,10 @@ class Hook:
         self._program = program
         self._awaits = program is not None and program.awaits
         self._shows_begins = program is not None and bool(program.awaits or program.table)
-        self._order = program.computations if program is not None else ()
+        self._order = program.shown if program is not None else ()
         self._count = len(self._order)
         if self._switch is not None and program is not None:
-            self._switch.load(program.computations, program.modes)
+            self._switch.load(program.shown, program.modes)
         elif self._switch is not None and not self._keeps_modes:
             self._switch.load((), ())
         self._turns = int(self._count == 1)

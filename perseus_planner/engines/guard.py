@@ -90,7 +90,7 @@ class IterationHook(Protocol):
         """
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
-        """Begin a computation."""
+        """Begin a computation; an overlapped pair is one, named as by `schedules.overlapped`."""
 
     def end(self) -> None:
         """End the computation."""

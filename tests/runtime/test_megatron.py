@@ -24,8 +24,9 @@ PROGRAMS = {
         "orders 0,0,1 0,0,5 2,0,4 2,3,5 3,0,6",
         *("results", "evaluations", "changes", "packs", "restores", "megatron_lm"),
         *("half_seen", "multimodule", "reruns", "experts", "shapes"),
+        "combined 2,0,4,1 2,3,5,1 3,0,4,1 0,0,4,2",
     ),
-    4: ("orders 0,0,2 0,0,6 2,0,8 2,5,9", "seats", "shapes"),
+    4: ("orders 0,0,2 0,0,6 2,0,8 2,5,9", "seats", "shapes", "combined 2,0,4,2"),
 }
 
 Pass = Callable[[int, str], None]
@@ -57,6 +58,13 @@ def all_pass(tmp_path_factory: pytest.TempPathFactory) -> Pass:
 @pytest.mark.parametrize("count", PROGRAMS)
 def test_the_hook_sees_what_runs_and_what_was_expected(count: int, all_pass: Pass) -> None:
     all_pass(count, "orders")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_where_experts_are_overlapped_each_pair_is_one_computation(
+    count: int, all_pass: Pass
+) -> None:
+    all_pass(count, "combined")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
