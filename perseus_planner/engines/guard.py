@@ -370,6 +370,29 @@ class HookGuard(Guard):
 
         return marked(surrounded, function)
 
+    def as_one(self, function: Callable[..., T], begin: Callable[..., object]) -> Callable[..., T]:
+        """Return a function of the training that is shown as one computation, whatever else that
+        is shown it calls, on whichever thread.
+
+        Args:
+            function: Function of the training; what it returns or raises is not touched.
+            begin: Begins the computation; called before it, with its arguments.
+        """
+        function = original_of(function)
+
+        def surrounded(*args: Any, **kwargs: Any) -> T:
+            self.call(begin, *args)
+            was_on = self.is_on
+            self.is_on = False
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.is_on = was_on
+            self.call(self.end)
+            return result
+
+        return marked(surrounded, function)
+
     @property
     def _is_paused(self) -> bool:
         return self._has_failed and not self._backoff.is_due(self._now_s())

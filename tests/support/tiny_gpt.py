@@ -60,6 +60,7 @@ class Wrapper(nn.Module):
 OVERLAPPED: dict[str, Any] = {
     **EXPERTS,
     "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.0,  # its log is as long as the first model
     "overlap_p2p_comm": True,
     "batch_p2p_comm": False,
 }
