@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import blocks, engine_of
-from perseus_planner.engines.engine import sharded_torch
+from perseus_planner.engines.engine import has_pairs, sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
 from perseus_planner.engines.torch_state import refusal
 from perseus_planner.profiler.ranks.group import RankGroup
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
+
+_HAS_PAIRS = (
+    "the pipeline runs forwards and backwards as overlapped pairs, which cannot be repeated alone; "
+    "train without a plan, which learns the rows of pairs"
+)
 
 
 @dataclass
@@ -115,7 +120,7 @@ def profile_pipeline(
         yield profiling
     with RankGroup(settings.repetition_s) as group:
         try:
-            recorded = _recorded(recording, fault)
+            recorded = _recorded(recording, fault, is_paired=has_pairs(adapter))
             request = ProfileRequest(
                 gpu=gpu,
                 settings=settings,
@@ -147,13 +152,18 @@ def profile_pipeline(
                 _logger.warning("the pipeline was not profiled: %s", profiling.problem)
 
 
-def _recorded(recording: Recording | None, fault: Exception | None) -> Recording:
+def _recorded(
+    recording: Recording | None, fault: Exception | None, *, is_paired: bool
+) -> Recording:
     """Return the recording, if all of its stages can be repeated.
 
     Args:
         recording: The recording; None if it was not begun.
         fault: Why it was not.
+        is_paired: Whether the pipeline runs overlapped pairs.
     """
+    if is_paired:
+        raise UsageError(_HAS_PAIRS)
     if recording is None or fault is not None:
         raise fault or UsageError("nothing was recorded")
     if recording.problem is not None:

@@ -229,6 +229,12 @@ def sharded_torch(engine: Engine) -> str | None:
     return version
 
 
+def has_pairs(engine: Engine) -> bool:
+    """Whether an engine runs overlapped pairs of a forward and a backward, each as one."""
+    pairs: bool = getattr(engine, "has_pairs", False)
+    return pairs
+
+
 def are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists have the same objects."""
     return len(parts) == len(others) and all(map(operator.is_, parts, others))

@@ -218,7 +218,7 @@ class MegatronModel:
             config = _receiver(self._chunks[0]).config
             group = getattr(config, "microbatch_group_size_per_vp_stage", None)
             iteration |= {} if group is None else {"microbatch_group": group}
-        if self._is_combined:
+        if self.has_pairs:
             iteration |= {"schedule": "combined-1f1b", "virtual_stages": len(self._chunks)}
         return iteration
 
@@ -241,7 +241,7 @@ class MegatronModel:
         from perseus_planner.schedules import combined_1f1b, interleaved_1f1b
 
         rank = self.pipeline_rank
-        generator = combined_1f1b if self._is_combined else interleaved_1f1b
+        generator = combined_1f1b if self.has_pairs else interleaved_1f1b
         schedule = generator(rank.ranks, len(self._chunks), microbatches, self._group)
         return schedule.shown(rank.rank)
 
@@ -282,7 +282,7 @@ class MegatronModel:
                 stack.enter_context(replaced(packing, create_data_iterator=noting))
             for owner, name in owners:
                 stack.enter_context(_timed(owner, name, events))
-            if self._is_combined and make_events is _TimerEvents:
+            if self.has_pairs and make_events is _TimerEvents:
                 stack.enter_context(_CombinedStep.found().shown(events))
             stack.callback(events.guard.close)
             yield
@@ -314,7 +314,7 @@ class MegatronModel:
                 rank,
                 len(self._chunks),
                 group,
-                _CombinedStep.found() if self._is_combined else None,
+                _CombinedStep.found() if self.has_pairs else None,
             )
         shown = _showing_replays(guard, capture)
         attached = attached_once(FullCudaGraphWrapper, __call__=shown)
@@ -328,8 +328,8 @@ class MegatronModel:
         return getattr(self._configs[0], "microbatch_group_size_per_vp_stage", None)
 
     @property
-    def _is_combined(self) -> bool:
-        """Whether forwards and backwards overlap; its 1F1B without chunks has no such steps."""
+    def has_pairs(self) -> bool:
+        """See `engine.has_pairs`; 1F1B on several ranks without chunks has none."""
         if len(self._chunks) == 1 and self.pipeline_rank.ranks > 1:
             return False
         return any(

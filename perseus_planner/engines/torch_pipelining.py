@@ -172,7 +172,7 @@ class TorchPipeline:
         name = _SCHEDULES.get(type(schedule).__name__)
         if name is None:
             return {}
-        if name == "dualpipe-v" and self._has_pairs:
+        if name == "dualpipe-v" and self.has_pairs:
             name = "dualpipe-v-overlapped"
         microbatches: int = schedule._n_microbatches
         iteration: dict[str, str | int] = {
@@ -206,11 +206,13 @@ class TorchPipeline:
         )
         if not lists:
             return None
-        return tuple(_computations(lists[first_stage.group_rank], has_pairs=self._has_pairs))
+        return tuple(_computations(lists[first_stage.group_rank], has_pairs=self.has_pairs))
 
     @property
-    def _has_pairs(self) -> bool:
-        """Whether it runs overlapped pairs, each by one function; else one after the other."""
+    def has_pairs(self) -> bool:
+        """See `engine.has_pairs`: those that a function is registered for; else the two of a pair
+        run one after the other.
+        """
         return any(kind.name == _PAIR for kind in _functions_of(self._schedule))
 
     @contextmanager

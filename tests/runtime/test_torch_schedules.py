@@ -161,6 +161,14 @@ def test_a_function_for_pairs_runs_each_as_one_computation(name: str, launched: 
     assert pairs > 6
 
 
+def test_pairs_are_not_profiled_as_two_computations(launched: Launched) -> None:
+    for rank in launched("functions"):
+        assert rank["profiling"].endswith(
+            "the pipeline runs forwards and backwards as overlapped pairs, which cannot be "
+            "repeated alone; train without a plan, which learns the rows of pairs"
+        )
+
+
 def test_planner_run_follows_a_training_whose_computations_overlap(tmp_path: Path) -> None:
     command = ("-m", "perseus_planner", "run", "--gpu", GPU, "--", sys.executable)
     ranks = by_themselves(RANKS, tmp_path, *command, str(SUPPORT / "overlapping.py"))

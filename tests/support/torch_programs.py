@@ -287,6 +287,12 @@ def functions(state: str) -> None:
     with job(state) as result:
         for name in ("in_turn", "at_once", "hidden"):
             result[name] = _with_function(name, "OVERLAP_F_B")
+        pipeline = Numbered("dualpipe-v", 6)
+        in_turn = Functions(pipeline).in_turn
+        pipeline.engine.register_custom_function(schedules.OVERLAP_F_B, in_turn)
+        with profile_pipeline(pipeline.engine, gpu="simulated:a100-sxm", output=None) as profiling:
+            pipeline.step()
+        result["profiling"] = profiling.problem
         result["default"] = watched(Numbered("dualpipe-v", 6))
         result["forwards"] = _with_function("hidden", "FORWARD")
         result["backwards"] = _with_function("in_turn", "BACKWARD_INPUT")
