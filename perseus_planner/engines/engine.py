@@ -51,6 +51,9 @@ class EngineStage:
     #: The module whose `set_input_tensor` takes what the stage before has sent; None if `forward`
     #: takes it.
     receiver: Any = None
+    #: The object and the name of its method that the engine calls instead of `module`, with the
+    #: same arguments, where forwards and backwards overlap; None where it calls `module`.
+    planned: tuple[Any, str] | None = None
     #: Preserves further state that `forward` changes.
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
 

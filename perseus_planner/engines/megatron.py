@@ -45,6 +45,7 @@ from perseus_planner.engines.engine import (
     say_left,
 )
 from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
+from perseus_planner.engines.overlapped import OverlappedMicrobatch
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
@@ -191,10 +192,29 @@ class MegatronModel:
                 chunk,
                 loss_with_output=index * ranks + rank == ranks * len(self._chunks) - 1,
                 receiver=_receiver(chunk),
+                planned=(_receiver(chunk), "build_schedule_plan") if self.has_pairs else None,
                 preserve_state=partial(_preserve_state, chunk),
             )
             for index, chunk in enumerate(self._chunks)
         ]
+
+    def overlapped(
+        self, index: int, inputs: Mapping[str, Any], loss: Callable[[Any], Any] | None
+    ) -> OverlappedMicrobatch:
+        """Return a microbatch of a chunk to repeat, where forwards and backwards overlap.
+
+        Args:
+            index: Number of the chunk on this rank.
+            inputs: As recorded.
+            loss: In the last stage, from its output to a scalar.
+        """
+        from megatron.core.utils import get_model_config
+
+        chunk = self._chunks[index]
+        number = index if len(self._chunks) > 1 else None
+        first = index == 0 and self.pipeline_rank.rank == 0
+        config = get_model_config(chunk)
+        return OverlappedMicrobatch(chunk, config, number, inputs, loss, first=first)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""

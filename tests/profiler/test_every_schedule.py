@@ -104,7 +104,7 @@ def test_deepspeed(degree: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("degree", "names"),
     [
-        (1, ["1f1b", "interleaved-1f1b", "groups of 4"]),
+        (1, ["1f1b", "interleaved-1f1b", "groups of 4", "combined-1f1b"]),
         (2, ["1f1b", "interleaved-1f1b", "experts"]),
     ],
 )

@@ -164,8 +164,8 @@ def test_a_function_for_pairs_runs_each_as_one_computation(name: str, launched: 
 def test_pairs_are_not_profiled_as_two_computations(launched: Launched) -> None:
     for rank in launched("functions"):
         assert rank["profiling"].endswith(
-            "the pipeline runs forwards and backwards as overlapped pairs, which cannot be "
-            "repeated alone; train without a plan, which learns the rows of pairs"
+            "runs forwards and backwards as overlapped pairs, which cannot be repeated alone; "
+            "train without a plan, which learns the rows of pairs"
         )
 
 

@@ -48,7 +48,7 @@ from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import RAISED, Hook, Program
 from perseus_planner.runtime.marks import OUTSIDE
-from perseus_planner.schedules import combined_1f1b, generate, interleaved_1f1b
+from perseus_planner.schedules import generate, interleaved_1f1b
 
 
 class RecordedMarks:
@@ -163,42 +163,46 @@ def combined(*shapes: str) -> None:
     """
     for shape in shapes:
         virtual, group, microbatches, experts = map(int, shape.split(","))
-        results = []
-        for hook in (None, Recorder()):
-            pipeline = dist.get_world_size() // experts
-            with parallel(virtual or None, pipeline=pipeline, experts=experts), overlapping():
-                training = Training(virtual or None, group or None, experts=experts, combined=True)
-                given = training.config.timers = UserTimers()
-                seat = training.engine.pipeline_rank
-                block = nullcontext() if hook is None else training.engine.attached(hook)
-                with block, training.watched_pairs() as ran:
-                    losses = training.step(microbatches) + training.step(microbatches)
-                results.append([*losses, *training.weights()])
-                schedule = combined_1f1b(seat.ranks, virtual or 1, microbatches, group or None)
-                row = schedule.shown(seat.rank)
-                names = [str(computation) for computation in row]
-                assert ran == names * 2, (shape, ran)
-                assert training.engine.order_for(microbatches) == row
-                iteration = dict(training.engine.iteration(microbatches))
-                generated = generate(
-                    iteration.pop("schedule"),
-                    ranks=seat.ranks,
-                    group=iteration.pop("microbatch_group", None),
-                    **iteration,
-                )
-                assert generated == schedule
-                assert training.config.timers is given
-                calls = [call for call in given.calls if call[0] == "forward-compute"]
-                assert len(calls) == 2 * 2 * microbatches * (virtual or 1)
-            if hook is not None:
-                seen = {"microbatches": microbatches, "computations": names}
-                assert hook.iterations == [seen] * 2, (shape, hook.iterations)
-                assert not hook.problems
-        assert equal(*results), shape
-        assert combined_module.combined_forward_backward_step.__name__ == (
-            "combined_forward_backward_step"
-        )
+        pipeline = dist.get_world_size() // experts
+        with parallel(virtual or None, pipeline=pipeline, experts=experts), overlapping():
+            hook = Recorder()
+            made = partial(Training, virtual or None, group or None, experts=experts, combined=True)
+            trainings = [made(), made()]
+            row = _judge_combined(trainings[0], microbatches, nullcontext())
+            expected = _judge_combined(
+                trainings[1], microbatches, trainings[1].engine.attached(hook)
+            )
+        assert row == expected
+        seen = {"microbatches": microbatches, "computations": [str(each) for each in row]}
+        assert hook.iterations == [seen] * 2, (shape, hook.iterations)
+        assert not hook.problems
+        assert equal(*(training.weights() for training in trainings)), shape
         assert not hasattr(combined_module.combined_forward_backward_step, "__wrapped__")
+
+
+def _judge_combined(training: Training, microbatches: int, block: Any) -> Any:
+    """Train twice inside the block, and return what this rank should run; it ran that."""
+    virtual = len(training.chunks)
+    given = training.config.timers = UserTimers()
+    seat = training.engine.pipeline_rank
+    with block, training.watched_pairs() as ran:
+        training.step(microbatches)
+        training.step(microbatches)
+    iteration = dict(training.engine.iteration(microbatches))
+    schedule = generate(
+        iteration.pop("schedule"),
+        ranks=seat.ranks,
+        group=iteration.pop("microbatch_group", None),
+        **iteration,
+    )
+    assert schedule.name == "combined-1f1b"
+    row = schedule.shown(seat.rank)
+    assert ran == [str(computation) for computation in row] * 2, ran
+    assert training.engine.order_for(microbatches) == row
+    assert training.config.timers is given
+    calls = [call for call in given.calls if call[0] == "forward-compute"]
+    assert len(calls) == 2 * 2 * microbatches * virtual
+    return row
 
 
 def shapes() -> None:
