@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,22 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import blocks, engine_of
-from perseus_planner.engines.engine import sharded_torch
+from perseus_planner.engines.engine import has_pairs, sharded_torch
 from perseus_planner.engines.recording import ForwardStep, LossOfSteps, RecordedStage, Recording
-from perseus_planner.engines.torch_state import refusal
+from perseus_planner.engines.torch_state import preserve_state, refusal
 from perseus_planner.profiler.ranks.group import RankGroup
 from perseus_planner.profiler.ranks.measure import LocalStage, ProfileRequest, measure_with_ranks
 from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiler.torch_stage import torch_stage
 from perseus_planner.profiles.sharding import SHARDED
+from perseus_planner.schedules import cell_of
+from perseus_planner.schedules.pipeline import pair_kind
 
 if TYPE_CHECKING:
+    from perseus_planner.engines.engine import Engine
+    from perseus_planner.engines.overlapped import OverlappedMicrobatch
     from perseus_planner.gpu import Gpu
     from perseus_planner.profiler.again import Again
     from perseus_planner.profiler.stage import Block, Progress, Repeating, Stage
     from perseus_planner.profiles.profiles import Profile
 
 _logger = logging.getLogger("perseus_planner.profiler")
+
+_HAS_PAIRS = (
+    "a function of the training runs forwards and backwards as overlapped pairs, which cannot be "
+    "repeated alone; train without a plan, which learns the rows of pairs"
+)
 
 
 @dataclass
@@ -115,7 +124,8 @@ def profile_pipeline(
         yield profiling
     with RankGroup(settings.repetition_s) as group:
         try:
-            recorded = _recorded(recording, fault)
+            hides_pairs = has_pairs(adapter) and not hasattr(adapter, "overlapped")
+            recorded = _recorded(recording, fault, hides_pairs=hides_pairs)
             request = ProfileRequest(
                 gpu=gpu,
                 settings=settings,
@@ -129,10 +139,7 @@ def profile_pipeline(
             )
             profiling.profile = measure_with_ranks(
                 group,
-                [
-                    _local_stage(stage, adapter.splits_backward, modes)
-                    for stage in recorded.stages()
-                ],
+                _local_stages(adapter, recorded, modes),
                 adapter.tensor_rank if tensor_group is None else _rank_in(tensor_group),
                 request,
                 adapter.device,
@@ -147,13 +154,18 @@ def profile_pipeline(
                 _logger.warning("the pipeline was not profiled: %s", profiling.problem)
 
 
-def _recorded(recording: Recording | None, fault: Exception | None) -> Recording:
+def _recorded(
+    recording: Recording | None, fault: Exception | None, *, hides_pairs: bool
+) -> Recording:
     """Return the recording, if all of its stages can be repeated.
 
     Args:
         recording: The recording; None if it was not begun.
         fault: Why it was not.
+        hides_pairs: Whether the pipeline runs overlapped pairs that cannot be repeated.
     """
+    if hides_pairs:
+        raise UsageError(_HAS_PAIRS)
     if recording is None or fault is not None:
         raise fault or UsageError("nothing was recorded")
     if recording.problem is not None:
@@ -163,11 +175,55 @@ def _recorded(recording: Recording | None, fault: Exception | None) -> Recording
     return recording
 
 
+def _local_stages(
+    adapter: Engine, recording: Recording, modes: Mapping[str, Callable[[], None]] | None
+) -> list[LocalStage]:
+    """Return the stages of this rank to measure, with the pairs whose backward is of each."""
+    recorded = recording.stages()
+    splits = adapter.splits_backward
+    if not has_pairs(adapter):
+        return [_local_stage(stage, splits, modes) for stage in recorded]
+    overlapping: Any = adapter
+    microbatches = {
+        each.stage.number: overlapping.overlapped(index, each.inputs, each.loss)
+        for index, each in enumerate(recorded)
+    }
+    cells = [cell_of(each) for each in overlapping.order_for(recording.forwards)]
+    pairs = {
+        (backward.stage, pair_kind(forward, backward)): microbatches[forward.stage]
+        for forward, backward in (cell for cell in cells if len(cell) == 2)
+    }
+    return [
+        _local_stage(
+            each,
+            splits,
+            modes,
+            microbatches[each.stage.number],
+            {kind: other for (stage, kind), other in pairs.items() if stage == each.stage.number},
+            [other for other in recorded if other is not each],
+        )
+        for each in recorded
+    ]
+
+
 def _local_stage(
     recorded: RecordedStage,
     splits_backward: bool,
     modes: Mapping[str, Callable[[], None]] | None,
+    microbatch: OverlappedMicrobatch | None = None,
+    pairs: Mapping[str, OverlappedMicrobatch] | None = None,
+    others: Sequence[RecordedStage] = (),
 ) -> LocalStage:
+    """Return a stage to measure.
+
+    Args:
+        recorded: What was recorded of it.
+        splits_backward: As that of the engine.
+        modes: As in `profile_pipeline`.
+        microbatch: Runs its microbatch, where forwards and backwards overlap.
+        pairs: Kind of a pair -> the microbatch of its forward.
+        others: The other stages of this rank, of which pairs run forwards.
+    """
     number = recorded.stage.number
 
     @contextmanager
@@ -183,9 +239,16 @@ def _local_stage(
             block=block,
             repeating=repeating,
             modes=modes,
+            microbatch=microbatch,
+            pairs=pairs,
         )
-        with recorded.as_recorded(), recorded.stage.preserve_state(), measured as stage:
-            yield stage
+        with ExitStack() as stack:
+            stack.enter_context(recorded.as_recorded())
+            for other in others:
+                stack.enter_context(other.stage.preserve_state())
+                stack.enter_context(preserve_state(other.stage.module))
+            stack.enter_context(recorded.stage.preserve_state())
+            yield stack.enter_context(measured)
 
     return LocalStage(number, opened, recorded.trained_s)
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.engines.microbatch import Microbatch, count_op_cost
+from perseus_planner.engines.overlapped import OverlappedMicrobatch
 from perseus_planner.engines.torch_state import (
     first_device,
     preserve_state,
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     import torch
 
     from perseus_planner.gpu import Gpu
+
+Repeated: TypeAlias = Microbatch | OverlappedMicrobatch
+"""A microbatch that is repeated."""
 
 # Time of a kind that launches nothing, on a simulated GPU: about what Python needs to reach the
 # next one, seconds.
@@ -70,6 +75,8 @@ def torch_stage(
     block: Block | None = None,
     repeating: Repeating = nullcontext,
     modes: ModeFunctions | None = None,
+    microbatch: OverlappedMicrobatch | None = None,
+    pairs: Mapping[str, OverlappedMicrobatch] | None = None,
 ) -> Iterator[Stage]:
     """Yield the stage of `module`; on leaving, restore its gradients, mode and buffers, and the
     random state.
@@ -92,12 +99,14 @@ def torch_stage(
         repeating: Watches each repetition.
         modes: As `planner_runtime` takes them; each kind is measured in every one. None for one way
             of running.
+        microbatch: Runs the microbatch, where forwards and backwards overlap.
+        pairs: Kind of each pair whose backward is of this stage -> the microbatch of its forward.
 
     Raises:
         UsageError: If the module cannot run forward or backward on these inputs, its backward
             cannot be split, or the modes have no own way.
     """
-    microbatch = Microbatch(module, forward or module, inputs, loss, first=first)
+    repeated = microbatch or Microbatch(module, forward or module, inputs, loss, first=first)
     ways = {OWN: _nothing} if modes is None else modes
     if OWN not in ways or not all(map(is_mode_name, ways)):
         raise UsageError(
@@ -105,7 +114,7 @@ def torch_stage(
             f"digits, - and _, with {OWN} for how training runs without a plan"
         )
     with preserve_state(module):
-        entered = _Entered(ways, microbatch)
+        entered = _Entered(ways, repeated)
         try:
             device = first_device((list(module.parameters()), inputs))
             steps: dict[str, _Step | None] = {}
@@ -115,23 +124,23 @@ def torch_stage(
                 with repeating():
                     steps |= {
                         in_mode(kind, mode): entered.step(mode, step)
-                        for kind, step in _steps(microbatch, split_backward).items()
+                        for kind, step in _all_steps(repeated, split_backward, pairs).items()
                     }
                     if device.type == "cuda" and modes is not None:
-                        memory[mode] = _memory(microbatch, inputs)
+                        memory[mode] = _memory(repeated, inputs)
             stage = _stage(gpu, steps, device, block, repeating)
             yield replace(
                 stage, memory=memory, shared_by=shared_by(ways), reordering=reordering(ways)
             )
         finally:
             entered.enter(OWN)
-            microbatch.forget()
+            repeated.forget()
 
 
 class _Entered:
     """Enters a mode before its steps, without a graph of another one."""
 
-    def __init__(self, modes: ModeFunctions, microbatch: Microbatch) -> None:
+    def __init__(self, modes: ModeFunctions, microbatch: Repeated) -> None:
         self._modes = modes
         self._microbatch = microbatch
         self._now = OWN
@@ -155,7 +164,7 @@ class _Entered:
         return _Step(step.run, prepare, includes)
 
 
-def _memory(microbatch: Microbatch, inputs: object) -> tuple[float, float]:
+def _memory(microbatch: Repeated, inputs: object) -> tuple[float, float]:
     """Return the bytes that a microbatch keeps from its forward to its backward, with its inputs,
     and what the backward takes besides, at most.
     """
@@ -170,6 +179,37 @@ def _memory(microbatch: Microbatch, inputs: object) -> tuple[float, float]:
     more = torch.cuda.max_memory_allocated() - after
     kept = after - before + sum(tensor.nbytes for tensor in tensors(inputs))
     return float(max(kept, 0)), float(max(more, 0))
+
+
+def _all_steps(
+    microbatch: Repeated,
+    split_backward: bool,
+    pairs: Mapping[str, OverlappedMicrobatch] | None,
+) -> dict[str, _Step | None]:
+    """Return how to run each kind, pairs too; None for a kind without work."""
+    if isinstance(microbatch, Microbatch):
+        return _steps(microbatch, split_backward)
+    microbatch.can_keep_graph()  # fails here if it cannot run
+    return {
+        "F": _Step(microbatch.forward, microbatch.forget),
+        "B": _forward_and_backward(microbatch),
+        **{kind: _pair(microbatch, other) for kind, other in (pairs or {}).items()},
+    }
+
+
+def _pair(microbatch: OverlappedMicrobatch, other: OverlappedMicrobatch) -> _Step:
+    """Return how to run a pair: the forward of one is that of the next pair's backward, or, of
+    another chunk, one is run each time, to be subtracted.
+    """
+    if other is microbatch:
+        return _Step(partial(microbatch.pair, other), microbatch.forward)
+
+    def both() -> None:
+        microbatch.forward()
+        microbatch.pair(other)
+        other.forget()
+
+    return _Step(both, includes="F")
 
 
 def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step | None]:
@@ -206,7 +246,7 @@ def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step | No
     }
 
 
-def _forward_and_backward(microbatch: Microbatch) -> _Step:
+def _forward_and_backward(microbatch: Repeated) -> _Step:
     """Return a backward that runs a forward each time, to be subtracted."""
 
     def both() -> None:

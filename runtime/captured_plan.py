@@ -76,7 +76,7 @@ class CapturedPlan(FixedPlan):
             computations=WHOLE.ranks[0],
             clocks=program.clocks[:1],
             table=Table(LatestStarts.number_of(program.version)),
-            inside=Inside(program.microbatches, program.computations),
+            inside=Inside(program.microbatches, program.shown),
             expected=replace(program.expected, top=top_clock(plan, program), costs=costs),
         )
 

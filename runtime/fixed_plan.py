@@ -47,7 +47,7 @@ class FixedPlan(Decider):
         assert seat is not None  # all have met
         program = program_of(seat.engine, plans, version, seat.own.pipeline, seat.options.modes)
         if self._switch is not None:
-            self._switch.check(program.computations, program.modes)
+            self._switch.check(program.shown, program.modes)
         plan = program.expected.plan
         if seat.gpu is not None and plan is not None:
             check_gpu(plan, seat.gpu, seat.control)

@@ -155,7 +155,7 @@ class Hook:
         if program is not self._program:
             self._load(program)
         elif self._deviation is not None and program is not None:
-            self._order, self._count = program.computations, len(program.computations)
+            self._order, self._count = program.shown, len(program.shown)
         self._deviation = None
         self._noted = []
         self._request_first()
@@ -330,10 +330,10 @@ class Hook:
         self._awaits = program is not None and program.awaits
         has_table = program is not None and program.table is not None
         self._shows_begins = self._awaits or has_table
-        self._order = program.computations if program is not None else ()
+        self._order = program.shown if program is not None else ()
         self._count = len(self._order)
         if self._switch is not None and program is not None:
-            self._switch.load(program.computations, program.modes)
+            self._switch.load(program.shown, program.modes)
         elif self._switch is not None and not self._keeps_modes:
             self._switch.load((), ())
         self._turns = int(self._count == 1)

@@ -16,6 +16,7 @@ from perseus_planner.base.errors import PlanError
 from perseus_planner.profiles.measurement import changes_per_rank, with_fewer_changes
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime.marks import clock_request
+from perseus_planner.schedules import overlapped
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -110,6 +111,16 @@ class Program:
         return cls(version, ranks[rank], clocks, modes, expected=expected)
 
     @cached_property
+    def shown(self) -> tuple[Computation, ...]:
+        """`computations` as the engine shows them: an overlapped pair with its forward."""
+        plan = self.expected.plan
+        forward_of = {} if plan is None else plan.schedule.forward_of
+        return tuple(
+            overlapped(forward_of[each], each) if each in forward_of else each
+            for each in self.computations
+        )
+
+    @cached_property
     def changes(self) -> int:
         """How often the clock changes in an iteration, including the change back to the first
         one.
@@ -160,18 +171,18 @@ class Program:
             PlanError: If the orders differ; names the first difference.
         """
         plan = self.expected.plan
-        if order == self.computations or plan is None:
+        if order == self.shown or plan is None:
             return
-        pairs = list(zip(order, self.computations, strict=False))
+        both = list(zip(order, self.shown, strict=False))
         position = next(
-            (i for i, (actual, planned) in enumerate(pairs) if actual != planned), len(pairs)
+            (i for i, (actual, planned) in enumerate(both) if actual != planned), len(both)
         )
         schedule = plan.schedule
         raise PlanError(
             f"the plan ({schedule}) is not what {engine} runs on rank "
             f"{schedule.ranks.index(self.computations)} of the pipeline: computation "
             f"{position + 1} is {_at(order, position)} there and "
-            f"{_at(self.computations, position)} in the plan; solve for the schedule and the "
+            f"{_at(self.shown, position)} in the plan; solve for the schedule and the "
             "number of microbatches that you train with"
         )
 

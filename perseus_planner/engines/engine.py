@@ -51,6 +51,9 @@ class EngineStage:
     #: The module whose `set_input_tensor` takes what the stage before has sent; None if `forward`
     #: takes it.
     receiver: Any = None
+    #: The object and the name of its method that the engine calls instead of `module`, with the
+    #: same arguments, where forwards and backwards overlap; None where it calls `module`.
+    planned: tuple[Any, str] | None = None
     #: Preserves further state that `forward` changes.
     preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -227,6 +230,12 @@ def sharded_torch(engine: Engine) -> str | None:
     """
     version: str | None = getattr(engine, "sharded_torch", None)
     return version
+
+
+def has_pairs(engine: Engine) -> bool:
+    """Whether an engine runs overlapped pairs of a forward and a backward, each as one."""
+    pairs: bool = getattr(engine, "has_pairs", False)
+    return pairs
 
 
 def are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:

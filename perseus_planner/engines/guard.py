@@ -90,7 +90,7 @@ class IterationHook(Protocol):
         """
 
     def begin(self, stage: int, kind: str, microbatch: int) -> None:
-        """Begin a computation."""
+        """Begin a computation; an overlapped pair is one, named as by `schedules.overlapped`."""
 
     def end(self) -> None:
         """End the computation."""
@@ -366,6 +366,29 @@ class HookGuard(Guard):
                         self.end()
                 except Exception as error:
                     self.fault(error)
+            return result
+
+        return marked(surrounded, function)
+
+    def as_one(self, function: Callable[..., T], begin: Callable[..., object]) -> Callable[..., T]:
+        """Return a function of the training that is shown as one computation, whatever else that
+        is shown it calls, on whichever thread.
+
+        Args:
+            function: Function of the training; what it returns or raises is not touched.
+            begin: Begins the computation; called before it, with its arguments.
+        """
+        function = original_of(function)
+
+        def surrounded(*args: Any, **kwargs: Any) -> T:
+            self.call(begin, *args)
+            was_on = self.is_on
+            self.is_on = False
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.is_on = was_on
+            self.call(self.end)
             return result
 
         return marked(surrounded, function)

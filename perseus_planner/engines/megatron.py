@@ -6,6 +6,12 @@ starts and stops the timer that it returns: `forward-backward` around an iterati
 `forward-compute` around the forward and the loss of a microbatch, and `backward-compute` around its
 backward. Core 0.9 to 0.19 do so at the same points.
 
+With `overlap_moe_expert_parallel_comm` a forward and the backward of another microbatch run layer
+by layer in turn, so that the experts' all-to-all of one hides behind the computing of the other.
+`combined_forward_backward_step` runs such a pair, and what is left of them alone at the begin and
+the end. It starts `forward-compute` alone, if at all, so it is followed itself: a pair is one
+computation.
+
 Not all that Megatron runs has timers. Where a config or an argument shows that, it is not followed
 (`_check_visible`, `_MULTIMODULE`). An iteration that ends with other numbers of forwards and
 backwards than its schedule should run is the last one that is followed.
@@ -21,13 +27,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import EngineChanged, UsageError
 from perseus_planner.base.prefixes import counted
 from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.engine import (
@@ -39,6 +45,7 @@ from perseus_planner.engines.engine import (
     say_left,
 )
 from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
+from perseus_planner.engines.overlapped import OverlappedMicrobatch
 from perseus_planner.engines.torch_state import preserve_attributes
 
 if TYPE_CHECKING:
@@ -73,6 +80,8 @@ _UNREADABLE_CALL = (
 
 _BUCKET_STATE = ("param_gather_dispatched", "param_gather_handle", "is_last_microbatch")
 """What a group of buckets of Megatron's DistributedDataParallel knows of the iteration."""
+
+T = TypeVar("T")
 
 Timers = Callable[..., Any]
 """The timers of a config: called with a name, they return a timer to start and stop."""
@@ -183,10 +192,29 @@ class MegatronModel:
                 chunk,
                 loss_with_output=index * ranks + rank == ranks * len(self._chunks) - 1,
                 receiver=_receiver(chunk),
+                planned=(_receiver(chunk), "build_schedule_plan") if self.has_pairs else None,
                 preserve_state=partial(_preserve_state, chunk),
             )
             for index, chunk in enumerate(self._chunks)
         ]
+
+    def overlapped(
+        self, index: int, inputs: Mapping[str, Any], loss: Callable[[Any], Any] | None
+    ) -> OverlappedMicrobatch:
+        """Return a microbatch of a chunk to repeat, where forwards and backwards overlap.
+
+        Args:
+            index: Number of the chunk on this rank.
+            inputs: As recorded.
+            loss: In the last stage, from its output to a scalar.
+        """
+        from megatron.core.utils import get_model_config
+
+        chunk = self._chunks[index]
+        number = index if len(self._chunks) > 1 else None
+        first = index == 0 and self.pipeline_rank.rank == 0
+        config = get_model_config(chunk)
+        return OverlappedMicrobatch(chunk, config, number, inputs, loss, first=first)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """See `Engine.parameters`."""
@@ -210,6 +238,8 @@ class MegatronModel:
             config = _receiver(self._chunks[0]).config
             group = getattr(config, "microbatch_group_size_per_vp_stage", None)
             iteration |= {} if group is None else {"microbatch_group": group}
+        if self.has_pairs:
+            iteration |= {"schedule": "combined-1f1b", "virtual_stages": len(self._chunks)}
         return iteration
 
     def order(self) -> tuple[Computation, ...] | None:
@@ -228,11 +258,12 @@ class MegatronModel:
         Raises:
             ScheduleError: If Megatron refuses this number.
         """
-        from perseus_planner.schedules import interleaved_1f1b
+        from perseus_planner.schedules import combined_1f1b, interleaved_1f1b
 
         rank = self.pipeline_rank
-        schedule = interleaved_1f1b(rank.ranks, len(self._chunks), microbatches, self._group)
-        return schedule.ranks[rank.rank]
+        generator = combined_1f1b if self.has_pairs else interleaved_1f1b
+        schedule = generator(rank.ranks, len(self._chunks), microbatches, self._group)
+        return schedule.shown(rank.rank)
 
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
@@ -271,6 +302,8 @@ class MegatronModel:
                 stack.enter_context(replaced(packing, create_data_iterator=noting))
             for owner, name in owners:
                 stack.enter_context(_timed(owner, name, events))
+            if self.has_pairs and make_events is _TimerEvents:
+                stack.enter_context(_CombinedStep.found().shown(events))
             stack.callback(events.guard.close)
             yield
 
@@ -294,7 +327,14 @@ class MegatronModel:
             rank = self.pipeline_rank
             group = self._group or rank.ranks
             capture = partial(
-                _captured, guard, hook.capturing, self._configs, rank, len(self._chunks), group
+                _captured,
+                guard,
+                hook.capturing,
+                self._configs,
+                rank,
+                len(self._chunks),
+                group,
+                _CombinedStep.found() if self.has_pairs else None,
             )
         shown = _showing_replays(guard, capture)
         attached = attached_once(FullCudaGraphWrapper, __call__=shown)
@@ -306,6 +346,15 @@ class MegatronModel:
     def _group(self) -> int | None:
         """Number of microbatches that run through one chunk before the next chunk runs."""
         return getattr(self._configs[0], "microbatch_group_size_per_vp_stage", None)
+
+    @property
+    def has_pairs(self) -> bool:
+        """See `engine.has_pairs`; 1F1B on several ranks without chunks has none."""
+        if len(self._chunks) == 1 and self.pipeline_rank.ranks > 1:
+            return False
+        return any(
+            getattr(config, "overlap_moe_expert_parallel_comm", False) for config in self._configs
+        )
 
     @property
     def _configs(self) -> list[Any]:
@@ -423,6 +472,7 @@ class _TimerEvents:
         self._computations: dict[str, Iterator[Computation]] = {}
         self._microbatches: int | None = None  #: of the iteration
         self._ended = {"F": 0, "B": 0}  #: how many of each kind have ended in the iteration
+        self._is_in_step = False  #: inside a combined step, which is shown as a whole
         self.packed: Sequence[Mapping[str, Any]] | None = None
 
     def around(self, name: str, timer: Any) -> _Timer:
@@ -453,14 +503,47 @@ class _TimerEvents:
             return _Timer(timer, start, stop)
 
         def begin() -> None:
-            guard.begin(*next(self._computations[kind]))
+            if not self._is_in_step:
+                self._begin_next(kind)
 
         def end(*_: Any, **__: Any) -> None:
-            self._ended[kind] += 1
-            guard.end()
+            if not self._is_in_step:
+                self._end_kinds(kind)
 
         started = guard.around(timer.start, after=begin)
         return _Timer(timer, started, guard.around(timer.stop, before=end))
+
+    def _begin_next(self, kinds: str) -> None:
+        """Begin the next computation of a kind, or of "FB" the next of both, which overlap."""
+        self.guard.begin(*_joined([next(self._computations[kind]) for kind in kinds]))
+
+    def _end_kinds(self, kinds: str) -> None:
+        for kind in kinds:
+            self._ended[kind] += 1
+        self.guard.end()
+
+    def run_step(self, kinds: str, step: Callable[..., T], values: Mapping[str, Any]) -> T:
+        """Run a combined step, shown as one computation from when it has what it waits for.
+
+        Args:
+            kinds: What it runs: "F", "B", or "FB" for a pair.
+            step: Runs it; takes other values for arguments.
+            values: Its arguments. `pre_forward` and `pre_backward` wait for other ranks.
+        """
+        waits = [name for name in _WAITS if values.get(name) is not None]
+        begin = partial(self.guard.call, self._begin_next, kinds)
+        instead = {}
+        if waits:  # it begins when the last one has returned
+            instead = {waits[-1]: _followed_by(values[waits[-1]], begin)}
+        else:
+            begin()
+        self._is_in_step = True
+        try:
+            result = step(**instead)
+        finally:
+            self._is_in_step = False
+        self.guard.call(self._end_kinds, kinds)
+        return result
 
     def _begin_iteration(self) -> None:
         if self.guard.is_inside:  # the iteration before has raised, and never stopped its timer
@@ -485,6 +568,7 @@ class _TimerEvents:
         return not call.forward_only
 
     def _begin(self, call: _ScheduleCall) -> None:
+        self._is_in_step = False
         self._microbatches = call.microbatches
         self._ended = dict.fromkeys("FB", 0)
         chunks = range(self._chunks)
@@ -555,6 +639,10 @@ class _EdgeEvents(_TimerEvents):
             return _Timer(timer, timer.start, timer.stop)
         return super().around(name, timer)
 
+    def run_step(self, kinds: str, step: Callable[..., T], values: Mapping[str, Any]) -> T:
+        """See `_TimerEvents.run_step`."""
+        return step()
+
     def _unseen(self) -> str | None:
         return None
 
@@ -586,14 +674,100 @@ class _CaptureEvents(_TimerEvents):
             return _Timer(timer, timer.start, timer.stop)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            self.guard.attempt(self._mark, kind)
+            if not self._is_in_step:
+                self.guard.attempt(self._mark, kind)
             return timer.stop(*args, **kwargs)
 
         return _Timer(timer, timer.start, stop)
 
-    def _mark(self, kind: str) -> None:
-        self.order.append(next(self._in_turn[kind]))
+    def run_step(self, kinds: str, step: Callable[..., T], values: Mapping[str, Any]) -> T:
+        """See `_TimerEvents.run_step`; its end is marked."""
+        self._is_in_step = True
+        try:
+            result = step()
+        finally:
+            self._is_in_step = False
+        self.guard.attempt(self._mark, kinds)
+        return result
+
+    def _mark(self, kinds: str) -> None:
+        self.order.append(_joined([next(self._in_turn[kind]) for kind in kinds]))
         self._capturing.capture(len(self.order))
+
+
+def _joined(computations: Sequence[Computation]) -> Computation:
+    """Return a computation, or the two of a pair, as it is shown."""
+    from perseus_planner.schedules import overlapped
+
+    return computations[0] if len(computations) == 1 else overlapped(*computations)
+
+
+def _followed_by(function: Callable[..., T], after: Callable[[], object]) -> Callable[..., T]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        result = function(*args, **kwargs)
+        after()
+        return result
+
+    return call
+
+
+_WAITS = ("pre_forward", "pre_backward")
+"""Arguments of a combined step that wait for what it computes on, in the order of their calls."""
+
+
+@dataclass(frozen=True)
+class _CombinedStep:
+    """The function of this core that runs combined steps."""
+
+    module: Any  #: That has it
+    names: Sequence[str]  #: Of its arguments
+
+    NAME = "combined_forward_backward_step"
+
+    @classmethod
+    def found(cls) -> _CombinedStep:
+        """Return that of this core.
+
+        Raises:
+            EngineChanged: If there is none, or one with other arguments.
+        """
+        problem = None
+        names: Sequence[str] = ()
+        try:
+            from megatron.core.pipeline_parallel import combined_1f1b as module
+
+            names = tuple(inspect.signature(getattr(module, cls.NAME)).parameters)
+        except (ImportError, AttributeError) as error:
+            problem = str(error)
+        needed = ("f_model", "b_model", "config", *_WAITS)
+        problem = problem or next((f"no {name}" for name in needed if name not in names), None)
+        if problem is not None:
+            raise EngineChanged(
+                "overlap_moe_expert_parallel_comm: this Megatron-core has no combined_1f1b."
+                f"{cls.NAME} as it is followed ({problem}); use core 0.16 to 0.19, or train "
+                "without the overlap"
+            )
+        return cls(module, names)
+
+    @contextmanager
+    def shown(self, events: _TimerEvents) -> Iterator[None]:
+        """Show the steps of the configs whose timers these events are, inside the block."""
+        # That of another model's steps may be around Megatron's own.
+        inner = getattr(self.module, self.NAME)
+
+        @wraps(inner)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            values = dict(zip(self.names, args, strict=False)) | kwargs
+            timers = getattr(values.get("config"), "timers", None)
+            if not isinstance(timers, _Timers) or timers._events is not events:
+                return inner(*args, **kwargs)
+            runs = {"F": values.get("f_model"), "B": values.get("b_model")}
+            kinds = "".join(kind for kind, model in runs.items() if model is not None)
+            return events.run_step(kinds, partial(inner, **values), values)
+
+        with replaced(self.module, **{self.NAME: step}):
+            yield
 
 
 def _noting_packed(
@@ -751,11 +925,6 @@ def _check_visible(config: Any, ranks: int) -> None:
         config: The config of a chunk.
         ranks: The number of ranks of the pipeline.
     """
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise UsageError(
-            "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward as "
-            "one, in which no clock can change; train without it, or without a plan"
-        )
     # With a pipeline, Megatron's schedules ignore the field.
     if getattr(config, "hybrid_context_parallel", False) and ranks == 1:
         raise UsageError(
@@ -830,6 +999,7 @@ def _captured(
     rank: PipelineRank,
     chunks: int,
     group: int,
+    combined: _CombinedStep | None,
     step: Callable[[], Any],
     microbatches: int | None,
 ) -> Any:
@@ -841,7 +1011,8 @@ def _captured(
     for config, timers in zip(configs, before, strict=True):
         config.timers = _Timers(timers, marks)
     try:
-        result = step()
+        with nullcontext() if combined is None else combined.shown(marks):
+            result = step()
     finally:
         for config, timers in zip(configs, before, strict=True):
             config.timers = timers

@@ -314,7 +314,10 @@ class Recording:
             for stage, call, received, loss in zip(
                 self._stages, self._calls, self._received, self._losses, strict=True
             ):
-                stack.enter_context(followed_module(stage.module, call.before, call.after))
+                if stage.planned is None:
+                    stack.enter_context(followed_module(stage.module, call.before, call.after))
+                else:  # what it returns has no time of its own
+                    stack.enter_context(followed_attribute(*stage.planned, call.before))
                 if stage.receiver is not None:
                     receiver = (stage.receiver, "set_input_tensor")
                     stack.enter_context(followed_attribute(*receiver, received.before))
@@ -351,7 +354,7 @@ class Recording:
             _forward(stage),
             loss,
             call.as_recorded,
-            _trained_s(calls, self._engine.splits_backward),
+            {} if stage.planned else _trained_s(calls, self._engine.splits_backward),
         )
 
 

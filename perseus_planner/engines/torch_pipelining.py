@@ -21,7 +21,6 @@ from perseus_planner.engines.engine import (
     replaced,
 )
 from perseus_planner.engines.guard import Guard, HookGuard, marked, original_of
-from perseus_planner.engines.torch_functions import refusal_of_functions
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +40,10 @@ _STAGE_NEEDED = (
 )
 _VERSIONS = "torch 2.6 or later"
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_PAIR = "OVERLAP_F_B"
+"""The type of action that runs an overlapped pair: by a function that a training has registered for
+it, or, if there is none, one after the other.
+"""
 _OF_STEP = frozenset(
     {
         "target",
@@ -73,9 +76,11 @@ class TorchPipeline:
     """One rank of a schedule; the forward of the last stage includes its loss.
 
     All schedules run their stages by the same methods, which take the number of the microbatch.
-    Before its first step a schedule learns the shapes of activations without these methods. In the
-    zero-bubble schedules the first stage has no input gradient to compute: its I is hooked too, and
-    takes almost no time.
+    Functions that the training has registered to run computations in another way are followed
+    themselves (`register_custom_function`), and one for OVERLAP_F_B runs a pair, which is one
+    computation. Before its first step a schedule learns the shapes of activations without these
+    methods. In the zero-bubble schedules the first stage has no input gradient to compute: its I is
+    hooked too, and takes almost no time.
 
     Args:
         schedule: The schedule, of torch 2.6 or later.
@@ -96,12 +101,6 @@ class TorchPipeline:
         check_free(self._schedule)
         for stage in self._stages:
             check_has(stage, _STAGE_NEEDED, _VERSIONS)
-        self._check_functions()
-
-    def _check_functions(self) -> None:
-        problem = refusal_of_functions(self._schedule)
-        if problem is not None:
-            raise UsageError(problem)
 
     @property
     def _stages(self) -> list[Any]:
@@ -145,7 +144,6 @@ class TorchPipeline:
 
     def stages(self) -> list[EngineStage]:
         """See `Engine.stages`."""
-        self._check_functions()
         return [
             EngineStage(
                 stage.stage_index,
@@ -174,6 +172,8 @@ class TorchPipeline:
         name = _SCHEDULES.get(type(schedule).__name__)
         if name is None:
             return {}
+        if name == "dualpipe-v" and self.has_pairs:
+            name = "dualpipe-v-overlapped"
         microbatches: int = schedule._n_microbatches
         iteration: dict[str, str | int] = {
             "schedule": name,
@@ -204,7 +204,16 @@ class TorchPipeline:
         lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(
             schedule, "pipeline_order", None
         )
-        return tuple(_computations(lists[first_stage.group_rank])) if lists else None
+        if not lists:
+            return None
+        return tuple(_computations(lists[first_stage.group_rank], has_pairs=self.has_pairs))
+
+    @property
+    def has_pairs(self) -> bool:
+        """See `engine.has_pairs`: those that a function is registered for; else the two of a pair
+        run one after the other.
+        """
+        return any(kind.name == _PAIR for kind in _functions_of(self._schedule))
 
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
@@ -215,7 +224,6 @@ class TorchPipeline:
 
         guard = HookGuard(hook)
         modules = parts_of(self._schedule)
-        is_followed = _Followed()
 
         def is_shown(schedule: Any) -> bool:
             if not are_same(parts_of(schedule), modules):
@@ -223,7 +231,7 @@ class TorchPipeline:
             if not _trains(schedule):
                 guard.note_evaluation()
                 return False
-            return is_followed(schedule)
+            return True
 
         def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if guard.is_inside or not guard.ask(is_shown, schedule):
@@ -256,6 +264,7 @@ class TorchPipeline:
         for stage in stages:
             stack.enter_context(self._wrapped(guard, _hooked_stage, stage))
         stack.enter_context(self._wrapped(guard, _hooked_loss, schedule))
+        stack.enter_context(_functions_shown(guard, schedule))
         microbatches = None
         has_batch = guard.wants_batch and (args or kwargs)
         if has_batch and any(stage.is_first for stage in stages):
@@ -302,28 +311,6 @@ def _trains(schedule: Any) -> bool:
     if not schedule._has_backward:
         return False
     return torch.is_grad_enabled() or not getattr(schedule, "_backward_requires_autograd", True)
-
-
-class _Followed:
-    """Tells whether a schedule is followed, at each of its steps: functions may be registered with
-    it after the runtime is attached. Says once why one is not.
-    """
-
-    def __init__(self) -> None:
-        self._functions: tuple[Any, ...] = ()  #: that were looked at last
-        self._problem: str | None = None  #: with them
-        self._has_said = False
-
-    def __call__(self, schedule: Any) -> bool:
-        functions = tuple(getattr(schedule, "_comp_type_to_function_map", {}).items())
-        if functions != self._functions:
-            self._functions = functions
-            self._problem = refusal_of_functions(schedule)
-        is_first = _stages_of(schedule)[0].group_rank == 0
-        if self._problem is not None and is_first and not self._has_said:
-            self._has_said = True
-            _LOG.warning("planner: %s; training goes on without the planner", self._problem)
-        return self._problem is None
 
 
 class _Batch:
@@ -489,14 +476,47 @@ def _hooked_loss(guard: HookGuard, schedule: Any) -> _Attributes:
     return {"_maybe_compute_loss": marked(compute_hooked, compute)}
 
 
-def _computations(actions: Any) -> Iterator[Computation]:
-    """Yield the computations among a rank's actions; the two of an overlapped pair run one after
-    the other.
+@contextmanager
+def _functions_shown(guard: HookGuard, schedule: Any) -> Iterator[None]:
+    """Show each call of a function that a training has registered to run computations in its place
+    as one computation, or one pair, however it runs them.
     """
-    from perseus_planner.schedules import Computation
+    functions = _functions_of(schedule)
+
+    def begin(action: Any, *_: Any) -> None:
+        (computation,) = _computations((action,), has_pairs=True)
+        guard.begin(*computation)
+
+    own = {kind: each for kind, each in functions.items() if kind.name in (*_KINDS, _PAIR)}
+    shown = {kind: guard.as_one(function, begin) for kind, function in own.items()}
+    functions.update(shown)
+    try:
+        yield
+    finally:
+        for kind, function in shown.items():
+            if functions.get(kind) is function:  # else another was registered meanwhile
+                functions[kind] = own[kind]
+
+
+def _functions_of(schedule: Any) -> dict[Any, Callable[..., Any]]:
+    """Return what is registered with a schedule to run computations in its place."""
+    functions: dict[Any, Callable[..., Any]]
+    functions = getattr(schedule, "_comp_type_to_function_map", {})
+    return functions
+
+
+def _computations(actions: Any, *, has_pairs: bool = False) -> Iterator[Computation]:
+    """Yield the computations among a rank's actions. If not `has_pairs`, the two of an overlapped
+    pair run one after the other.
+    """
+    from perseus_planner.schedules import Computation, overlapped
 
     for action in actions:
-        for part in getattr(action, "sub_actions", None) or (action,):
+        parts = getattr(action, "sub_actions", None)
+        if parts and has_pairs:
+            yield overlapped(*_computations(parts))
+            continue
+        for part in parts or (action,):
             kind = None if part is None else _KINDS.get(part.computation_type.name)
             if kind is not None:
                 yield Computation(part.stage_index, kind, part.microbatch_index)

@@ -9,6 +9,7 @@ variants.
 
 from perseus_planner.schedules.generators import (
     NAMES,
+    combined_1f1b,
     dualpipe_v,
     generate,
     generate_for_stages,
@@ -26,10 +27,12 @@ from perseus_planner.schedules.schedule import (
     WHOLE,
     Computation,
     Schedule,
+    cell_of,
     check_pipeline,
     dependency_of,
     grid_text,
     load_grid,
+    overlapped,
     parse_grid,
     save_grid,
 )
@@ -40,7 +43,9 @@ __all__ = [
     "WHOLE",
     "Computation",
     "Schedule",
+    "cell_of",
     "check_pipeline",
+    "combined_1f1b",
     "dependency_of",
     "dualpipe_v",
     "generate",
@@ -52,6 +57,7 @@ __all__ = [
     "load_grid",
     "looped_bfs",
     "one_f_one_b",
+    "overlapped",
     "parse_grid",
     "save_grid",
     "schedule_names",

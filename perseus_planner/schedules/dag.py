@@ -57,12 +57,12 @@ class PipelineDag:
                 if "." in key[1]:
                     remedy = "leave that variant out"
                 if computation in self.schedule.forward_of:
-                    # `planner profile` does not measure pairs, so the table is where rows come in.
+                    # `planner profile` does not measure pairs, so rows come in elsewhere.
                     raise ProfileError(
                         f"the profile has no {word_of(key[1])} of stage {key[0]}, which "
-                        f"{self.schedule.text_of(computation)} needs; add its rows to the "
-                        "profile's table, as `planner profile` does not measure pairs yet, or "
-                        "write the two in cells of their own if they run one after the other"
+                        f"{self.schedule.text_of(computation)} needs; train without a plan, which "
+                        "learns its rows, add them to the profile's table, or write the two in "
+                        "cells of their own if they run one after the other"
                     )
                 raise ProfileError(
                     f"the profile has no {key[1]} of stage {key[0]}, which "

@@ -38,6 +38,7 @@ KINDS = ("F", "B", "I", "W")
 
 # Python limits the length of numbers that it reads, and does not read them in linear time.
 _COMPUTATION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 class Computation(NamedTuple):
@@ -49,19 +50,24 @@ class Computation(NamedTuple):
     """
 
     stage: int
-    kind: str  #: one of `KINDS`
+    kind: str  #: one of `KINDS`; that of a pair as `overlapped` makes it
     microbatch: int
 
     def __str__(self) -> str:
+        if "(" in self.kind:
+            return _pair_text(*cell_of(self))
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Computation:
-        """Return the computation with this text.
+        """Return the computation with this text; a pair's as `overlapped` makes it.
 
         Raises:
             ScheduleError: If the text is not that of a computation.
         """
+        pair = _OVERLAPPED.fullmatch(text)
+        if pair is not None and pair[1].count(";") == 1:
+            return overlapped(*map(cls.parse, pair[1].split(";")))
         match = _COMPUTATION.fullmatch(text)
         if match is None:
             raise ScheduleError(
@@ -129,6 +135,10 @@ class Schedule:
         forward = self.forward_of.get(computation)
         return (computation,) if forward is None else (forward, computation)
 
+    def shown(self, rank: int) -> tuple[Computation, ...]:
+        """Return what a rank runs as its engine shows it: a pair as `overlapped` makes it."""
+        return tuple(cell[0] if len(cell) == 1 else overlapped(*cell) for cell in self.cells[rank])
+
     def text_of(self, computation: Computation) -> str:
         """Return a computation as a grid writes it: a pair with both names."""
         return _cell_text(self._cell(computation))
@@ -195,6 +205,21 @@ Cell: TypeAlias = tuple[Computation, ...]
 """What a rank runs at once: a computation, or the forward and the backward of an overlapped pair.
 """
 Ranks: TypeAlias = Sequence[Sequence[Cell]]
+
+
+def overlapped(forward: Computation, backward: Computation) -> Computation:
+    """Return an overlapped pair as one computation, as engines show it: its backward, with the
+    forward in its kind, such as `B(3F9)`.
+    """
+    return backward._replace(kind=f"{backward.kind}({forward})")
+
+
+def cell_of(shown: Computation) -> Cell:
+    """Return what an engine shows as one computation: it, or the two that `overlapped` joined."""
+    kind, _, forward = shown.kind.partition("(")
+    if not forward:
+        return (shown,)
+    return Computation.parse(forward.removesuffix(")")), shown._replace(kind=kind)
 
 
 def _pair_text(forward: Computation, backward: Computation) -> str:
@@ -459,7 +484,6 @@ WHOLE = Schedule("whole", ((Computation(0, "F", 0),),))
 
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
-_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # torch writes these between computations if communication is dumped too.
 _COMMUNICATION = re.compile(
     r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*"

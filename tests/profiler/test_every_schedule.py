@@ -20,6 +20,8 @@ pytest.importorskip("torch")
 
 SPLIT = ("interleaved-zb", "zbv", "dualpipe-v")
 """The schedules that split backwards."""
+PAIRED = "combined-1f1b"
+"""The schedule with overlapped pairs, whose computations do not show how long they take alone."""
 OFTEN = ["1f1b", "interleaved-1f1b", "dualpipe-v"]
 """Schedules that are profiled and trained each time: of a stage for each rank, of two, and with
 split backwards; the others are soaks."""
@@ -30,9 +32,9 @@ def check(results: Results, names: list[str], folder: Path) -> None:
         assert list(rank) == names
         for name, found in rank.items():
             timed = found.pop("timed")
-            assert timed == (["F"] if name.partition("+")[0] in SPLIT else ["FB"]), (
-                "the times in training that repetitions are compared with"
-            )
+            expected = "F" if name.partition("+")[0] in SPLIT else "FB"
+            expected = "" if name == PAIRED else expected
+            assert timed == [expected], "the times in training that repetitions are compared with"
             assert found == {
                 "planned": True,
                 "equal": True,
@@ -44,7 +46,15 @@ def check(results: Results, names: list[str], folder: Path) -> None:
         path = folder / f"{name.replace(' ', '-')}.yaml"
         profile = Profile.load(path)
         kinds = "FBIW" if name.partition("+")[0] in SPLIT else "FB"
-        assert set(profile.measurements) == set(product(range(profile.stages), kinds))
+        pairs = {key for key in profile.measurements if ".pair" in key[1]}
+        alone = set(profile.measurements) - pairs
+        assert alone == set(product(range(profile.stages), kinds))
+        assert bool(pairs) == (name == PAIRED)
+        for stage, kind in pairs:  # on a simulated GPU the two of a pair take as long as alone
+            own = int(kind.rpartition("-")[2]) if "-" in kind else stage
+            both = (profile.measurements[own, "F"][0], profile.measurements[stage, "B"][0])
+            sum_s = sum(row.time_s for row in both)
+            assert profile.measurements[stage, kind][0].time_s == pytest.approx(sum_s, rel=0.1)
         assert (
             len({profile.blocking_w(stage) for stage in range(0, profile.stages, 2)}) == 1
             or "v" in name
@@ -104,7 +114,7 @@ def test_deepspeed(degree: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("degree", "names"),
     [
-        (1, ["1f1b", "interleaved-1f1b", "groups of 4"]),
+        (1, ["1f1b", "interleaved-1f1b", "groups of 4", "combined-1f1b"]),
         (2, ["1f1b", "interleaved-1f1b", "experts"]),
     ],
 )

@@ -59,6 +59,17 @@ def test_the_hook_sees_what_runs_and_what_was_expected(count: int, all_pass: Pas
     all_pass(count, "orders")
 
 
+@pytest.mark.parametrize(
+    ("count", "shapes"), [(2, "2,0,4,1 2,3,5,1 3,0,4,1 0,0,4,2"), (4, "2,0,4,2")]
+)
+def test_where_experts_are_overlapped_each_pair_is_one_computation(
+    count: int, shapes: str, tmp_path: Path
+) -> None:
+    # On ranks of their own: process groups of all shapes stay until the end.
+    for each in ranks("megatron_programs:several", count, tmp_path, f"combined {shapes}"):
+        assert "combined" in each.stdout.splitlines(), each.stderr
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_of_each_shape_the_hook_sees_what_runs(shape: Shape, all_pass: Pass) -> None:
     all_pass(shape.ranks, shape.name)

@@ -138,66 +138,52 @@ def test_an_argument_that_a_schedule_takes_for_itself_is_not_taken_for_the_model
     assert first["unnamed"]["equal"]
 
 
-@pytest.mark.parametrize("name", ["default", "in_turn", "forwards", "never run"])
-def test_functions_that_run_computations_in_turn_are_followed(
-    name: str, launched: Launched
-) -> None:
+@pytest.mark.parametrize("name", ["default", "forwards", "backwards", "never run"])
+def test_functions_that_run_computations_are_followed(name: str, launched: Launched) -> None:
     check_followed([rank[name] for rank in launched("functions")])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        (
-            "at_once",
-            "starts threads, and computations that run at the same time cannot each have a clock",
-        ),
-        (
-            "hidden",
-            "does not call forward_one_chunk, so that the planner does not see what it runs",
-        ),
-    ],
-)
-def test_functions_that_hide_or_overlap_computations_are_refused(
-    name: str, reason: str, launched: Launched
-) -> None:
-    expected = (
-        "ScheduleDualPipeV runs OVERLAP_F_B by the registered function "
-        f"Functions.{name}, which {reason}; register one that calls the methods of the stages one "
-        "after the other, or none"
-    )
+@pytest.mark.parametrize("name", ["in_turn", "at_once", "hidden"])
+def test_a_function_for_pairs_runs_each_as_one_computation(name: str, launched: Launched) -> None:
+    pairs = 0
+    for rank in (ranks[name] for ranks in launched("functions")):
+        assert rank["order"] == rank["generated"]
+        for iteration in rank["iterations"]:
+            assert iteration["computations"] == rank["order"]
+        assert len(rank["iterations"]) == 2
+        stages = rank["stages"]
+        both = {f"{s}{kind}{m}" for s in stages for m in range(6) for kind in "FB"}
+        assert sorted(each for each, _ in rank["ran"]) == sorted(2 * [*both])
+        for each, inside in rank["ran"]:
+            assert inside is not None, f"{each} ran outside of computations"
+            assert re.search(rf"\b{each}\b", inside.replace("I", "B").replace("W", "B")), inside
+        pairs += sum(each.startswith("(") for each in rank["order"])
+    assert pairs > 6
+
+
+def test_pairs_are_not_profiled_as_two_computations(launched: Launched) -> None:
     for rank in launched("functions"):
-        assert rank[name]["refused"] == expected
-        said = rank[name]["anywhere"]
-        assert said["runtime"] == expected
-        # The first rank that says so is named, the same on all.
-        assert re.fullmatch(rf"rank \d: {re.escape(expected)}", said["profiling"])
+        assert rank["profiling"].endswith(
+            "runs forwards and backwards as overlapped pairs, which cannot be repeated alone; "
+            "train without a plan, which learns the rows of pairs"
+        )
 
 
-def test_planner_run_trains_without_the_planner_where_computations_overlap(tmp_path: Path) -> None:
+def test_planner_run_follows_a_training_whose_computations_overlap(tmp_path: Path) -> None:
     command = ("-m", "perseus_planner", "run", "--gpu", GPU, "--", sys.executable)
     ranks = by_themselves(RANKS, tmp_path, *command, str(SUPPORT / "overlapping.py"))
     assert [rank.code for rank in ranks] == [0] * RANKS, ranks
     assert ranks[0].stdout.endswith("trained 12\n")
-    said = [line for line in ranks[0].stderr.splitlines() if line.startswith("planner:")]
-    assert len(said) == 1
-    assert said[0].startswith("planner: ScheduleDualPipeV runs OVERLAP_F_B by the registered")
-    assert said[0].endswith("or none; training goes on without the planner")
+    assert not [line for line in ranks[0].stderr.splitlines() if line.startswith("planner:")]
 
 
-def test_a_function_is_read_through_what_it_names(launched: Launched) -> None:
-    for rank in launched("functions"):
-        assert "<lambda>, which does not call forward_one_chunk" in rank["lambda"]
-        assert "<lambda>, which starts threads" in rank["pool"]
-
-
-def test_a_function_registered_while_training_ends_the_following(launched: Launched) -> None:
+def test_a_function_registered_while_training_is_followed_from_the_next_step(
+    launched: Launched,
+) -> None:
     for rank in launched("registered_later"):
-        assert rank["iterations"] == 1
-    first, second = (rank["warnings"] for rank in launched("registered_later"))
-    assert first[0].startswith("planner: ScheduleDualPipeV runs OVERLAP_F_B by the registered")
-    assert first[0].endswith("; training goes on without the planner")
-    assert (len(first), second) == (1, [])
+        first, then = rank["orders"]
+        assert rank["iterations"] == [first, then, then]
+        assert first != then
     assert sum(rank["losses"] for rank in launched("registered_later")) > 0
 
 

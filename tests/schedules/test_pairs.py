@@ -155,9 +155,9 @@ def test_a_pair_of_two_stages_has_a_row_of_its_own():
 def test_a_profile_without_the_row_of_a_pair_is_refused():
     schedule = combined_1f1b(4, 1, 8)
     assert refusal(ProfileError, PipelineDag.from_schedule, smooth_profile(4), schedule) == (
-        "the profile has no backward.pair of stage 0, which (0F4;0B0)OVERLAP_F_B needs; add its "
-        "rows to the profile's table, as `planner profile` does not measure pairs yet, or write "
-        "the two in cells of their own if they run one after the other"
+        "the profile has no backward.pair of stage 0, which (0F4;0B0)OVERLAP_F_B needs; train "
+        "without a plan, which learns its rows, add them to the profile's table, or write the two "
+        "in cells of their own if they run one after the other"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import service_programs
 import torch
 import torch.distributed as dist
-from emulation_programs import MICROBATCHES, deepspeed_pipeline, torch_pipeline
+from emulation_programs import MICROBATCHES, deepspeed_pipeline, pairs_pipeline, torch_pipeline
 from emulation_programs import _layer as tiny_layer
 from runtime_training import GPU as RUNTIME_GPU
 from runtime_training import LONG_S, Torch, WarningLog, Watch, any_rank, every_rank, job
@@ -39,6 +39,7 @@ SERVED_GPU = "emulated:a100-sxm?slower=200000&call=1ms"
 TRIED = 4  #: iterations by programs with other clocks than the highest
 MADE = {
     "torch": torch_pipeline,
+    "pairs": pairs_pipeline,
     "deepspeed": deepspeed_pipeline,
     "torch with modes": lambda: torch_pipeline(layer=lambda: checkpoint_wrapper(tiny_layer())),
     "deepspeed with modes": lambda: deepspeed_pipeline(
@@ -71,6 +72,20 @@ def learns(state: str, name: str) -> None:
         result["phases"] = phases
         result["warnings"] = warning_log.taken()
         result["state"] = os.path.exists("run/autopilot.yaml")
+
+
+def follows_pairs(state: str) -> None:
+    """Train by the plan in the folder, `plan.yaml`, on a schedule with overlapped pairs."""
+    with job(state) as result:
+        log = WarningLog()
+        engine, step, _ = MADE["pairs"]()
+        with (
+            emulate(engine, GPU),
+            planner_runtime(engine, gpu=GPU, plan="plan.yaml", record="planned"),
+        ):
+            for _ in range(6):
+                step()
+        result["warnings"] = log.taken()
 
 
 def learns_modes(state: str, engine: str) -> None:

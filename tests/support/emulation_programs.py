@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from overlapping import Functions
 from tiny_training import DeepSpeed, Torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining import schedules
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
@@ -24,6 +26,7 @@ from perseus_planner.profiler.sweep import SweepSettings
 from perseus_planner.profiles.modes import OWN, in_mode
 from perseus_planner.runtime import Recompute
 from perseus_planner.runtime.emulation import emulate
+from perseus_planner.schedules import combined_1f1b, save_grid
 
 WIDTH, MICROBATCHES = 32, 4
 SHAPE = (4, WIDTH)
@@ -145,7 +148,30 @@ def torch_pipeline(
 ) -> tuple[Any, Any, list[Any]]:
     """Return an engine, its step, and its modules."""
     pipeline = Torch(name, MICROBATCHES, layer=layer or _layer, shape=SHAPE, has_shapes=True)
+    return _parts_of(pipeline)
 
+
+def pairs_pipeline() -> tuple[Any, Any, list[Any]]:
+    """1F1B with one forward more before the first pair, each of which a function of the training
+    runs; the grid is in the folder.
+    """
+    schedule = combined_1f1b(dist.get_world_size(), 1, MICROBATCHES)
+    if dist.get_rank() == 0:
+        save_grid(schedule, "pairs.csv")
+    dist.barrier()
+
+    def made(stage: Any, count: int, **options: Any) -> Any:
+        loaded = schedules._PipelineScheduleRuntime([stage], count, **options)
+        loaded._load_csv("pairs.csv", format="compute_only")
+        return loaded
+
+    pipeline = Torch("1f1b", MICROBATCHES, layer=_layer, shape=SHAPE, has_shapes=True, kind=made)
+    in_turn = Functions(pipeline).in_turn
+    pipeline.engine.register_custom_function(schedules.OVERLAP_F_B, in_turn)
+    return _parts_of(pipeline)
+
+
+def _parts_of(pipeline: Torch) -> tuple[Any, Any, list[Any]]:
     def step() -> list[Any]:
         losses = pipeline.run(pipeline.engine.step)
         pipeline.optimizer.step()  # gradients are kept and grow: each microbatch adds to one

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
+from megatron.core.pipeline_parallel import combined_1f1b as combined_module
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.timers import Timers
@@ -39,16 +40,16 @@ from runtime_training import (
     plan_of,
 )
 from runtime_training import planned as planned_by
-from tiny_gpt import Training, grid_of, gridded, groups_of, on_cpu, parallel
+from tiny_gpt import Training, grid_of, gridded, groups_of, on_cpu, overlapping, parallel
 from torch import nn
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import EngineChanged, UsageError
 from perseus_planner.engines.edges import EdgeHook
 from perseus_planner.engines.megatron import MegatronModel
 from perseus_planner.runtime.hook import RAISED, Hook
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.runtime.program import Program
-from perseus_planner.schedules import interleaved_1f1b
+from perseus_planner.schedules import generate, interleaved_1f1b
 
 
 class RecordedMarks:
@@ -152,6 +153,57 @@ def orders(*shapes: str) -> None:
                 {"microbatches": microbatches, "computations": computations}
             ], shape
             assert not recorded.inside
+
+
+def combined(*shapes: str) -> None:
+    """Where experts are overlapped, the hook's calls, what Megatron's plans run, the announced
+    order and our generator's row are equal, and results are those without a hook.
+
+    Each shape is "virtual,group,microbatches,experts", as in `orders`; the last is over how many
+    ranks experts are spread.
+    """
+    for shape in shapes:
+        virtual, group, microbatches, experts = map(int, shape.split(","))
+        pipeline = dist.get_world_size() // experts
+        with parallel(virtual or None, pipeline=pipeline, experts=experts), overlapping():
+            hook = Recorder()
+            made = partial(Training, virtual or None, group or None, experts=experts, combined=True)
+            trainings = [made(), made()]
+            row = _judge_combined(trainings[0], microbatches, nullcontext())
+            expected = _judge_combined(
+                trainings[1], microbatches, trainings[1].engine.attached(hook)
+            )
+        assert row == expected
+        seen = {"microbatches": microbatches, "computations": [str(each) for each in row]}
+        assert hook.iterations == [seen] * 2, (shape, hook.iterations)
+        assert not hook.problems
+        assert equal(*(training.weights() for training in trainings)), shape
+        assert not hasattr(combined_module.combined_forward_backward_step, "__wrapped__")
+
+
+def _judge_combined(training: Training, microbatches: int, block: Any) -> Any:
+    """Train twice inside the block, and return what this rank should run; it ran that."""
+    virtual = len(training.chunks)
+    given = training.config.timers = UserTimers()
+    seat = training.engine.pipeline_rank
+    with block, training.watched_pairs() as ran:
+        training.step(microbatches)
+        training.step(microbatches)
+    iteration = dict(training.engine.iteration(microbatches))
+    schedule = generate(
+        iteration.pop("schedule"),
+        ranks=seat.ranks,
+        group=iteration.pop("microbatch_group", None),
+        **iteration,
+    )
+    assert schedule.name == "combined-1f1b"
+    row = schedule.shown(seat.rank)
+    assert ran == [str(computation) for computation in row] * 2, ran
+    assert training.engine.order_for(microbatches) == row
+    assert training.config.timers is given
+    calls = [call for call in given.calls if call[0] == "forward-compute"]
+    assert len(calls) == 2 * 2 * microbatches * virtual
+    return row
 
 
 def shapes() -> None:
@@ -682,10 +734,10 @@ def refusals() -> None:
         "(`planner plan --max-changes 4`, and leave out follow=), or train with graphs of layers"
     )
     overlap = (
-        "overlap_moe_expert_parallel_comm makes Megatron-core run a forward and a backward "
-        "as one, in which no "
+        "overlap_moe_expert_parallel_comm: this Megatron-core has no combined_1f1b."
+        "combined_forward_backward_step as it is followed (no f_model); use core 0.16 to 0.19, or "
+        "train without the overlap"
     )
-    overlap += "clock can change; train without it, or without a plan"
     parts = (
         "hybrid_context_parallel makes Megatron-core cut each batch into another number of parts "
         "on each rank, so no plan can have its computations; train without it, or without a plan"
@@ -696,7 +748,6 @@ def refusals() -> None:
         _ = MegatronModel([]).pipeline_rank
     with parallel():
         fields: list[tuple[str, Any, str]] = [
-            ("overlap_moe_expert_parallel_comm", True, overlap),
             ("hybrid_context_parallel", True, parts),
             ("cuda_graph_scope", "full_iteration", graph),  # core 0.14 and 0.15
             ("cuda_graph_impl", "full_iteration", graph),  # core 0.17 and later
@@ -709,6 +760,12 @@ def refusals() -> None:
             with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
                 _attach(training.engine)
             assert training.config.timers is None
+        training = Training()
+        training.config.overlap_moe_expert_parallel_comm = True
+        other = mock.patch.object(combined_module, "combined_forward_backward_step", _fail)
+        with other, pytest.raises(EngineChanged, match=f"^{re.escape(overlap)}$"):
+            _attach(training.engine)
+        assert training.config.timers is None
         with pytest.raises(
             UsageError, match=r"^a chunk has no Megatron-core config \(.*; give the chunks that you"
         ):

@@ -8,6 +8,7 @@ As a script it is one rank, which trains by DualPipeV and overlaps the computati
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -42,21 +43,23 @@ class Functions:
         second.join()
 
     def hidden(self, action: Any, context: Any) -> None:
-        """Run a forward without the methods of its stage."""
-        raise AssertionError("is not run here")
+        """Run computations one after the other, by other methods than those of their stages."""
+        for each in action.sub_actions or (action,):
+            self._run(each, context, is_hidden=True)
 
-    def _run(self, action: Any, context: Any) -> None:
+    def _run(self, action: Any, context: Any, *, is_hidden: bool = False) -> None:
         kind, number, microbatch = (
             action.computation_type.name,
             action.stage_index,
             action.microbatch_index,
         )
         schedule, stage = self._schedule, self._stages[number]
+        run = (
+            partial(type(stage).forward_one_chunk, stage) if is_hidden else stage.forward_one_chunk
+        )
         if kind == "FORWARD":
             self._receive(schedule.fwd_recv_ops, number, microbatch)
-            output = stage.forward_one_chunk(
-                microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch]
-            )
+            output = run(microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch])
             schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
             if number + 1 in self._stages:
                 self._stages[number + 1].set_local_fwd_input(output, microbatch)

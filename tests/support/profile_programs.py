@@ -142,12 +142,13 @@ def megatron_models(state: str, degree: str) -> None:
     """Profile, plan and train Megatron-core with one chunk, with two, and with two in groups of
     four microbatches; or beside replicas, with what communicates meanwhile.
     """
-    from tiny_gpt import parallel
+    from tiny_gpt import overlapping, parallel
 
     cases: list[tuple[str, int | None, int | None, dict[str, Any]]] = [
         ("1f1b", None, None, {}),
         ("interleaved-1f1b", 2, None, {}),
         ("groups of 4", 2, 4, {}),
+        ("combined-1f1b", 2, None, {"combined": True}),
     ]
     if degree == "2":
         cases = [
@@ -158,7 +159,10 @@ def megatron_models(state: str, degree: str) -> None:
     with job(state) as result:
         for name, virtual, group, options in cases:
             pipeline = dist.get_world_size() // int(degree)
-            with parallel(virtual, pipeline=pipeline, experts=options.get("experts", 1)):
+            with (
+                parallel(virtual, pipeline=pipeline, experts=options.get("experts", 1)),
+                overlapping() if options.get("combined") else nullcontext(),
+            ):
                 result[name] = planned(
                     partial(Megatron, virtual, group, **options), name.replace(" ", "-")
                 )

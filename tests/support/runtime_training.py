@@ -45,12 +45,11 @@ def plan_of(
     """Return a plan in which each computation of a rank has another clock, from `top_mhz` down."""
     places = {str(each): place for row in schedule.ranks for place, each in enumerate(row)}
     clocks = {str(each): top_mhz - STEP_MHZ * places[str(each)] for each in schedule.computations()}
-    measured = {
-        (stage, kind): {clock: Measurement(clock, 1.0, 1.0) for clock in clocks.values()}
-        for stage in range(schedule.stages)
-        for kind in schedule.kinds
-    }
     iteration = pipeline_iteration(schedule)
+    measured = {
+        key: {clock: Measurement(clock, 1.0, 1.0) for clock in clocks.values()}
+        for key in iteration.keys
+    }
     # Long enough that no rank counts as quiet while it waits for a clock.
     return Plan(
         iteration, clocks, measured, "0" * 64, gpu, "simulated", 1.0, *[30.0] * 6, control=control

@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +57,15 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
+OVERLAPPED: dict[str, Any] = {
+    **EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.0,  # its log is as long as the first model
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
+"""Of experts whose all-to-all is overlapped: layers of a forward and a backward run in turn."""
+
 _type = torch.Tensor.type
 
 
@@ -74,6 +85,42 @@ def on_cpu() -> Iterator[None]:
         mock.patch("torch.cuda.current_stream"),
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
     ):
+        yield
+
+
+def _keep(*_: Any) -> bool:
+    return False
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Let Megatron overlap experts on the CPU: its streams and events do nothing, so all runs in
+    the order of its calls, and what it frees early on a GPU is kept.
+    """
+    exchange = dist.all_to_all_single
+
+    def exchanged(
+        output: Any, given: Any, output_sizes: Any = None, given_sizes: Any = None, **options: Any
+    ) -> Any:
+        """Exchange tokens whose numbers a GPU would have copied to the host."""
+        sizes = {"output_split_sizes": output_sizes, "input_split_sizes": given_sizes} | options
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if sizes[name] is not None:
+                sizes[name] = list(map(int, sizes[name]))
+        return exchange(output, given, **sizes)
+
+    with ExitStack() as stack:
+        for name in ("Stream", "Event", "nvtx.range_push", "nvtx.range_pop"):
+            stack.enter_context(mock.patch(f"torch.cuda.{name}"))
+        stack.enter_context(mock.patch("torch.cuda.stream", return_value=nullcontext()))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", exchanged))
+        # Core 0.19 has it in the second module, which 0.16 lacks.
+        for name in ("gpt.fine_grained_callables", "common.utils"):
+            name = f"megatron.core.models.{name}"
+            module = import_module(name) if find_spec(name) else None
+            if hasattr(module, "should_free_input"):
+                stack.enter_context(mock.patch.object(module, "should_free_input", _keep))
         yield
 
 
@@ -193,6 +240,7 @@ class Training:
         adapt: Callable[[int, nn.Module], None] = lambda number, chunk: None,
         model: str = "gpt",
         groups: Any = None,
+        combined: bool = False,
         **options: Any,
     ) -> None:
         self._groups = groups
@@ -209,7 +257,9 @@ class Training:
             "batch_p2p_sync": False,
             "hidden_dropout": 0.1,
         }
-        if experts > 1:
+        if combined:
+            fields |= OVERLAPPED | {"expert_model_parallel_size": experts}
+        elif experts > 1:
             fields |= EXPERTS
         config = TransformerConfig(**fields | options)
         torch.manual_seed(pipeline.rank())
@@ -225,6 +275,8 @@ class Training:
             adapt(each * pipeline.size() + pipeline.rank(), chunk)
         self.config = self.chunks[0].config
         self.configs = [chunk.config for chunk in self.chunks]
+        for each in self.configs:  # the config itself would ask for experts on several ranks
+            each.overlap_moe_expert_parallel_comm = combined
         self.model: list[Any] = [Wrapper(chunk) for chunk in self.chunks]
         parameters = [each for chunk in self.chunks for each in chunk.parameters()]
         if not parameters:  # an optimizer wants one, and a rank with empty stages has none
@@ -321,6 +373,36 @@ class Training:
         return [each.detach().clone() for chunk in self.chunks for each in chunk.parameters()]
 
     @contextmanager
+    def watched_pairs(self) -> Iterator[list[str]]:
+        """Return the names of what combined steps run, pairs as grids have them, seen at the plans
+        that Megatron runs.
+        """
+        from megatron.core.models.common.model_chunk_schedule_plan import (
+            TransformerModelChunkSchedulePlan as Plan,
+        )
+
+        seat = self.engine.pipeline_rank
+        run = Plan.run
+        forwards: dict[int, str] = {}
+        ran: list[str] = []
+
+        def watched(forward: Any, backward: Any, **options: Any) -> Any:
+            names = []
+            if forward is not None:
+                chunk = forward.state.model
+                stage = self.chunks.index(chunk) * seat.ranks + seat.rank
+                names.append(f"{stage}F{chunk.decoder.layers[0].current_microbatch}")
+                forwards[id(forward)] = names[0]
+            if backward is not None:
+                names.append(forwards.pop(id(backward)).replace("F", "B"))
+            ran.append(names[0] if len(names) == 1 else f"({';'.join(names)})OVERLAP_F_B")
+            return run(forward, backward, **options)
+
+        with mock.patch.object(Plan, "run", staticmethod(watched)):
+            yield ran
+        assert not forwards
+
+    @contextmanager
     def watched(self) -> Iterator[list[tuple[int, str, int]]]:
         """Return what really runs, seen by hooks on modules and gradients.
 
@@ -390,8 +472,12 @@ class LoopTraining:
         return self._training.weights()
 
 
-def _forward_step(batches: Any, model: Any, *, reports: Any = None) -> Any:
-    """Run a microbatch; its loss is reduced over the group `reports`, if there is one."""
+def _forward_step(
+    batches: Any, model: Any, return_schedule_plan: bool = False, *, reports: Any = None
+) -> Any:
+    """Run a microbatch, or return what a combined step runs; its loss is reduced over the group
+    `reports`, if there is one.
+    """
     tokens = next(batches)
     length = tokens.shape[-1]
     places = torch.arange(length).expand_as(tokens)
@@ -403,4 +489,5 @@ def _forward_step(batches: Any, model: Any, *, reports: Any = None) -> Any:
             dist.all_reduce(reported, group=reports)
         return losses.mean(), reported
 
-    return model(tokens, places, hidden, labels=tokens), loss
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(tokens, places, hidden, labels=tokens), loss

@@ -27,11 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 
-from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.engines import engine_of
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.runtime import planner_runtime
-from perseus_planner.schedules import Computation
+from perseus_planner.schedules import Computation, generate
 
 DOCUMENTS = ([12], [6, 6], [4, 4, 4], [3, 3, 3, 3])  #: lengths in the one row of each microbatch
 LENGTH = 12
@@ -284,73 +283,51 @@ def own_parameters(state: str) -> None:
 
 
 def functions(state: str) -> None:
-    """Follow schedules with functions of their own, or be refused."""
+    """Follow schedules with functions of their own."""
     with job(state) as result:
         for name in ("in_turn", "at_once", "hidden"):
             result[name] = _with_function(name, "OVERLAP_F_B")
+        pipeline = Numbered("dualpipe-v", 6)
+        in_turn = Functions(pipeline).in_turn
+        pipeline.engine.register_custom_function(schedules.OVERLAP_F_B, in_turn)
+        with profile_pipeline(pipeline.engine, gpu="simulated:a100-sxm", output=None) as profiling:
+            pipeline.step()
+        result["profiling"] = profiling.problem
         result["default"] = watched(Numbered("dualpipe-v", 6))
-        result["forwards"] = _with_function("in_turn", "FORWARD")
+        result["forwards"] = _with_function("hidden", "FORWARD")
+        result["backwards"] = _with_function("in_turn", "BACKWARD_INPUT")
         result["never run"] = _with_function("hidden", "BACKWARD_INPUT", "looped-bfs")
-        result["lambda"] = _refused(lambda action, context: print(action, context))
-        pool = ThreadPoolExecutor(1)
-        result["pool"] = _refused(lambda *each: pool.map(_named_methods, each))
-
-
-def _named_methods(schedule: Any, stage: Any) -> None:
-    """Name what a pair of computations calls."""
-    stage.forward_one_chunk()
-    stage.backward_one_chunk()
-    schedule._maybe_compute_loss()
 
 
 def _with_function(name: str, kind: str, schedule: str = "dualpipe-v") -> dict[str, Any]:
     pipeline = Numbered(schedule, 6)
     function = getattr(Functions(pipeline), name)
-    pipeline.engine.register_custom_function(getattr(schedules._ComputationType, kind), function)
-    try:
-        return watched(pipeline)
-    except UsageError as error:
-        return {"refused": str(error), "anywhere": _refusals(pipeline)}
-
-
-def _refused(function: Any) -> str:
-    pipeline = Numbered("dualpipe-v", 6)
-    pipeline.engine.register_custom_function(schedules.OVERLAP_F_B, function)
-    try:
-        engine_of(pipeline.engine).check()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def _refusals(pipeline: Any) -> dict[str, Any]:
-    """Return what profiling and the runtime say of a schedule."""
-    said = {}
-    try:
-        with planner_runtime(pipeline.engine, gpu=GPU):
-            said["runtime"] = "nothing"
-    except PlannerError as error:
-        said["runtime"] = str(error)
-    with profile_pipeline(pipeline.engine, gpu="simulated:a100-sxm", output=None) as profiling:
-        pass
-    said["profiling"] = profiling.problem or "nothing"
-    return said
+    kind = getattr(schedules._ComputationType, kind)
+    pipeline.engine.register_custom_function(kind, function)
+    seen = watched(pipeline)
+    assert pipeline.engine._comp_type_to_function_map == {kind: function}
+    iteration = dict(engine_of(pipeline.engine).iteration(6))
+    iteration["virtual_stages"] = 2
+    generated = generate(iteration.pop("schedule"), ranks=dist.get_world_size(), **iteration)
+    return {**seen, "generated": [str(each) for each in generated.shown(dist.get_rank())]}
 
 
 def registered_later(state: str) -> None:
     """Register a function after the runtime is attached."""
     with job(state) as result:
-        log, seen = WarningLog(), Seen()
+        seen = Seen()
         pipeline = Numbered("dualpipe-v", 6)
         adapter = engine_of(pipeline.engine)
         with adapter.attached(seen):
+            orders = [adapter.order()]
             pipeline.step()
             pipeline.engine.register_custom_function(
                 schedules.OVERLAP_F_B, Functions(pipeline).at_once
             )
+            orders.append(adapter.order())
             losses = [loss for _ in range(2) for loss in pipeline.step()]
-        result["iterations"] = len(seen.iterations)
-        result["warnings"] = log.taken()
+        result["iterations"] = [each["computations"] for each in seen.iterations]
+        result["orders"] = [list(map(str, order)) for order in orders]
         result["losses"] = len(losses)
 
 

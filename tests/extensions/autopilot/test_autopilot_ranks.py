@@ -14,9 +14,11 @@ import pytest
 from browsing import IMPACTS, barriers, chromium, opened
 from commands import done, run
 from launching import results_of
+from runtime_training import plan_of
 from strategies import soaks
 
 from perseus_planner import Profile, Run
+from perseus_planner.schedules import combined_1f1b
 
 pytest.importorskip("torch")
 
@@ -33,6 +35,44 @@ def test_training_learns_what_clocks_cost_and_its_results_stay_the_same(
 ):
     folder, results = trained
     _check_learnt(folder, results, "2 ranks")
+
+
+@pytest.mark.soak
+def test_pairs_are_learnt_and_planned(tmp_path: Path):
+    results = results_of("autopilot_programs:learns", 2, tmp_path, "pairs")
+    _check_learnt(tmp_path, results, "2 ranks")
+    learnt = tmp_path / "run" / "autopilot.yaml"
+    assert {*Profile.load(learnt).measurements} == {
+        (stage, kind) for stage in range(2) for kind in ("F", "B", "B.pair")
+    }
+    recorded = (tmp_path / "run").glob("*/computations-1.csv")
+    assert any("(1F1;1B0)OVERLAP_F_B" in file.read_text() for file in recorded)
+    frontier = tmp_path / "pairs.npz"
+    done(f"solve {learnt} --schedule {tmp_path / 'pairs.csv'} -o {frontier}")
+    planned = run(f"plan {frontier} -o {tmp_path / 'plan.yaml'}")
+    assert planned.exit_code == 0, planned.stderr
+    _check_pairs_followed(tmp_path)
+
+
+def test_a_plan_with_pairs_is_followed_and_shown(tmp_path: Path):
+    schedule = combined_1f1b(2, 1, 4)
+    plan_of(schedule, gpu="simulated a100-sxm slower=1000000").save(tmp_path / "plan.yaml")
+    _check_pairs_followed(tmp_path)
+
+
+def _check_pairs_followed(folder: Path) -> None:
+    """Train by `plan.yaml`: all iterations run in its order, and commands name both of a pair."""
+    ranks = results_of("autopilot_programs:follows_pairs", 2, folder)
+    assert [rank["warnings"] for rank in ranks] == [[], []]
+    ran = Run.load(folder / "planned")
+    iterations = [row for rank in ran.ranks for row in rank.iterations]
+    assert len(iterations) == 2 * 6
+    assert [row.deviation for row in iterations if row.deviation] == []
+    assert all(row.planned_s is not None for row in iterations)
+    shown = run(f"show {folder / 'planned'}")
+    assert shown.exit_code == 0, shown.stderr
+    shown = run(f"show {folder / 'plan.yaml'}")
+    assert "P forward and backward overlapped" in shown.stdout, shown.output
 
 
 @pytest.mark.soak

@@ -40,7 +40,7 @@ from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
 from perseus_planner.runtime.program import Expected, Program, Table
 from perseus_planner.runtime.sending import values_of
-from perseus_planner.schedules import WHOLE
+from perseus_planner.schedules import WHOLE, cell_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -429,6 +429,12 @@ class Batches:
         """
         # The profile must cover the order, because clocks are chosen by its rows.
         rows = self._profile.measurements
+        pair = next((each for each in order if len(cell_of(each)) > 1), None)
+        if pair is not None:
+            raise ProfileError(
+                f"{pair} is a pair of two microbatches, and what a pair needs is not known from "
+                "the work of each; leave work= out"
+            )
         missing = next((c for c in order if (c.stage, c.kind) not in rows), None)
         if missing is not None:
             raise ProfileError(

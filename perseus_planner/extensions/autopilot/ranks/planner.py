@@ -40,10 +40,10 @@ from perseus_planner.extensions.autopilot.status import AutopilotStatus
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.runtime.controller.protocol import SETTLE_NS
 from perseus_planner.runtime.decider import Learnt
-from perseus_planner.schedules import WHOLE, Schedule, check_pipeline
+from perseus_planner.schedules import WHOLE, cell_of, check_pipeline
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.pipeline import pipeline_iteration
-from perseus_planner.schedules.schedule import grid_text
+from perseus_planner.schedules.schedule import grid_text, schedule_of_cells
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.autopilot import Autopilot, Decision
@@ -176,7 +176,9 @@ class Planner:
             stages = len({stage for _, stage in places.values()})
             told = [trainings[0, rank] for rank in range(stages)]
             ranks = tuple(order_of(rank_training.order) for rank_training in told)
-            schedule = Schedule("as trained", ranks)
+            schedule = schedule_of_cells(
+                "as trained", [[cell_of(each) for each in order] for order in ranks]
+            )
             # Refused here, where the user is told, before anything is planned by it.
             check_pipeline(schedule)
             gpu = _gpu_of(told)
