@@ -46,17 +46,17 @@ from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import Loop
 from perseus_planner.extensions.service import models
 from perseus_planner.extensions.service.access import (
-    CONTENT_TYPE,
     PROBLEM,
     STATIC,
     Access,
     Guard,
     Limits,
-    Metrics,
     Role,
     check_role,
     error_answer,
 )
+from perseus_planner.extensions.service.headline import together
+from perseus_planner.extensions.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.extensions.service.models import (
     EPOCH,
     KEY,
@@ -501,7 +501,9 @@ async def register(call: Call, sent: Registration) -> Response:
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-    return b'{"jobs":[' + b",".join(map(to_json, call.service.jobs())) + b"]}"
+    found = call.service.jobs()
+    texts = b",".join(map(to_json, found))
+    return b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(found)))
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
@@ -684,8 +686,8 @@ def power_budget(call: Call) -> PowerBudget:
     response_class=Response,
 )
 async def metrics(call: Call) -> Response:
-    """Return metrics for Prometheus, of jobs that are heard of."""
-    text = await call.live.call(lambda: call.app.state.metrics.text(call.service.jobs()))
+    """Return metrics for Prometheus."""
+    text = await call.live.call(call.app.state.metrics.text)
     return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -772,7 +774,7 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         limits: How large requests may be, and how many may wait.
     """
     live = AsyncService(service, limits)
-    metrics = Metrics(lambda: live.waiting, service.now_s())
+    metrics = Metrics(service, lambda: live.waiting, lambda: live.problem)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -687,6 +687,8 @@ class Counters(_Running):
     gpu_power_limit_w: Watts | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: Text | None = None
+    #: Recent seconds of an iteration over those by the plan, if there is a verdict; null if not.
+    time_over_planned: Annotated[float, Strict(), Field(gt=0.0, le=1e9)] | None = None
     #: Why no saving by its plans can be stated, in a sentence; null if it can.
     unlike_plan: Text | None = None
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
@@ -1032,6 +1034,30 @@ class Totals:
     jobs: tuple[JobTotals, ...]
 
 
+StateName = Literal[
+    "not heard of",
+    "over budget",
+    "late",
+    "off plan",
+    "beside a straggler",
+    "not known",
+    "fine",
+]
+"""The states of a running job: the first that is true of it, by the table of `headline`."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What an operator has to know first of a job. Everything that shows the job shows this."""
+
+    name: StateName  #: The state in a word or two.
+    text: str  #: The state in a sentence without its full stop.
+    since_s: float | None = None  #: Since when, seconds since the epoch; null if not known.
+
+
+_NOT_SAID = Headline("not known", "the service, of an older version, does not say it")
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """Everything the service knows about a job."""
@@ -1051,6 +1077,8 @@ class JobStatus:
     unlike_plan: str | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: str | None = None
+    #: Recent seconds of an iteration over those by the plan, if there is a verdict; null if not.
+    time_over_planned: float | None = None
     gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
     #: Since when the job has not been heard of for its lease, so that it has no share of the power
     #: budget of all jobs, seconds since the epoch; null if it is heard of.
@@ -1058,6 +1086,12 @@ class JobStatus:
     #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
     #: longer, seconds since the epoch; null if they do not.
     over_budget_since_s: float | None = None
+    #: Watts less than with all clocks at maximum, now: measured if the job sends its power, else by
+    #: its plans; null if what all clocks at maximum would draw is not known, and for a job that is
+    #: not heard of.
+    saves_w: float | None = None
+    power_limit_w: float | None = None  #: What its budgets allow its GPUs; null without any.
+    state: Headline = _NOT_SAID  #: What an operator has to know first.
 
 
 @dataclass(frozen=True)
@@ -1104,11 +1138,27 @@ class PipelineStatus:
     reason: Slowing | None = None  #: Why it is planned for its target, as in the decision.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What the running jobs that are heard of draw and save together, now."""
+
+    heard_of: int  #: Jobs that are heard of: all that follows is of these.
+    measured: int  #: Those of them that send their power; that of the others is by their plans.
+    silent: int  #: Jobs that are not heard of, which are left out.
+    power_w: float  #: Watts of all their GPUs.
+    saves_w: (
+        float  #: Watts less than with all clocks at maximum, of the jobs that `compared` counts.
+    )
+    compared: int  #: Jobs of which it is known what all clocks at maximum would draw.
+    extra_w: float  #: Watts that they save beside stragglers, of those.
+
+
 @dataclass(frozen=True)
 class Jobs:
     """All running jobs."""
 
     jobs: tuple[JobStatus, ...]
+    together: Together | None = None  #: What they draw and save; null from older services.
 
 
 @dataclass(frozen=True)
@@ -1192,6 +1242,8 @@ class History:
 
     points: tuple[Point, ...]
     events: tuple[Event, ...]
+    #: The job's own power budgets by the moment when each was set or began, the last ones.
+    budgets: tuple[PowerStep, ...] = ()
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
     #: is not known.
     waiting: tuple[float, ...] = ()

@@ -23,6 +23,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ from perseus_planner.extensions.service.models import (
     JobTotals,
     PlanSet,
     PowerBudget,
+    PowerStep,
     RegisteredJob,
     Report,
     StorageError,
@@ -193,7 +195,7 @@ AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 _STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
-_CHANGING = ("job", "decision", "events", *_STATE)
+_CHANGING = ("job", "decision", "events", "budgets", *_STATE)
 _SETTINGS = (
     "deadline_s",
     "power_w",
@@ -550,7 +552,11 @@ class Storage:
             for name, frontier, *texts in rows:
                 with self._row("jobs, states or plans", name):
                     states[name] = _state_of(
-                        texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
+                        texts,
+                        curves[frontier],
+                        tallies.get(name),
+                        *reports.get(name, ({}, {})),
+                        self.now_s(),
                     )
             with self._row("meta", "budget"):
                 budget = self._get("budget")
@@ -766,7 +772,7 @@ def _registration_text(job: RegisteredJob) -> str:
 
 def _state_text(state: JobState) -> str:
     """Return what changes of a job as JSON; what has not changed was written before."""
-    kept: dict[str, Any] = {field: getattr(state, field) for field in _STATE}
+    kept: dict[str, Any] = {field: getattr(state, field) for field in (*_STATE, "budgets")}
     kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
     decision = to_json(state.decision).decode()
     events = (each.as_json for each in state.events)
@@ -779,13 +785,18 @@ def _state_of(
     tally: Tally | None,
     past: Mapping[str, Report],
     reports: Mapping[str, Report],
+    now_s: float,
 ) -> JobState:
     """Return the state of a job from its registration, state and plans in the database."""
     registered = from_json(RegisteredJob, texts[0])
     content, newest = map(read_json, texts[1:])
+    job = {**vars(registered), **content["job"]}
+    if "budgets" not in content:  # written before 0.4: nobody noted when it was set
+        set_w = job["power_w"]
+        content["budgets"] = [] if set_w is None else [PowerStep(now_s, set_w)]
     content |= {
         "registered": registered,
-        "job": {**vars(registered), **content["job"]},
+        "job": job,
         "curve": curve,
         "tally": tally,
         "published": newest["published"],
@@ -883,6 +894,17 @@ _ENDED = "the thread that writes has ended, so nothing is taken; start the servi
 _Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
 
 
+@dataclass(frozen=True)
+class Writing:
+    """How a writer does."""
+
+    commits: int  #: Transactions that were written
+    committing_s: float  #: The time that they took, seconds
+    failed: int  #: Transactions that could not be written
+    waiting: int  #: Commands that are not written
+    lag_s: float  #: For how long the oldest of them has waited, seconds; 0 if none waits
+
+
 class Writer:
     """The writing thread, as a context manager; leaving it finishes the commands that were given.
 
@@ -911,6 +933,10 @@ class Writer:
         self.problem: str | None = None
         self._written_s = time.monotonic()
         self._failed_size = 0
+        self._commits = 0
+        self._committing_s = 0.0
+        self._failed = 0
+        self._waiting: deque[float] = deque()  #: When each command came that is not answered
         self._storage = storage
         self._reconciled = reconciled
         self._committed = committed
@@ -948,12 +974,22 @@ class Writer:
         try:
             self._storage.probe(2 * failed + _ROOM if failed else 1)
         except Exception as error:
+            self._failed += 1
             self.problem = str(error)
             raise
         self._written_s = time.monotonic()
         if self._failed_size == failed:
             self.problem = None
             self._failed_size = 0
+
+    def figures(self) -> Writing:
+        """Return how it does."""
+        with suppress(IndexError):
+            lag_s = time.monotonic() - self._waiting[0]
+            return Writing(
+                self._commits, self._committing_s, self._failed, len(self._waiting), lag_s
+            )
+        return Writing(self._commits, self._committing_s, self._failed, 0, 0.0)
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` without waiting: its result is in the future once its changes are on disk.
@@ -963,6 +999,7 @@ class Writer:
         future: Future[Result] = Future()
         with self._lock:
             if self._open:
+                self._waiting.append(time.monotonic())
                 self._commands.put((command, future))
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
@@ -982,6 +1019,8 @@ class Writer:
                     self._write_batch(
                         [each for each in batch if each and each[1].set_running_or_notify_cancel()]
                     )
+                for _ in filter(None, batch):
+                    self._waiting.popleft()
         finally:
             self._end(batch)
 
@@ -1015,9 +1054,13 @@ class Writer:
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
         try:
             if draft.is_written:
+                began_s = time.monotonic()
                 self._storage.commit(draft)
                 self._written_s = time.monotonic()
+                self._commits += 1
+                self._committing_s += self._written_s - began_s
         except Exception as error:
+            self._failed += 1
             self.problem = str(error)
             self._failed_size = max(self._failed_size, self._storage.size, 1)
             for _, future in batch:

@@ -16,7 +16,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.extensions.service.access import Metrics  # noqa: E402
 from perseus_planner.extensions.service.jobs import (  # noqa: E402  # noqa: E402
     EVENTS,
     POINTS,
@@ -25,6 +24,7 @@ from perseus_planner.extensions.service.jobs import (  # noqa: E402  # noqa: E40
     with_events,
     with_point,
 )
+from perseus_planner.extensions.service.metrics import Metrics  # noqa: E402
 from perseus_planner.extensions.service.models import Counters  # noqa: E402
 from perseus_planner.extensions.service.service import Service  # noqa: E402
 
@@ -167,7 +167,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
             set_p99_s=0.02,
         )
         service.telemetry("gpt", sent).result()
-        text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
+        text = Metrics(service, lambda: 0, lambda: None).text().decode()
     families = list(parser.text_string_to_metric_families(text))
     exported = {sample.name for family in families for sample in family.samples}
     exported |= {
