@@ -61,6 +61,7 @@ Execute = Callable[..., list[Any]]
 """Runs a statement with a value for each `?`, and returns its rows."""
 
 LAYOUT = 6
+_LAYOUT_OF_0_2 = "2"  # which 0.3 brings to that of today
 TABLES = (
     """CREATE TABLE frontiers (
     digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
@@ -74,84 +75,6 @@ TABLES = (
     "CREATE TABLE plans (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
     "CREATE TABLE ended (id BIGINT PRIMARY KEY, totals TEXT NOT NULL)",
 )
-
-
-def _from_2(execute: Execute) -> None:
-    """Reports, totals and plans become rows of their own, and what a running job counted an
-    account.
-    """
-    for table in ("frontiers", "jobs", "ended"):
-        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-    texts = dict(execute("SELECT digest, text FROM plans"))
-    versions = {
-        job: {**json.loads(content), "version": version}  # the newest of each job
-        for job, version, content in execute(
-            "SELECT job, version, content FROM versions ORDER BY version"
-        )
-    }
-    execute("DROP TABLE plans")
-    for statement in TABLES:
-        execute(statement)
-    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
-    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
-    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
-    number = 0
-    for name, frontier, registration, state, telemetry in rows:
-        content = json.loads(state)
-        job = json.loads(registration)
-        for counts, kind in enumerate(("past", "reports")):
-            for report in content.pop(kind):
-                number += 1
-                insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
-                execute(insert, name, report["key"], number, counts, json.dumps(report))
-        newest = versions[name]
-        planned = newest.pop("decision")
-        for decision in (content["decision"], planned):
-            decision["of_pipeline"] = [*range(len(decision["targets"]))]
-        content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
-        job["ranks"] = len(job.get("places", ()))
-        execute("INSERT INTO jobs VALUES (?, ?, ?)", name, frontier, json.dumps(job))
-        execute("INSERT INTO states VALUES (?, ?)", name, json.dumps(content))
-        if telemetry is not None:
-            execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
-        newest["plans"] = [texts[digest] for digest in newest["plans"]]
-        content = json.dumps({"published": newest, "planned": planned})
-        execute("INSERT INTO plans VALUES (?, ?)", name, content)
-    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
-    if budget:
-        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
-        power_w = float(budget["power_w"]) if "power_w" in budget else None
-        content = json.dumps({"power_w": power_w, "schedule": steps})
-        execute("INSERT INTO meta VALUES ('budget', ?)", content)
-    execute("DELETE FROM meta WHERE name LIKE 'power%'")
-    for table in ("version_plans", "versions", "old_jobs", "old_ended", "old_frontiers"):
-        execute(f"DROP TABLE {table}")
-    execute("DROP TABLE IF EXISTS learnt")
-
-
-def _accounts(tally: dict[str, Any]) -> str:
-    latest = tally["latest"]
-    kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier", "points")
-    return json.dumps(
-        {
-            **_account(tally, latest["metered_s"]),
-            **{key: tally[key] for key in kept},
-            "latest": {"run": latest["run"], **_account(latest, latest["metered_s"])},
-            "plans": [
-                {key: value for key, value in plan.items() if key != "baseline_j"}
-                for plan in tally["plans"]
-            ],
-        }
-    )
-
-
-def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
-    named = {name: counted[name] for name in ("iterations", "time_s", "energy_j", "energy_is")}
-    return {
-        **named,
-        "metered_s": metered_s,
-        "changes_late": counted["late_changes"],
-    }
 
 
 _OF_03 = ("saved_j", "unlocked_j", "unlocked_saved_j")
@@ -441,7 +364,7 @@ class Storage:
             self.execute("PRAGMA journal_mode=WAL")
             self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
         with self.transaction():
-            self._migrate()
+            self._check_layout()
             self._set("writer", self._writer)
             if self._get("written_s") is None:
                 self._set("written_s", "0.0")
@@ -472,10 +395,8 @@ class Storage:
             )
             self.execute("SELECT pg_terminate_backend(?)", number)
 
-    def _migrate(self) -> None:
-        """Bring the tables to the layout of this version; an SQLite file as it was is kept
-        beside it.
-        """
+    def _check_layout(self) -> None:
+        """Make the tables of a new database, and refuse those of another layout."""
         self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         layout = self._get("layout")
         if layout is None:
@@ -483,20 +404,16 @@ class Storage:
                 self.execute(statement)
             self._set("layout", str(LAYOUT))
             return
-        if layout == str(LAYOUT):
-            return
-        if layout != "2":
+        if layout != str(LAYOUT):
+            step = (
+                "open it once with version 0.3, which brings it to this one"
+                if layout == _LAYOUT_OF_0_2
+                else "use the planner that wrote it, or start with another database"
+            )
             raise StorageError(
                 f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
-                "use the planner that wrote it, or start with another database"
+                f"{step}"
             )
-        if self._path is not None:
-            _copy(self._path, f"{self._path}.layout-{layout}")
-        try:
-            _from_2(self.execute)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._unreadable(error) from error
-        self._set("layout", str(LAYOUT))
 
     def _error(self, error: Exception) -> StorageError:
         return StorageError(
@@ -577,12 +494,6 @@ class Storage:
                 f"{self.location}: the row {shown(key)} of {table} is not as the service wrote it; "
                 "restore a copy of the database, or start with another one"
             ) from error
-
-    def _unreadable(self, error: Exception) -> StorageError:
-        return StorageError(
-            f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
-            "copy of it, or start with another database"
-        )
 
     def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
         """Return the reports of each job by key: those that do not count any more, and the others;
@@ -840,17 +751,6 @@ def _postgres(location: str) -> Any:
             "lets this user in"
         ) from error
     return connection
-
-
-def _copy(path: str, to: str) -> None:
-    """Copy an SQLite file that others may read, with what its log has, unless it is there."""
-    with suppress(FileExistsError):
-        os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        source = sqlite3.connect(path)
-        target = sqlite3.connect(to)
-        source.backup(target)
-        source.close()
-        target.close()
 
 
 def _identity(path: str) -> tuple[int, int]:
