@@ -50,6 +50,7 @@ from perseus_planner.extensions.service.models import (
     UnknownReport,
 )
 from perseus_planner.extensions.service.planning import Unsolved, solve_profile
+from perseus_planner.extensions.service.store import Writing
 
 httpx = pytest.importorskip("httpx")
 
@@ -88,6 +89,7 @@ class StandIn:
         self.ticked = threading.Event()
         self.failure: Exception | None = None
         self.problem: str | None = None
+        self.writing = Writing(commits=0, committing_s=0.0, failed=0, waiting=0, lag_s=0.0)
         self._lock = threading.RLock()
 
     def now_s(self) -> float:
