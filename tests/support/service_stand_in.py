@@ -26,12 +26,12 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service.access import Access, Limits
 from perseus_planner.extensions.service.app import create_app
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import Tally, add_counters
 from perseus_planner.extensions.service.models import (
     Answer,
     Conflict,
     Counters,
-    Curve,
     Decision,
     Event,
     Expected,

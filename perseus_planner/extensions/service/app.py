@@ -44,7 +44,8 @@ from perseus_planner.base import __version__
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import Loop
-from perseus_planner.extensions.service import models
+from perseus_planner.extensions.service import alerts as alerts_sent
+from perseus_planner.extensions.service import curve, models
 from perseus_planner.extensions.service.access import (
     PROBLEM,
     STATIC,
@@ -55,6 +56,15 @@ from perseus_planner.extensions.service.access import (
     check_role,
     error_answer,
 )
+from perseus_planner.extensions.service.alerts import (
+    AlertAnswers,
+    AlertGroup,
+    IgnoredAlert,
+    read_alert,
+    rule_of,
+)
+from perseus_planner.extensions.service.bodies import check_size, read_registration
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.headline import together
 from perseus_planner.extensions.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.extensions.service.models import (
@@ -63,17 +73,13 @@ from perseus_planner.extensions.service.models import (
     LEASE,
     MOST_WHOLE,
     NAME,
-    AlertAnswers,
-    AlertGroup,
     Answer,
     Answers,
     Counters,
-    Curve,
     DeadlineRequest,
     Fenced,
     Health,
     History,
-    IgnoredAlert,
     Jobs,
     JobStatus,
     Me,
@@ -90,11 +96,7 @@ from perseus_planner.extensions.service.models import (
     TakenRequest,
     Totals,
     UnknownJob,
-    check_size,
     from_json,
-    read_alert,
-    read_registration,
-    rule_of,
     to_json,
 )
 from perseus_planner.extensions.service.planning import Unsolved
@@ -824,7 +826,7 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     scheme = {"type": "http", "scheme": "bearer", "description": text}
     document["components"]["securitySchemes"] = {_SCHEME: scheme}
     of_kinds: dict[str, dict[str, str]] = {}
-    for module in (account, models):
+    for module in (account, models, alerts_sent, curve):
         source = inspect.getsource(module)
         for kind in ast.parse(source).body:
             if isinstance(kind, ast.ClassDef):

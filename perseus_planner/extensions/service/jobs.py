@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
 from perseus_planner.base.prefixes import counted, si
+from perseus_planner.extensions.service.curve import Curve, NotSolved
 from perseus_planner.extensions.service.headline import with_headline
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
     Conflict,
     Counters,
-    Curve,
     Decision,
     Effect,
     Event,
@@ -47,7 +47,6 @@ from perseus_planner.extensions.service.models import (
     JobStatus,
     JobTelemetry,
     JobTotals,
-    NotSolved,
     PipelineStatus,
     PlanSet,
     Point,

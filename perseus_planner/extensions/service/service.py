@@ -88,7 +88,8 @@ from perseus_planner.extensions.service.store import (
 from perseus_planner.extensions.service.watch import Watchdog
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.service.models import Counters, Curve, JobTotals
+    from perseus_planner.extensions.service.curve import Curve
+    from perseus_planner.extensions.service.models import Counters, JobTotals
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -38,10 +38,10 @@ from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import UsageError, how_to_install, shown
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
 from perseus_planner.extensions.service.models import (
     SLICE,
-    Curve,
     Fenced,
     JobTotals,
     PlanSet,

@@ -23,11 +23,11 @@ from services import (
     small_frontier,
 )
 
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Share
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Counters,
-    Curve,
     Decision,
     PlanSet,
     PowerBudget,
