@@ -167,6 +167,8 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
             set_p99_s=0.02,
         )
         service.telemetry("gpt", sent).result()
+        service.set_power("gpt", 1e6).result()
+        service.set_power(None, 1e7).result()
         text = Metrics(service, lambda: 0, lambda: None).text().decode()
     families = list(parser.text_string_to_metric_families(text))
     exported = {sample.name for family in families for sample in family.samples}
