@@ -183,6 +183,7 @@ class Jobs3(RuleBasedStateMachine):
         if name not in self.jobs:
             return
         self.number += 1
+        self.clock.now_s += 1.0  # of observations at one time none is the later one
         now_s = self.clock.now_s
         key = f"r{self.number}"
         said = report(key, pipeline, slowdown, observed_s=now_s, begins_s=now_s)

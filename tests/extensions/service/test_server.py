@@ -388,7 +388,10 @@ def test_the_health_check_of_the_image_sees_the_service_with_tls_and_without(
         serving(service, Address(port=0, certificate=made, key=key)) as url,
     ):
         assert is_healthy()
-        service._writer.problem = "the disk is full"
+        ended = threading.Thread(target=int)
+        ended.start()
+        ended.join()
+        service.watchdog.watch(ended)
         assert not is_healthy()
     assert not is_healthy()
 
