@@ -21,7 +21,7 @@ from strategies import any_schedule, few_and_many, furnished, pipeline, smooth_p
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.lab.replay import Cluster
-from perseus_planner.extensions.service.models import Curve
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of

@@ -26,12 +26,12 @@ from perseus_planner.base.errors import (
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service.access import Access, Limits
 from perseus_planner.extensions.service.app import create_app
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import Tally, add_counters
 from perseus_planner.extensions.service.models import (
     Answer,
     Conflict,
     Counters,
-    Curve,
     Decision,
     Event,
     Expected,
@@ -50,6 +50,7 @@ from perseus_planner.extensions.service.models import (
     UnknownReport,
 )
 from perseus_planner.extensions.service.planning import Unsolved, solve_profile
+from perseus_planner.extensions.service.store import Writing
 
 httpx = pytest.importorskip("httpx")
 
@@ -88,6 +89,7 @@ class StandIn:
         self.ticked = threading.Event()
         self.failure: Exception | None = None
         self.problem: str | None = None
+        self.writing = Writing(commits=0, committing_s=0.0, failed=0, waiting=0, lag_s=0.0)
         self._lock = threading.RLock()
 
     def now_s(self) -> float:

@@ -44,36 +44,42 @@ from perseus_planner.base import __version__
 from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import Loop
-from perseus_planner.extensions.service import models
+from perseus_planner.extensions.service import alerts as alerts_sent
+from perseus_planner.extensions.service import curve, models
 from perseus_planner.extensions.service.access import (
-    CONTENT_TYPE,
     PROBLEM,
     STATIC,
     Access,
     Guard,
     Limits,
-    Metrics,
     Role,
     check_role,
     error_answer,
 )
+from perseus_planner.extensions.service.alerts import (
+    AlertAnswers,
+    AlertGroup,
+    IgnoredAlert,
+    read_alert,
+    rule_of,
+)
+from perseus_planner.extensions.service.bodies import check_size, read_registration
+from perseus_planner.extensions.service.curve import Curve
+from perseus_planner.extensions.service.headline import together
+from perseus_planner.extensions.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.extensions.service.models import (
     EPOCH,
     KEY,
     LEASE,
     MOST_WHOLE,
     NAME,
-    AlertAnswers,
-    AlertGroup,
     Answer,
     Answers,
     Counters,
-    Curve,
     DeadlineRequest,
     Fenced,
     Health,
     History,
-    IgnoredAlert,
     Jobs,
     JobStatus,
     Me,
@@ -90,11 +96,7 @@ from perseus_planner.extensions.service.models import (
     TakenRequest,
     Totals,
     UnknownJob,
-    check_size,
     from_json,
-    read_alert,
-    read_registration,
-    rule_of,
     to_json,
 )
 from perseus_planner.extensions.service.planning import Unsolved
@@ -501,7 +503,9 @@ async def register(call: Call, sent: Registration) -> Response:
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-    return b'{"jobs":[' + b",".join(map(to_json, call.service.jobs())) + b"]}"
+    found = call.service.jobs()
+    texts = b",".join(map(to_json, found))
+    return b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(found)))
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
@@ -684,8 +688,8 @@ def power_budget(call: Call) -> PowerBudget:
     response_class=Response,
 )
 async def metrics(call: Call) -> Response:
-    """Return metrics for Prometheus, of jobs that are heard of."""
-    text = await call.live.call(lambda: call.app.state.metrics.text(call.service.jobs()))
+    """Return metrics for Prometheus."""
+    text = await call.live.call(call.app.state.metrics.text)
     return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -772,7 +776,7 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
         limits: How large requests may be, and how many may wait.
     """
     live = AsyncService(service, limits)
-    metrics = Metrics(lambda: live.waiting, service.now_s())
+    metrics = Metrics(service, lambda: live.waiting, lambda: live.problem)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -822,7 +826,7 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     scheme = {"type": "http", "scheme": "bearer", "description": text}
     document["components"]["securitySchemes"] = {_SCHEME: scheme}
     of_kinds: dict[str, dict[str, str]] = {}
-    for module in (account, models):
+    for module in (account, models, alerts_sent, curve):
         source = inspect.getsource(module)
         for kind in ast.parse(source).body:
             if isinstance(kind, ast.ClassDef):

@@ -25,13 +25,13 @@ from perseus_planner.base.errors import (
     how_to_install,
     one_line,
 )
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.models import (
     EPOCH,
     LEASE,
     Answer,
     Answers,
     Counters,
-    Curve,
     DeadlineRequest,
     History,
     Jobs,

@@ -70,6 +70,7 @@ def status(
     if totals and (job is not None or watch):
         raise UsageError("--totals: shows all jobs, once; leave out the name of a job, and --watch")
     with _open_client(service) as client:
+        from perseus_planner.extensions.service.headline import together
         from perseus_planner.extensions.service.models import Jobs, Totals
         from perseus_planner.extensions.service.text import jobs_text, status_text, totals_text
 
@@ -82,7 +83,7 @@ def status(
         while True:
             shown: Any = client.jobs() if job is None else client.status(job)
             if shown != before and job is None:
-                _print(Jobs(shown), jobs_text(shown), clear=clear)
+                _print(Jobs(shown, together(shown)), jobs_text(shown), clear=clear)
             elif shown != before and job is not None:
                 events = () if console.is_json() else client.history(job).events[-_EVENTS:]
                 _print(shown, status_text(shown, events), clear=clear)

@@ -33,12 +33,13 @@ from typing import Any, NamedTuple
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
 from perseus_planner.base.prefixes import counted, si
+from perseus_planner.extensions.service.curve import Curve, NotSolved
+from perseus_planner.extensions.service.headline import with_headline
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
     Conflict,
     Counters,
-    Curve,
     Decision,
     Effect,
     Event,
@@ -46,11 +47,11 @@ from perseus_planner.extensions.service.models import (
     JobStatus,
     JobTelemetry,
     JobTotals,
-    NotSolved,
     PipelineStatus,
     PlanSet,
     Point,
     PowerBudget,
+    PowerStep,
     Registered,
     RegisteredJob,
     Report,
@@ -185,6 +186,8 @@ class JobState:
     #: Since when its GPUs have drawn more than that; None if they do not.
     over_s: float | None = field(default=None, compare=False)
     events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
+    #: Its own power budgets by the moment when each was set or began, oldest first
+    budgets: tuple[PowerStep, ...] = ()
     silent_since_s: float | None = None  #: As in `JobStatus`
     over_budget_since_s: float | None = None  #: As in `JobStatus`
     look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
@@ -346,6 +349,7 @@ def take_over_job(state: JobState, first: JobState) -> JobState:
         taken=state.taken,
         tally=state.tally,
         events=state.events,
+        budgets=state.budgets,
     )
 
 
@@ -686,8 +690,12 @@ _NAMED = 3  #: pipelines that an event names; more are counted
 
 def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
     """Return the state `after` with an event for what differs from `before`, if that is worth
-    telling.
+    telling; and with its power budget, if that is another one.
     """
+    before_w = None if before is None else before.job.power_w
+    if after.job.power_w != before_w:
+        budgets = (*after.budgets, PowerStep(now_s, after.job.power_w))[-EVENTS:]
+        after = replace(after, budgets=budgets)
     text = "; ".join(_changes(before, after))
     if not text:
         return after
@@ -828,7 +836,8 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
         "gpus": state.job.pipelines * state.curve.gpus,
     }
     latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
-    return JobStatus(**{**latest, **shared(JobStatus, state), **own})
+    status = JobStatus(**{**latest, **shared(JobStatus, state), **own})
+    return with_headline(status)
 
 
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:

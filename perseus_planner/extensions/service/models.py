@@ -9,21 +9,16 @@ null in JSON. What is sent is read strictly: values are not converted.
 from __future__ import annotations
 
 import base64
-import json
 import math
-import re
 import uuid
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import numpy as np
 from pydantic import (
     AfterValidator,
-    AwareDatetime,
     BeforeValidator,
     ConfigDict,
     FailFast,
@@ -31,19 +26,18 @@ from pydantic import (
     PlainSerializer,
     Strict,
     TypeAdapter,
-    ValidationError,
     WithJsonSchema,
 )
 
-from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, UsageError, shown
+from perseus_planner.base.errors import PlannerError, UsageError, shown
 from perseus_planner.base.prefixes import counted
-from perseus_planner.base.units import FACTOR, ON_TIME
+from perseus_planner.base.units import ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
 from perseus_planner.runs.status import DeciderStatus, upgraded
 
 if TYPE_CHECKING:
-    from perseus_planner.solver.frontier import Frontier
+    pass
 
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
@@ -99,9 +93,6 @@ MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree 
 MOST_SLOWDOWN = 1e6
 EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
 LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
-_MOST_ALERTS = 10_000
-MOST_LABELS = 64
-"""Labels of one alert, and annotations; Prometheus itself warns above 30 labels."""
 MOST_RANKS = 1_024  #: of which each one's waiting is sent
 _MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
 _MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
@@ -640,17 +631,6 @@ class ReportRequest:
 
 
 @dataclass(frozen=True)
-class AlertGroup:
-    """The body that the webhook of Prometheus' Alertmanager sends, version 4. Other fields of it
-    are ignored.
-    """
-
-    #: Each has `status`, `labels`, `annotations`, `startsAt`, `endsAt` and `fingerprint`. An alert
-    #: that cannot be used is listed under `ignored` in the answer and does not affect the others.
-    alerts: Annotated[list[Any], Field(max_length=_MOST_ALERTS)]
-
-
-@dataclass(frozen=True)
 class TakenRequest:
     """The version of its plans that a job runs."""
 
@@ -687,6 +667,8 @@ class Counters(_Running):
     gpu_power_limit_w: Watts | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: Text | None = None
+    #: Recent seconds of an iteration over those by the plan, if there is a verdict; null if not.
+    time_over_planned: Annotated[float, Strict(), Field(gt=0.0, le=1e9)] | None = None
     #: Why no saving by its plans can be stated, in a sentence; null if it can.
     unlike_plan: Text | None = None
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
@@ -756,208 +738,6 @@ def from_json(kind: type[Value], text: str | bytes | bytearray) -> Value:
 
 SLICE = 1000
 """How many places are written at once: other threads get no turn meanwhile."""
-
-_MOST_BRACKETS = 2**16
-_MOST_COMMAS = 2**19
-"""Of what is read at once. A list or an object costs the reader some 300 bytes, whatever is in it,
-and a value 32 bytes to 150 bytes; so one text costs 100 MB at most. Groups of 10,000 alerts have
-30,000 objects, and profiles of 70,000 rows 500,000 commas. Chosen by hand."""
-_MOST_WIDE_BYTES = 8 * 2**20
-_WIDE = re.compile(rb"\\u(?!00)")  # Alertmanager writes < as \u003c
-_SLICE_BYTES = 2**16
-_MOST_SLICE_BYTES = 2**18
-"""How much of the places is read at once, some 500 of them: other threads get no turn meanwhile.
-One place has 50 KB at most."""
-_PLACES = re.compile(rb'"places"\s*:\s*\[\s*(?=\{)')
-_PLACES_END = re.compile(rb"\}\s*\]")
-_BETWEEN_PLACES = re.compile(rb"\}\s*,\s*\{")
-_SENTINEL = Place(2**31 - 1, 0, ())  # stands for the places while the others are read
-
-
-def check_size(text: bytes | bytearray, where: str = "the body") -> None:
-    """Check that a JSON text holds no more values than can be read within 100 MB, before any of it
-    is read.
-
-    Raises:
-        UsageError: If it may hold more.
-    """
-    brackets = text.count(b"[") + text.count(b"{")
-    commas = text.count(b",")
-    is_wide = len(text) > _MOST_WIDE_BYTES and not (text.isascii() and _WIDE.search(text) is None)
-    if is_wide:
-        raise UsageError(
-            f"{where}: has more than {_MOST_WIDE_BYTES // 2**20} MiB and letters outside Latin-1, "
-            "which take four times as much; send less at once"
-        )
-    if brackets > _MOST_BRACKETS or commas > _MOST_COMMAS:
-        raise UsageError(
-            f"{where}: has {brackets:,} lists and objects and {commas:,} commas, more than "
-            f"{_MOST_BRACKETS:,} or {_MOST_COMMAS:,}; send less at once"
-        )
-
-
-def read_registration(body: bytes | bytearray) -> Registration:
-    """Read a registration as `from_json` does, with its places in slices.
-
-    Raises:
-        ValueError, UsageError: If it is not one, or has too many values.
-    """
-    begin = _PLACES.search(body)
-    if begin is not None:
-        try:
-            registration = _read_in_slices(body, begin.end())
-        except ValidationError as error:
-            # a name with brackets may be taken for the end of a place or of all of them
-            if error.errors()[0]["type"] != "json_invalid":
-                raise
-        else:
-            if registration is not None:
-                return registration
-    check_size(body)
-    return from_json(Registration, body)
-
-
-def _read_in_slices(body: bytes | bytearray, begin: int) -> Registration | None:
-    """Read a registration with its places from a position on; None if those are not its own."""
-    places: list[Place] = []
-    end = begin
-    for text, text_end in _slices(body, begin):
-        end = text_end
-        if len(text) > _MOST_SLICE_BYTES:
-            raise UsageError(f"places.{len(places)}: is larger than a place can be; send less")
-        try:
-            places += from_json(tuple[Place, ...], b"[%b]" % text)
-        except ValidationError as error:
-            raise _of_a_place(error, len(places)) from None
-        if len(places) > MOST_PLACES:
-            break
-    view = memoryview(body)
-    rest = bytearray(view[:begin])
-    rest += to_json(_SENTINEL)
-    rest += view[end:]
-    check_size(rest)
-    registration = from_json(Registration, rest)
-    del rest
-    registration.check_places(len(places))
-    if registration.places != (_SENTINEL,):
-        return None
-    return replace(registration, places=tuple(places))
-
-
-def _slices(body: bytes | bytearray, begin: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of the list that begins at a position, in parts that end between two places,
-    and where each part ends. A part that is larger than it may be is the last.
-    """
-    while True:
-        most = begin + _MOST_SLICE_BYTES + 1
-        cut = _BETWEEN_PLACES.search(body, begin + _SLICE_BYTES, most)
-        last = _PLACES_END.search(body, begin, cut.start() + 1 if cut else most)
-        end = most if cut is None else cut.start() + 1
-        if last is not None:
-            end = last.start() + 1
-        yield bytes(body[begin:end]), end
-        if last is not None or cut is None:
-            return
-        begin = cut.end() - 1
-
-
-def _of_a_place(error: ValidationError, before: int) -> ValidationError | UsageError:
-    """Return what is wrong with a place, by its number among all of them."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return error
-    number, *where = first["loc"]
-    path = ".".join(map(str, ("places", before + int(number), *where)))
-    return UsageError(f"body.{path}: {first['msg']}; /openapi.json describes what is expected")
-
-
-@dataclass(frozen=True)
-class _Alert:
-    """An alert of Prometheus. Alertmanager repeats alerts, several instances of it send the same
-    ones, and messages may overtake each other. So an alert is one report, identified by its
-    fingerprint and the moment it began to fire. Its latest message sets the slowdown, and once it
-    is resolved it stays resolved. When it fires again, it is another report of the same source.
-    """
-
-    status: Literal["firing", "resolved"]
-    labels: dict[str, str]
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z]{1,64}$")]
-    began: Annotated[AwareDatetime, Field(alias="startsAt")]
-    ended: Annotated[AwareDatetime, Field(alias="endsAt")]
-    annotations: dict[str, str]
-
-
-_SHOWN = 128  #: characters of a name that a client chose, where it is told what is wrong with it
-
-
-def read_alert(alert: Any, now_s: float) -> Report | str:
-    """Read an alert as Alertmanager's version 4 has it.
-
-    Returns:
-        The alert as a report, which has expired if the alert is resolved; why there is none and
-        what to do, if it is incomplete. One from a clock that is ahead of `now_s` begins now.
-    """
-    for name in ("labels", "annotations"):
-        labels = alert.get(name) if isinstance(alert, dict) else None
-        if isinstance(labels, dict) and len(labels) > MOST_LABELS:
-            return f"alert.{name}: more than {MOST_LABELS}; drop some in its rule"
-    try:
-        return _report(from_json(_Alert, json.dumps(alert)), now_s)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(("alert", *(str(name)[:_SHOWN] for name in first["loc"])))
-        return f"{path}: {first['msg']}"
-    except UsageError as error:
-        return str(error)
-
-
-def rule_of(alert: Any) -> str:
-    """Return the name of the rule of an alert, whatever else it has."""
-    try:
-        return str(alert["labels"]["alertname"])[:_SHOWN]
-    except (TypeError, LookupError):
-        return "unnamed"
-
-
-def _report(alert: _Alert, now_s: float) -> Report:
-    texts = {**alert.annotations, **alert.labels}
-    is_over = alert.status == "resolved"
-    began_s = alert.began.timestamp()
-    ended_s = max(alert.ended.timestamp(), math.nextafter(began_s, math.inf))
-    sent = {
-        "key": f"alert-{alert.fingerprint}-{round(began_s * 1000)}",
-        "source": f"alertmanager, {alert.fingerprint}",
-        "scope": _scope(texts),
-        "slowdown": 1.0 if is_over else _slowdown(texts),
-        "observed_s": ended_s if is_over else began_s,
-        "cause": texts.get("cause", "unknown"),
-    }
-    report = from_json(ReportRequest, json.dumps(sent)).report(None, now_s)
-    return report.expired(now_s) if is_over else report
-
-
-def _slowdown(texts: Mapping[str, str]) -> float:
-    for kind in ("slowdown", "score"):
-        if kind in texts:
-            number = FACTOR.read(texts[kind], kind)
-            return float(max(1.0, number if kind == "slowdown" else 1.0 / number))
-    raise UsageError(
-        "has no slowdown; give its rule an annotation with the time over the normal time, such as "
-        "slowdown: '{{ $value }}'"
-    )
-
-
-def _scope(texts: Mapping[str, str]) -> dict[str, str]:
-    for label in ("UUID", "Hostname", "node", "nodename", "instance"):
-        value = texts.get(label, "")
-        if label == "instance":  # host:port or [address]:port
-            value = re.sub(r":[0-9]+$", "", value).strip("[]")
-        if value:
-            return {"kind": "gpu" if label == "UUID" else "node", "value": value}
-    raise UsageError(
-        "names neither a GPU nor a node; keep the label UUID, Hostname, node or instance in its "
-        "rule"
-    )
 
 
 @lru_cache(maxsize=128)
@@ -1032,6 +812,30 @@ class Totals:
     jobs: tuple[JobTotals, ...]
 
 
+StateName = Literal[
+    "not heard of",
+    "over budget",
+    "late",
+    "off plan",
+    "beside a straggler",
+    "not known",
+    "fine",
+]
+"""The states of a running job: the first that is true of it, by the table of `headline`."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What an operator has to know first of a job. Everything that shows the job shows this."""
+
+    name: StateName  #: The state in a word or two.
+    text: str  #: The state in a sentence without its full stop.
+    since_s: float | None = None  #: Since when, seconds since the epoch; null if not known.
+
+
+_NOT_SAID = Headline("not known", "the service, of an older version, does not say it")
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """Everything the service knows about a job."""
@@ -1051,6 +855,8 @@ class JobStatus:
     unlike_plan: str | None = None
     #: Why iterations do not take the planned time of late, in a sentence; null if they do.
     verdict: str | None = None
+    #: Recent seconds of an iteration over those by the plan, if there is a verdict; null if not.
+    time_over_planned: float | None = None
     gpus: int = 0  #: Number of GPUs of all pipelines; 0 from services that do not say it.
     #: Since when the job has not been heard of for its lease, so that it has no share of the power
     #: budget of all jobs, seconds since the epoch; null if it is heard of.
@@ -1058,6 +864,12 @@ class JobStatus:
     #: Since when its GPUs have drawn over 2 % more than its power budgets allow, for a minute or
     #: longer, seconds since the epoch; null if they do not.
     over_budget_since_s: float | None = None
+    #: Watts less than with all clocks at maximum, now: measured if the job sends its power, else by
+    #: its plans; null if what all clocks at maximum would draw is not known, and for a job that is
+    #: not heard of.
+    saves_w: float | None = None
+    power_limit_w: float | None = None  #: What its budgets allow its GPUs; null without any.
+    state: Headline = _NOT_SAID  #: What an operator has to know first.
 
 
 @dataclass(frozen=True)
@@ -1104,11 +916,27 @@ class PipelineStatus:
     reason: Slowing | None = None  #: Why it is planned for its target, as in the decision.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What the running jobs that are heard of draw and save together, now."""
+
+    heard_of: int  #: Jobs that are heard of: all that follows is of these.
+    measured: int  #: Those of them that send their power; that of the others is by their plans.
+    silent: int  #: Jobs that are not heard of, which are left out.
+    power_w: float  #: Watts of all their GPUs.
+    saves_w: (
+        float  #: Watts less than with all clocks at maximum, of the jobs that `compared` counts.
+    )
+    compared: int  #: Jobs of which it is known what all clocks at maximum would draw.
+    extra_w: float  #: Watts that they save beside stragglers, of those.
+
+
 @dataclass(frozen=True)
 class Jobs:
     """All running jobs."""
 
     jobs: tuple[JobStatus, ...]
+    together: Together | None = None  #: What they draw and save; null from older services.
 
 
 @dataclass(frozen=True)
@@ -1160,23 +988,6 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class IgnoredAlert:
-    """An alert that was not taken by every job that it concerns, or that concerns none."""
-
-    index: int  #: Position of the alert in the request, from 0.
-    name: str  #: Name of the alert's rule.
-    problem: str  #: Why it was ignored, and what to do.
-
-
-@dataclass(frozen=True)
-class AlertAnswers:
-    """The effect of alerts."""
-
-    answers: tuple[Answer, ...]  #: For each job that has a GPU or node that they name.
-    ignored: tuple[IgnoredAlert, ...]
-
-
-@dataclass(frozen=True)
 class Point:
     """The figures of a job at one time."""
 
@@ -1192,6 +1003,8 @@ class History:
 
     points: tuple[Point, ...]
     events: tuple[Event, ...]
+    #: The job's own power budgets by the moment when each was set or began, the last ones.
+    budgets: tuple[PowerStep, ...] = ()
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
     #: is not known.
     waiting: tuple[float, ...] = ()
@@ -1232,111 +1045,3 @@ class Problem:
     code: str  #: What is wrong, for programs.
     least_power_w: float | None = None  #: The least feasible power budget, watts.
     least_deadline_s: float | None = None  #: The least feasible deadline, seconds.
-
-
-Slow = tuple[tuple[int, float], ...]
-"""(stage, slowdown), in order of the stages."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The least energy of one pipeline's iteration for every iteration time; linear between the
-    points.
-    """
-
-    #: (points,) Iteration times where the slope changes, rising, seconds.
-    times_s: tuple[float, ...] = field(repr=False)
-    #: (points,) The least energy at each, waiting included, joules.
-    energies_j: tuple[float, ...] = field(repr=False)
-    baseline_time_s: float  #: With all clocks at maximum, seconds.
-    baseline_j: float  #: Energy of such an iteration, joules.
-    waiting_w: float  #: Power of all GPUs of the pipeline while they wait, watts.
-    stages: int
-    gpus: int
-    origin: ProfileOrigin  #: Origin of the profile.
-
-    @classmethod
-    def of(cls, frontier: Frontier) -> Curve:
-        """Return the curve of `frontier`.
-
-        Raises:
-            UsageError: If its modes are tied to each other, so that it is a bound alone.
-        """
-        if frontier.dag.has_tied_modes:
-            raise UsageError(
-                "modes: those of this frontier are tied to each other, and the service plans along "
-                "frontiers alone; train with plan=, or without a memory limit and shared modes"
-            )
-        return cls(
-            tuple(frontier.times_s[::-1].tolist()),
-            tuple(frontier.energies_j[::-1].tolist()),
-            frontier.baseline_time_s,
-            frontier.baseline_energy_j,
-            frontier.dag.waiting_w,
-            frontier.schedule.stages,
-            len(frontier.schedule.ranks) * frontier.profile.gpus_per_stage,
-            cast("ProfileOrigin", frontier.profile.origin),
-        )
-
-    def thinned(self, most: int) -> Curve:
-        """Return the curve with at most `most` points, 2 or more: both ends and evenly spaced
-        others.
-        """
-        count = len(self.times_s)
-        kept = dict.fromkeys(
-            np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
-        )
-        return replace(
-            self,
-            times_s=tuple(self.times_s[i] for i in kept),
-            energies_j=tuple(self.energies_j[i] for i in kept),
-        )
-
-    @property
-    def min_time_s(self) -> float:
-        """As `Frontier.min_time_s`."""
-        return self.times_s[0]
-
-    @property
-    def max_time_s(self) -> float:
-        """As `Frontier.max_time_s`."""
-        return self.times_s[-1]
-
-    def bound_j(self, deadline_s: float) -> float:
-        """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to
-        rounding.
-
-        Raises:
-            InfeasibleDeadline: If no iteration is that fast.
-        """
-        times_s = self.times_s
-        energies_j = self.energies_j
-        if deadline_s < times_s[0]:
-            raise InfeasibleDeadline(deadline_s, times_s[0])
-        if deadline_s >= times_s[-1]:
-            return energies_j[-1] + self.waiting_w * (deadline_s - times_s[-1])
-        after = bisect_left(times_s, deadline_s)
-        if times_s[after] == deadline_s:
-            return energies_j[after]
-        before = after - 1
-        share = (deadline_s - times_s[before]) / (times_s[after] - times_s[before])
-        return energies_j[before] + share * (energies_j[after] - energies_j[before])
-
-
-class NotSolved(Exception):
-    """The pipeline with these slow stages (`slow`), under its GPUs' power limit, has to be solved
-    before a decision.
-    """
-
-    def __init__(self, slow: Slow) -> None:
-        super().__init__(slow)
-        self.slow = slow
-
-
-@dataclass(frozen=True)
-class Numbers(Curve):
-    """What the policy needs of a job's frontier."""
-
-    #: Returns the curve of the pipeline in which these stages are slower by these factors; raises
-    #: `NotSolved` if it has not been solved.
-    slowed: Callable[[Mapping[int, float]], Curve] = field(repr=False)

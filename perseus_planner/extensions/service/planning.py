@@ -34,7 +34,8 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.units import ON_TIME
-from perseus_planner.extensions.service.models import Curve, Latest, NotSolved, Numbers, Slow
+from perseus_planner.extensions.service.curve import Curve, NotSolved, Numbers, Slow
+from perseus_planner.extensions.service.models import Latest
 from perseus_planner.plans.job import Job, Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document

@@ -51,21 +51,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.models import (
     Cause,
-    Curve,
     Decision,
-    Numbers,
     RegisteredJob,
     Report,
     Scope,
     Slowing,
     Target,
 )
+
+if TYPE_CHECKING:
+    from perseus_planner.extensions.service.curve import Curve, Numbers
 
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from

@@ -32,7 +32,7 @@ from perseus_planner.extensions.service.policy import own_s, target_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from perseus_planner.extensions.service.models import Curve
+    from perseus_planner.extensions.service.curve import Curve
     from perseus_planner.extensions.service.store import Draft
 
 Floats = NDArray[np.float64]

@@ -80,6 +80,10 @@ def serve(
         Literal["debug", "info", "warning", "error"],
         "What to log to stderr: with info what happens to jobs, with debug also each request.",
     ] = "info",
+    log_format: Annotated[
+        Literal["logfmt", "json"],
+        "Lines of key=value, or of JSON with the same keys.",
+    ] = "logfmt",
 ) -> None:
     """Serve plans to training jobs, and take reports of stragglers.
 
@@ -103,7 +107,7 @@ def serve(
         from perseus_planner.extensions.service.store import StandBy, Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
-    _log_to_stderr(log_level)
+    _log_to_stderr(log_level, JsonLine() if log_format == "json" else LogLine())
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
@@ -149,15 +153,35 @@ class LogLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, and the traceback below it, indented, if there is one."""
-        time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
-        fields = {"time": time_text, "level": record.levelname.lower()}
-        if (job := getattr(record, "job", None)) is not None:
-            fields["job"] = _quoted(job)
-        fields["msg"] = _quoted(record.getMessage())
-        line = " ".join(f"{key}={value}" for key, value in fields.items())
+        quoted = {"job", "msg"}
+        fields = _fields(record).items()
+        line = " ".join(
+            f"{key}={_quoted(value) if key in quoted else value}" for key, value in fields
+        )
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
         safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
         return "\n  ".join([line, *safe])
+
+
+class JsonLine(logging.Formatter):
+    """A line of JSON with the keys of `LogLine`, and `trace` for a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = _fields(record)
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, str]:
+    """Return what a line of the log says, by key."""
+    time_text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+    fields = {"time": time_text, "level": record.levelname.lower()}
+    job = getattr(record, "job", None)
+    if job is not None:
+        fields["job"] = str(job)
+    return {**fields, "msg": record.getMessage()}
 
 
 def _quoted(text: str) -> str:
@@ -165,9 +189,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
-def _log_to_stderr(level: str) -> None:
+def _log_to_stderr(level: str, line: logging.Formatter) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(LogLine())
+    handler.setFormatter(line)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("perseus_planner").setLevel(level.upper())
 

@@ -77,11 +77,19 @@ from perseus_planner.extensions.service.power import (
     share_least_power,
     share_power,
 )
-from perseus_planner.extensions.service.store import Draft, Storage, Stored, Writer, unknown_job
+from perseus_planner.extensions.service.store import (
+    Draft,
+    Storage,
+    Stored,
+    Writer,
+    Writing,
+    unknown_job,
+)
 from perseus_planner.extensions.service.watch import Watchdog
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.service.models import Counters, Curve, JobTotals
+    from perseus_planner.extensions.service.curve import Curve
+    from perseus_planner.extensions.service.models import Counters, JobTotals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -262,9 +270,9 @@ class Service:
         """Return what has happened to a job, and how its figures went."""
         state = self._state(job)
         tally = state.tally
-        if tally is None:
-            return History((), state.events)
-        return History(tally.points, state.events, tally.latest.waiting)
+        points = () if tally is None else tally.points
+        waiting = () if tally is None else tally.latest.waiting
+        return History(points, state.events, state.budgets, waiting)
 
     @property
     def problem(self) -> str | None:
@@ -272,6 +280,11 @@ class Service:
         is full, or a thread has ended or is stuck; None if all is well.
         """
         return self._writer.problem or self.watchdog.problem
+
+    @property
+    def writing(self) -> Writing:
+        """How writing to the database goes."""
+        return self._writer.figures()
 
     @property
     def power_budget(self) -> PowerBudget:

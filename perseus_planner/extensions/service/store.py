@@ -23,6 +23,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -37,14 +38,15 @@ from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import UsageError, how_to_install, shown
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
 from perseus_planner.extensions.service.models import (
     SLICE,
-    Curve,
     Fenced,
     JobTotals,
     PlanSet,
     PowerBudget,
+    PowerStep,
     RegisteredJob,
     Report,
     StorageError,
@@ -59,6 +61,7 @@ Execute = Callable[..., list[Any]]
 """Runs a statement with a value for each `?`, and returns its rows."""
 
 LAYOUT = 6
+_LAYOUT_OF_0_2 = "2"  # which 0.3 brings to that of today
 TABLES = (
     """CREATE TABLE frontiers (
     digest TEXT PRIMARY KEY, content BYTEA NOT NULL, curve TEXT NOT NULL)""",
@@ -72,84 +75,6 @@ TABLES = (
     "CREATE TABLE plans (job TEXT PRIMARY KEY, content TEXT NOT NULL)",
     "CREATE TABLE ended (id BIGINT PRIMARY KEY, totals TEXT NOT NULL)",
 )
-
-
-def _from_2(execute: Execute) -> None:
-    """Reports, totals and plans become rows of their own, and what a running job counted an
-    account.
-    """
-    for table in ("frontiers", "jobs", "ended"):
-        execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-    texts = dict(execute("SELECT digest, text FROM plans"))
-    versions = {
-        job: {**json.loads(content), "version": version}  # the newest of each job
-        for job, version, content in execute(
-            "SELECT job, version, content FROM versions ORDER BY version"
-        )
-    }
-    execute("DROP TABLE plans")
-    for statement in TABLES:
-        execute(statement)
-    execute("INSERT INTO frontiers SELECT digest, content, curve FROM old_frontiers")
-    execute("INSERT INTO ended SELECT id, totals FROM old_ended")
-    rows = execute("SELECT name, frontier, registration, state, telemetry FROM old_jobs")
-    number = 0
-    for name, frontier, registration, state, telemetry in rows:
-        content = json.loads(state)
-        job = json.loads(registration)
-        for counts, kind in enumerate(("past", "reports")):
-            for report in content.pop(kind):
-                number += 1
-                insert = "INSERT INTO reports VALUES (?, ?, ?, ?, ?)"
-                execute(insert, name, report["key"], number, counts, json.dumps(report))
-        newest = versions[name]
-        planned = newest.pop("decision")
-        for decision in (content["decision"], planned):
-            decision["of_pipeline"] = [*range(len(decision["targets"]))]
-        content["job"] = {key: content.pop(key) for key in _SETTINGS if key in content}
-        job["ranks"] = len(job.get("places", ()))
-        execute("INSERT INTO jobs VALUES (?, ?, ?)", name, frontier, json.dumps(job))
-        execute("INSERT INTO states VALUES (?, ?)", name, json.dumps(content))
-        if telemetry is not None:
-            execute("INSERT INTO totals VALUES (?, ?)", name, _accounts(json.loads(telemetry)))
-        newest["plans"] = [texts[digest] for digest in newest["plans"]]
-        content = json.dumps({"published": newest, "planned": planned})
-        execute("INSERT INTO plans VALUES (?, ?)", name, content)
-    budget = dict(execute("SELECT name, value FROM meta WHERE name LIKE 'power%'"))
-    if budget:
-        steps = json.loads(budget.get("power_schedule", "{}")).get("schedule", [])
-        power_w = float(budget["power_w"]) if "power_w" in budget else None
-        content = json.dumps({"power_w": power_w, "schedule": steps})
-        execute("INSERT INTO meta VALUES ('budget', ?)", content)
-    execute("DELETE FROM meta WHERE name LIKE 'power%'")
-    for table in ("version_plans", "versions", "old_jobs", "old_ended", "old_frontiers"):
-        execute(f"DROP TABLE {table}")
-    execute("DROP TABLE IF EXISTS learnt")
-
-
-def _accounts(tally: dict[str, Any]) -> str:
-    latest = tally["latest"]
-    kept = ("iteration_s", "power_w", "set_p50_s", "set_p99_s", "observed_s", "earlier", "points")
-    return json.dumps(
-        {
-            **_account(tally, latest["metered_s"]),
-            **{key: tally[key] for key in kept},
-            "latest": {"run": latest["run"], **_account(latest, latest["metered_s"])},
-            "plans": [
-                {key: value for key, value in plan.items() if key != "baseline_j"}
-                for plan in tally["plans"]
-            ],
-        }
-    )
-
-
-def _account(counted: dict[str, Any], metered_s: float) -> dict[str, Any]:
-    named = {name: counted[name] for name in ("iterations", "time_s", "energy_j", "energy_is")}
-    return {
-        **named,
-        "metered_s": metered_s,
-        "changes_late": counted["late_changes"],
-    }
 
 
 _OF_03 = ("saved_j", "unlocked_j", "unlocked_saved_j")
@@ -193,7 +118,7 @@ AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 _STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
-_CHANGING = ("job", "decision", "events", *_STATE)
+_CHANGING = ("job", "decision", "events", "budgets", *_STATE)
 _SETTINGS = (
     "deadline_s",
     "power_w",
@@ -439,7 +364,7 @@ class Storage:
             self.execute("PRAGMA journal_mode=WAL")
             self.execute("PRAGMA synchronous=FULL")  # survives a loss of power
         with self.transaction():
-            self._migrate()
+            self._check_layout()
             self._set("writer", self._writer)
             if self._get("written_s") is None:
                 self._set("written_s", "0.0")
@@ -470,10 +395,8 @@ class Storage:
             )
             self.execute("SELECT pg_terminate_backend(?)", number)
 
-    def _migrate(self) -> None:
-        """Bring the tables to the layout of this version; an SQLite file as it was is kept
-        beside it.
-        """
+    def _check_layout(self) -> None:
+        """Make the tables of a new database, and refuse those of another layout."""
         self.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         layout = self._get("layout")
         if layout is None:
@@ -481,20 +404,16 @@ class Storage:
                 self.execute(statement)
             self._set("layout", str(LAYOUT))
             return
-        if layout == str(LAYOUT):
-            return
-        if layout != "2":
+        if layout != str(LAYOUT):
+            step = (
+                "open it once with version 0.3, which brings it to this one"
+                if layout == _LAYOUT_OF_0_2
+                else "use the planner that wrote it, or start with another database"
+            )
             raise StorageError(
                 f"{self.location}: is of version {layout} and this planner reads version {LAYOUT}; "
-                "use the planner that wrote it, or start with another database"
+                f"{step}"
             )
-        if self._path is not None:
-            _copy(self._path, f"{self._path}.layout-{layout}")
-        try:
-            _from_2(self.execute)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._unreadable(error) from error
-        self._set("layout", str(LAYOUT))
 
     def _error(self, error: Exception) -> StorageError:
         return StorageError(
@@ -550,7 +469,11 @@ class Storage:
             for name, frontier, *texts in rows:
                 with self._row("jobs, states or plans", name):
                     states[name] = _state_of(
-                        texts, curves[frontier], tallies.get(name), *reports.get(name, ({}, {}))
+                        texts,
+                        curves[frontier],
+                        tallies.get(name),
+                        *reports.get(name, ({}, {})),
+                        self.now_s(),
                     )
             with self._row("meta", "budget"):
                 budget = self._get("budget")
@@ -571,12 +494,6 @@ class Storage:
                 f"{self.location}: the row {shown(key)} of {table} is not as the service wrote it; "
                 "restore a copy of the database, or start with another one"
             ) from error
-
-    def _unreadable(self, error: Exception) -> StorageError:
-        return StorageError(
-            f"{self.location}: holds what this planner cannot read ({_one_line(error)}); restore a "
-            "copy of it, or start with another database"
-        )
 
     def _reports(self) -> dict[str, tuple[dict[str, Report], dict[str, Report]]]:
         """Return the reports of each job by key: those that do not count any more, and the others;
@@ -766,7 +683,7 @@ def _registration_text(job: RegisteredJob) -> str:
 
 def _state_text(state: JobState) -> str:
     """Return what changes of a job as JSON; what has not changed was written before."""
-    kept: dict[str, Any] = {field: getattr(state, field) for field in _STATE}
+    kept: dict[str, Any] = {field: getattr(state, field) for field in (*_STATE, "budgets")}
     kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
     decision = to_json(state.decision).decode()
     events = (each.as_json for each in state.events)
@@ -779,13 +696,18 @@ def _state_of(
     tally: Tally | None,
     past: Mapping[str, Report],
     reports: Mapping[str, Report],
+    now_s: float,
 ) -> JobState:
     """Return the state of a job from its registration, state and plans in the database."""
     registered = from_json(RegisteredJob, texts[0])
     content, newest = map(read_json, texts[1:])
+    job = {**vars(registered), **content["job"]}
+    if "budgets" not in content:  # written before 0.4: nobody noted when it was set
+        set_w = job["power_w"]
+        content["budgets"] = [] if set_w is None else [PowerStep(now_s, set_w)]
     content |= {
         "registered": registered,
-        "job": {**vars(registered), **content["job"]},
+        "job": job,
         "curve": curve,
         "tally": tally,
         "published": newest["published"],
@@ -831,17 +753,6 @@ def _postgres(location: str) -> Any:
     return connection
 
 
-def _copy(path: str, to: str) -> None:
-    """Copy an SQLite file that others may read, with what its log has, unless it is there."""
-    with suppress(FileExistsError):
-        os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        source = sqlite3.connect(path)
-        target = sqlite3.connect(to)
-        source.backup(target)
-        source.close()
-        target.close()
-
-
 def _identity(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
@@ -883,6 +794,17 @@ _ENDED = "the thread that writes has ended, so nothing is taken; start the servi
 _Given = tuple[Callable[[Draft], Any], Future[Any]]  # a command, and its result
 
 
+@dataclass(frozen=True)
+class Writing:
+    """How a writer does."""
+
+    commits: int  #: Transactions that were written
+    committing_s: float  #: The time that they took, seconds
+    failed: int  #: Transactions that could not be written
+    waiting: int  #: Commands that are not written
+    lag_s: float  #: For how long the oldest of them has waited, seconds; 0 if none waits
+
+
 class Writer:
     """The writing thread, as a context manager; leaving it finishes the commands that were given.
 
@@ -911,6 +833,10 @@ class Writer:
         self.problem: str | None = None
         self._written_s = time.monotonic()
         self._failed_size = 0
+        self._commits = 0
+        self._committing_s = 0.0
+        self._failed = 0
+        self._waiting: deque[float] = deque()  #: When each command came that is not answered
         self._storage = storage
         self._reconciled = reconciled
         self._committed = committed
@@ -948,12 +874,22 @@ class Writer:
         try:
             self._storage.probe(2 * failed + _ROOM if failed else 1)
         except Exception as error:
+            self._failed += 1
             self.problem = str(error)
             raise
         self._written_s = time.monotonic()
         if self._failed_size == failed:
             self.problem = None
             self._failed_size = 0
+
+    def figures(self) -> Writing:
+        """Return how it does."""
+        with suppress(IndexError):
+            lag_s = time.monotonic() - self._waiting[0]
+            return Writing(
+                self._commits, self._committing_s, self._failed, len(self._waiting), lag_s
+            )
+        return Writing(self._commits, self._committing_s, self._failed, 0, 0.0)
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` without waiting: its result is in the future once its changes are on disk.
@@ -963,6 +899,7 @@ class Writer:
         future: Future[Result] = Future()
         with self._lock:
             if self._open:
+                self._waiting.append(time.monotonic())
                 self._commands.put((command, future))
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
@@ -982,6 +919,8 @@ class Writer:
                     self._write_batch(
                         [each for each in batch if each and each[1].set_running_or_notify_cancel()]
                     )
+                for _ in filter(None, batch):
+                    self._waiting.popleft()
         finally:
             self._end(batch)
 
@@ -1015,9 +954,13 @@ class Writer:
                 answers.append(lambda future=future, result=result: future.set_result(result))  # type: ignore[misc]
         try:
             if draft.is_written:
+                began_s = time.monotonic()
                 self._storage.commit(draft)
                 self._written_s = time.monotonic()
+                self._commits += 1
+                self._committing_s += self._written_s - began_s
         except Exception as error:
+            self._failed += 1
             self.problem = str(error)
             self._failed_size = max(self._failed_size, self._storage.size, 1)
             for _, future in batch:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, lay_out, table
+from perseus_planner.extensions.service.headline import together
 from perseus_planner.plans.replay import ALL_MAXIMUM, profile_of_origin
 from perseus_planner.views.context import saved_text, share
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         JobTotals,
         RegisteredJob,
         Report,
+        Together,
     )
 
 
@@ -41,7 +43,7 @@ def answer_text(answer: Answer) -> str:
     saving = (
         "the saving is not known yet"
         if saved_w is None
-        else f"reports are expected to save {si(saved_w, 'W')}"
+        else f"extra beside stragglers: {si(saved_w, 'W')}"
     )
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
 
@@ -56,15 +58,33 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column("plans", _version),
         Column("slow", lambda each: len(each.decision.stragglers)),
         Column("iteration s", "decision.straggler_time_s", ".6g"),
-        Column("saving W", "expected_saving_w", ".4g"),
-        Column("", lambda each: _alarm(each) + _doing(each), "<"),
+        Column("saves W", "saves_w", ".4g"),
+        Column("extra W", "expected_saving_w", ".4g"),
+        Column("state", state_text, "<"),
     )
     silent = [job for job in jobs if job.silent_since_s is not None]
     heard_of = [job for job in jobs if job.silent_since_s is None]
     parts = [table(lay_out(heard_of, *columns))] if heard_of else []
     if silent:
         parts.append(f"Not heard of:\n{table(lay_out(silent, *columns))}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, together_text(together(jobs))])
+
+
+def together_text(all_jobs: Together) -> str:
+    """Say what jobs draw and save together, whose power that is, and whose it is not."""
+    by_plans = all_jobs.heard_of - all_jobs.measured
+    whose = [f"{all_jobs.measured} measured"] if all_jobs.measured else []
+    whose += [f"{by_plans} by plans"] if by_plans else []
+    text = f"Power of {counted(all_jobs.heard_of, 'job')}"
+    text += f" ({', '.join(whose)})" if whose else ""
+    text += f": {si(all_jobs.power_w, 'W')}"
+    if all_jobs.compared:
+        of = "" if all_jobs.compared == all_jobs.heard_of else f" in {all_jobs.compared} of them"
+        text += f", {si(all_jobs.saves_w, 'W')} less than with {ALL_MAXIMUM}{of}"
+    text += f"; extra beside stragglers: {si(all_jobs.extra_w, 'W')}"
+    if all_jobs.silent:
+        text += f". Left out: {counted(all_jobs.silent, 'job')} not heard of"
+    return f"{text}."
 
 
 def totals_text(jobs: Sequence[JobTotals]) -> str:
@@ -121,8 +141,8 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     lines = [
         f"Job {job.name}: {counted(job.pipelines, 'pipeline')}, {counted(job.ranks, 'rank')} "
         f"known, since {_moment(job.since_s)}; settings: {_settings(job)}",
-        f"Plans: {_version(status)}; reports are expected to save "
-        f"{si(status.expected_saving_w, 'W')}",
+        f"State: {state_text(status)}",
+        f"Plans: {_version(status)}",
         f"Power: {_power(status)}",
         *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
         *([] if status.verdict is None else [status.verdict]),
@@ -136,7 +156,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
             if status.autopilot is None
             else [f"{status.autopilot.name.capitalize()}: {status.autopilot}"]
         ),
-        _alarm(status) + decision.reason,
+        f"Decided: {decision.reason}",
         "",
         table(targets),
     ]
@@ -147,18 +167,11 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     return "\n".join(lines)
 
 
-def _doing(status: JobStatus) -> str:
-    decider = status.autopilot
-    return status.decision.reason if decider is None else f"{decider.name}: {decider}"
-
-
-def _alarm(status: JobStatus) -> str:
+def state_text(status: JobStatus) -> str:
     """Say what an operator has to know first."""
-    if status.silent_since_s is not None:
-        return f"not heard of since {_moment(status.silent_since_s)}: "
-    if status.over_budget_since_s is not None:
-        return f"over its power budget since {_moment(status.over_budget_since_s)}: "
-    return ""
+    state = status.state
+    since = "" if state.since_s is None else f" since {_moment(state.since_s)}"
+    return f"{state.name}{since}: {state.text}"
 
 
 def _reports(job: JobStatus) -> str:
@@ -202,9 +215,11 @@ def _power(job: JobStatus) -> str:
         if job.telemetry is None or job.telemetry.power_w is None
         else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
     )
-    limits_w = [target.power_w for target in job.decision.each if target.power_w is not None]
-    budget = f"; a power budget leaves it {si(sum(limits_w), 'W')}" if limits_w else ""
-    return f"{of_plans} and iterations as long, {how}{recent}{budget}"
+    limit_w = job.power_limit_w
+    budget = "" if limit_w is None else f"; a power budget leaves it {si(limit_w, 'W')}"
+    saves = "" if job.saves_w is None else f"; saves {si(job.saves_w, 'W')}"
+    saves += f", extra beside stragglers: {si(job.expected_saving_w, 'W')}"
+    return f"{of_plans} and iterations as long, {how}{recent}{saves}{budget}"
 
 
 def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:

@@ -27,7 +27,8 @@ from services import NOW_S, Clock, frontier_file, job, planned, report, service_
 from strategies import fixed
 
 from perseus_planner.extensions.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.extensions.service.models import Place, Scope, read_alert
+from perseus_planner.extensions.service.alerts import read_alert
+from perseus_planner.extensions.service.models import Place, Scope
 from perseus_planner.extensions.service.service import Service
 
 httpx = pytest.importorskip("httpx")

@@ -19,6 +19,7 @@ from service_stand_in import LEAST_S, LEAST_W, NOW_S, StandIn, asking, opened
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service.access import Limits
+from perseus_planner.extensions.service.bodies import read_registration
 from perseus_planner.extensions.service.models import (
     Place,
     Registration,
@@ -26,7 +27,6 @@ from perseus_planner.extensions.service.models import (
     StorageError,
     Taken,
     from_json,
-    read_registration,
     to_json,
 )
 

@@ -53,10 +53,10 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.loops import SteadyClock
 from perseus_planner.extensions.service import planning, store
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.models import (
     Conflict,
     Counters,
-    Curve,
     Fenced,
     PowerStep,
     Scope,

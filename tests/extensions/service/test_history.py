@@ -16,7 +16,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.extensions.service.access import Metrics  # noqa: E402
 from perseus_planner.extensions.service.jobs import (  # noqa: E402  # noqa: E402
     EVENTS,
     POINTS,
@@ -25,7 +24,8 @@ from perseus_planner.extensions.service.jobs import (  # noqa: E402  # noqa: E40
     with_events,
     with_point,
 )
-from perseus_planner.extensions.service.models import Counters  # noqa: E402
+from perseus_planner.extensions.service.metrics import Metrics  # noqa: E402
+from perseus_planner.extensions.service.models import Counters, PowerStep  # noqa: E402
 from perseus_planner.extensions.service.service import Service  # noqa: E402
 
 
@@ -167,7 +167,9 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
             set_p99_s=0.02,
         )
         service.telemetry("gpt", sent).result()
-        text = Metrics(lambda: 0, 0.0).text(service.jobs()).decode()
+        service.set_power("gpt", 1e6).result()
+        service.set_power(None, 1e7).result()
+        text = Metrics(service, lambda: 0, lambda: None).text().decode()
     families = list(parser.text_string_to_metric_families(text))
     exported = {sample.name for family in families for sample in family.samples}
     exported |= {
@@ -188,3 +190,19 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(tmp_path: Path):
     ]
     assert len(covered) == len(set(covered))  # no panel lies on another
     assert max(column for column, _ in covered) < 24
+
+
+def test_the_budgets_of_a_job_are_kept_with_the_moments_when_they_were_set(tmp_path: Path):
+    clock = Clock()
+    with service_at(tmp_path / "s.sqlite", clock) as service:
+        service.register(job(), frontier_file())
+        assert service.history("gpt").budgets == ()
+        steps = []
+        for power_w in (5000.0, 6000.0, None):
+            clock.now_s += 10.0
+            service.set_power("gpt", power_w).result()
+            steps.append(PowerStep(clock.now_s, power_w))
+        service.set_power("gpt", None).result()  # which changes nothing
+        assert service.history("gpt").budgets == tuple(steps)
+    with service_at(tmp_path / "s.sqlite", clock) as service:
+        assert service.history("gpt").budgets == tuple(steps)

@@ -11,8 +11,8 @@ from services import NOW_S, PIPELINES, Clock, at_once, frontier_file, job, plann
 from services import small_frontier as frontier
 
 from perseus_planner import Plan
-from perseus_planner.extensions.service.access import Metrics
 from perseus_planner.extensions.service.jobs import LEASE_S
+from perseus_planner.extensions.service.metrics import Metrics
 from perseus_planner.extensions.service.models import Conflict, Counters
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.store import Storage
@@ -168,7 +168,7 @@ def test_a_job_that_is_silent_for_long_is_ended_and_its_totals_and_events_stay(t
         assert len(service.jobs()) == 2
         text = jobs_text(service.jobs())  # apart from those that are heard of
         assert text.index("heard ") < text.index("\n\nNot heard of:\n") < text.index("dead ")
-        metrics = Metrics(lambda: 0, clock()).text(service.jobs()).decode()
+        metrics = Metrics(service, lambda: 0, lambda: None).text().decode()
         assert "\nplanner_jobs 1.0\n" in metrics
         assert "\nplanner_silent_jobs 1.0\n" in metrics
         service.plans("heard", 0)

@@ -20,10 +20,10 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.service.curve import Numbers
 from perseus_planner.extensions.service.models import (
     Cause,
     Decision,
-    Numbers,
     RegisteredJob,
     Report,
     Scope,

@@ -19,8 +19,8 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import schedules
 from perseus_planner.base.errors import InfeasibleDeadline, InfeasiblePower
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import Share
-from perseus_planner.extensions.service.models import Curve
 from perseus_planner.extensions.service.power import Demand, shares
 from perseus_planner.solver.frontier import Frontier, solve
 

@@ -17,13 +17,17 @@ import pytest
 import yaml
 from command_options import ROOT
 from documents import blocks
-from services import frontier_file, job, report, service_at, serving
+from services import NOW_S, Clock, at_once, frontier_file, job, report, service_at, serving
 from waiting import LONG_S, eventually
 
 from perseus_planner.extensions.service.access import TOKENS_VARIABLE, read_tokens
+from perseus_planner.extensions.service.metrics import Metrics
 from perseus_planner.extensions.service.models import Counters
 from perseus_planner.extensions.service.serve import Address
+from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.store import Storage
 
+parser = pytest.importorskip("prometheus_client.parser")
 httpx = pytest.importorskip("httpx")
 
 TOKEN = "0123456789abcdef"
@@ -92,6 +96,8 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
             now_s = service.now_s()
             service.report(name, report("r", observed_s=now_s, begins_s=now_s)).result()
             service.taken(name, 1, 0).result()
+            service.set_power(name, 1e6).result()
+        service.set_power(None, 1e7).result()
         (static,) = scraped["static_configs"]
         static["targets"] = [url.removeprefix("http://")]
         (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
@@ -231,3 +237,108 @@ def test_the_documented_rule_fires_for_a_gpu_that_is_throttled_and_not_for_a_pla
         yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]})
     )
     assert "SUCCESS" in promtool("test", "rules", tmp_path / "test.yaml")
+
+
+ALERTS = ROOT / "deploy" / "alerts.yaml"
+
+
+def recorded(service: Service, problem: str | None = None) -> dict[str, float]:
+    """The series of a service, as Prometheus scrapes them under the name of our example."""
+    metrics = Metrics(service, lambda: 0, lambda: problem)
+    found = {}
+    for family in parser.text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = {"job": "planner", "instance": "planner:8400", **sample.labels}
+            inside = ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
+            found[f"{sample.name}{{{inside}}}"] = sample.value
+    return found
+
+
+def test_each_alert_fires_on_recorded_series_and_none_on_those_of_a_service_that_is_well(
+    tmp_path: Path, promtool: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once, lease_s=180.0) as service,
+    ):
+        for name in ("well", "late", "off", "over", "silent"):
+            service.register(job(name), frontier_file())
+        well = service.status("well").expected
+        service.set_power(None, 6.0 * well.baseline_power_w).result()
+
+        def send(name: str, power: float = 0.5, **fields: Any) -> None:
+            time_s = clock.now_s - NOW_S
+            used_j = power * time_s * well.baseline_power_w
+            sums = {"time_s": time_s, "gpu_s": time_s, "metered_s": time_s, "energy_j": used_j}
+            sent = Counters(run="a", iterations=int(time_s), energy_is="measured", **sums, **fields)
+            service.telemetry(name, sent).result()
+
+        clock.now_s += 61.0
+        for name in ("well", "late", "off", "over", "silent"):
+            send(name)
+        calm = [recorded(service)] * 2
+        slower = {"verdict": "6 % slower than planned: all wait.", "time_over_planned": 1.06}
+        service.set_power("over", 0.99 * well.baseline_power_w).result()
+        for _ in range(2):
+            clock.now_s += 100.0
+            send("well")
+            send("late", **slower)
+            send("off", unlike_plan="another machine.")
+            send("over", power=9.0)
+            service.tick()
+        before = recorded(service)
+        with monkeypatch.context() as broken:
+            broken.setattr(storage, "commit", lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                service.set_deadline("well", 9.0).result()
+        ill = [before, recorded(service, "the disk is full")]
+        assert {each.job.name: each.state.name for each in service.jobs()} == {
+            "well": "fine",
+            "late": "late",
+            "off": "off plan",
+            "over": "over budget",
+            "silent": "not heard of",
+        }
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    of_jobs = {"Late": "late", "OffPlan": "off", "OverBudget": "over", "Silent": "silent"}
+    jobs = {f"PlannerJob{end}": name for end, name in of_jobs.items()}
+    made = {  # what cannot be recorded here
+        "PlannerDatabaseSlow": {'planner_database_lag_seconds{job="planner"}': 3.0},
+        "PlannerManyFiles": {
+            'process_open_fds{job="planner"}': 900.0,
+            'process_max_fds{job="planner"}': 1024.0,
+        },
+    }
+    by_series = {"PlannerNotReady", "PlannerCommitsFail", "PlannerOverBudget", *jobs}
+    growing = {'planner_alerts_total{job="planner",outcome="ignored"}': 1.0}
+    scenes: list[tuple[list[dict[str, float]], set[str]]] = [
+        (calm, set()),
+        (ill, by_series),
+        ([{}, {}], {"PlannerAway"}),
+        ([{**calm[0], next(iter(growing)): 0.0}, {**calm[1], **growing}], {"PlannerAlertsIgnored"}),
+        *(([{**calm[0], **series}] * 2, {name}) for name, series in made.items()),
+    ]
+    assert set.union(*(names for _, names in scenes)) == {rule["alert"] for rule in rules}
+    tests = []
+    for (first, second), names in scenes:
+        series = [
+            {"series": name, "values": f"{first.get(name, 0.0)}x7 {value}x30"}
+            for name, value in second.items()
+        ]
+        samples = []
+        for name in sorted(names):
+            labels = {"alertname": name} | ({"training_job": jobs[name]} if name in jobs else {})
+            inside = ",".join(f"{key}={json.dumps(value)}" for key, value in labels.items())
+            samples.append({"labels": f"{{{inside}}}", "value": 1})
+        query = 'sum by (alertname, training_job) (ALERTS{alertstate="firing"})'
+        expected = [{"expr": query, "eval_time": "16m", "exp_samples": samples}]
+        tests.append({"interval": "1m", "input_series": series, "promql_expr_test": expected})
+    document = {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(document))
+    assert "SUCCESS" in promtool("test", "rules", tmp_path / "tests.yaml")
+    pages = (ROOT / "docs" / "alerts.md").read_text()
+    for rule in rules:
+        name = rule["alert"]
+        assert f"\n## {name}\n" in pages
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/alerts.md#{name.lower()}")

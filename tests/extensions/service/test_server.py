@@ -31,9 +31,10 @@ from typing import Any
 
 import pytest
 from click.core import ParameterSource
+from command_options import ROOT
 from commands import refusal
 from service_stand_in import StandIn
-from services import serving
+from services import service_at, serving
 from strategies import smooth_profile
 from waiting import LONG_S, eventually
 
@@ -48,7 +49,12 @@ from perseus_planner.extensions.service.client import Client
 from perseus_planner.extensions.service.models import Place, RegisteredJob, Registration, to_json
 from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.serve import Address, listening
-from perseus_planner.extensions.service.serve_command import LogLine, _listening, serve
+from perseus_planner.extensions.service.serve_command import (
+    JsonLine,
+    LogLine,
+    _listening,
+    serve,
+)
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.store import Storage, without_password
 
@@ -364,6 +370,32 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return made, key
 
 
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_the_health_check_of_the_image_sees_the_service_with_tls_and_without(
+    tmp_path: Path, certificate: tuple[Path, Path], with_tls: bool
+):
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    check = json.loads(re.search(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE)[1])
+    made, key = certificate if with_tls else (None, None)
+
+    def is_healthy() -> bool:
+        here = check[2].replace("8400", url.rpartition(":")[2])
+        ran = subprocess.run([sys.executable, "-c", here], capture_output=True, timeout=LONG_S)
+        return ran.returncode == 0
+
+    with (
+        service_at(tmp_path / "service.sqlite") as service,
+        serving(service, Address(port=0, certificate=made, key=key)) as url,
+    ):
+        assert is_healthy()
+        ended = threading.Thread(target=int)
+        ended.start()
+        ended.join()
+        service.watchdog.watch(ended)
+        assert not is_healthy()
+    assert not is_healthy()
+
+
 def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
     address = Address(port=0, certificate=certificate[0], key=certificate[1])
     with serving(StandIn(), address) as url:
@@ -543,6 +575,10 @@ def test_what_others_send_neither_begins_a_line_of_the_log_nor_controls_a_termin
     assert [json.loads(each) for each in fields.groups()] == [forged] * 2
     assert all(each.startswith("  ") and each.isprintable() for each in trace)
     assert trace[-1].endswith('level=info \\u201cg\\u00fc\\"')
+    fields = json.loads(JsonLine().format(record))
+    assert (fields["level"], fields["job"], fields["msg"]) == ("info", forged, forged)
+    assert fields["trace"].endswith(forged)
+    assert "\n" not in JsonLine().format(record)
     record.msg, record.args = "gültig", ()
     assert 'msg="gültig"' in LogLine().format(record)
 

@@ -23,14 +23,15 @@ from services import (
     small_frontier,
 )
 
+from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Share
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Counters,
-    Curve,
     Decision,
     PlanSet,
     PowerBudget,
+    PowerStep,
     StorageError,
     Taken,
     Target,
@@ -202,60 +203,54 @@ def test_a_database_of_another_version_is_refused(place: Path):
     )
 
 
-@pytest.fixture
-def of_0_2(place: Path) -> Path:
-    """A file that version 0.2.0 wrote: a job with a straggler, which had sent what it counted, and
-    one that had ended; 1 MW for all jobs.
+def test_a_database_of_0_2_is_refused_with_the_step_between(place: Path):
+    with Storage(place):
+        pass
+    with closing(sqlite3.connect(place)) as connection, connection:
+        connection.execute("UPDATE meta SET value = '2' WHERE name = 'layout'")
+    with pytest.raises(StorageError) as refused:
+        Storage(place)
+    assert str(refused.value) == (
+        f"{place}: is of version 2 and this planner reads version 6; open it once with version "
+        "0.3, which brings it to this one"
+    )
+
+
+def test_a_database_of_0_3_is_taken_over_whole(place: Path):
+    """Version 0.3.0 wrote it: a job with two reports, which had sent what it counted, under 500 kW,
+    and one that had ended; 1 MW for all jobs.
     """
-    packed = Path(__file__).with_name("service-0.2.sqlite.gz")
+    packed = Path(__file__).with_name("service-0.3.sqlite.gz")
     place.write_bytes(gzip.decompress(packed.read_bytes()))
-    return place
-
-
-def test_a_database_of_0_2_is_taken_over_whole_and_kept_beside(of_0_2: Path):
-    before = of_0_2.read_bytes()
-    with Storage(of_0_2) as storage:
-        stored, (ended,) = storage.load(), storage.ended_jobs()
+    with Storage(place) as storage:
+        storage.now_s = Clock()
+        stored = storage.load()
+        (ended,) = storage.ended_jobs()
         (now,) = stored.jobs.values()
         assert now.job.ranks == len(now.job.places) > 0
         assert [each.key for each in now.reports.values()] == ["a", "b"]
-        assert (now.taken, now.promised) == (Taken(2, 17, NOW_S), now.published.version)
-        assert now.decision.stragglers == {1: "a"}
+        assert now.taken is not None
+        assert (now.taken.version, now.taken.iteration) == (2, 17)
+        assert now.promised == now.published.version
+        assert now.decision.stragglers == {1: "a", 2: "b"}
         assert len(now.published.plans) == PIPELINES
         assert storage.frontier(now.job.frontier).startswith(b"PK")
         assert stored.budget == PowerBudget(1e6, ())
-        running = stored.jobs["gpt"].tally
-        for told in (running, ended.telemetry):
+        assert now.job.power_w == 5e5
+        assert now.budgets == (PowerStep(NOW_S, 5e5),)  # nobody had noted when it was set
+        for told in (now.tally, ended.telemetry):
             assert told is not None
             assert (told.iterations, told.time_s, told.energy_j) == (3, 6.0, 15.0)
             assert (told.saved_j, told.is_judged) == (0.0, False)  # it was of another baseline
-        assert [(each.version, each.iterations) for each in running.plans] == [(2, 3)]
-    kept = of_0_2.with_name(f"{of_0_2.name}.layout-2")
-    with closing(sqlite3.connect(kept)) as connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-        assert "version_plans" in tables
-        (jobs,) = connection.execute("SELECT count(*) FROM jobs").fetchone()
-        assert jobs == 1
-    assert len(before) == kept.stat().st_size
-    with service_at(of_0_2, Clock()) as service:  # which goes on with it
+        assert [(each.version, each.iterations) for each in now.tally.plans] == [(2, 3)]
+    with service_at(place, Clock()) as service:  # which goes on with it
         energy = {"metered_s": 6.0, "energy_j": 15.0, "energy_is": "simulated"}
-        service.telemetry("gpt", Counters(run="r", iterations=5, time_s=10.0, **energy)).result()
+        counted = {"windows": 3, "gpu_s": 6.0, **energy}
+        service.telemetry("gpt", Counters(run="r", iterations=5, time_s=10.0, **counted)).result()
         telemetry = service.status("gpt").telemetry
         assert telemetry is not None
         assert (telemetry.iterations, telemetry.time_s) == (5, 10.0)
         assert service.plans("gpt", 0) == now.published
-
-
-def test_a_migration_that_fails_changes_nothing(of_0_2: Path):
-    before = of_0_2.read_bytes()
-    with closing(sqlite3.connect(of_0_2)) as connection, connection:
-        connection.execute("UPDATE jobs SET state = 'no json'")
-    for _ in range(2):
-        with pytest.raises(StorageError, match="holds what this planner cannot read"):
-            Storage(of_0_2)
-    with closing(sqlite3.connect(of_0_2)) as connection, connection:
-        assert ("layout", "2") in connection.execute("SELECT name, value FROM meta").fetchall()
-        assert len(before) == of_0_2.stat().st_size
 
 
 def test_what_is_no_database_is_refused(place: Path):

@@ -378,6 +378,7 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
             (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
         verdict=None if verdict is None else str(verdict),
+        time_over_planned=None if verdict is None else verdict.ratio,
         unlike_plan=why_no_saving(compared, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
         waiting=tuple(map(_waiting, recent.values())) if len(ranks) <= MOST_RANKS else (),
     )

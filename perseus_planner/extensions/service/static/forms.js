@@ -82,7 +82,7 @@ async function set({ job, asked }, name, body) {
 const EFFECTS = { planning: "is being planned", "next iteration": "is ready for the job's next iteration", already: "is what the job runs" };
 
 function effect({ reason, version, takes_effect, expected_saving_w }) {
-  const saving = expected_saving_w === null ? "the saving is not known yet" : `reports are expected to save ${watts(expected_saving_w)}`;
+  const saving = expected_saving_w === null ? "the saving is not known yet" : `extra beside stragglers: ${watts(expected_saving_w)}`;
   return `${reason}. Version ${version} ${EFFECTS[takes_effect] ?? takes_effect}; ${saving}.`;
 }
 

@@ -2,21 +2,23 @@
 
 import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
 import { budgetText, byPlans, count, isJudged, joules, kilowattHours, less, number, profileText, savedShare, seconds, watts } from "./format.js";
+import { isCalm, stateText } from "./jobs.js";
 import { groups, showPipelines } from "./pipelines.js";
 import { assumed, carbon, money } from "./prices.js";
 import { showHistory } from "./history.js";
-import { reportsText, showReports } from "./reports.js";
+import { showReports } from "./reports.js";
 
 const DAY_S = 86_400;
 
 /** Show a job from the service's answers: {status, frontier, pipelines, history}. */
 export function showJob({ status, frontier, pipelines, history }, mayReport, clear) {
   const { job, decision } = status;
-  const slow = Object.keys(decision.stragglers).length;
   say(byId("job-title"), job.name);
   byId("job-about").replaceChildren(about(job, frontier), "; registered ", timed(job.since_s));
-  byId("reason").classList.toggle("slow", slow > 0);
-  say(byId("reason-text"), sentence(decision.reason));
+  byId("state").classList.toggle("slow", !isCalm(status));
+  byId("state").classList.toggle("unknown", status.state.name === "not known");
+  say(byId("state-text"), sentence(stateText(status)));
+  say(byId("reason"), sentence(decision.reason));
   byId("reason-since").replaceChildren("Since ", timed(decision.since_s), ...lookAgain(decision));
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
   byId("origin").replaceChildren(...originOf(status, frontier));
@@ -24,7 +26,7 @@ export function showJob({ status, frontier, pipelines, history }, mayReport, cle
   showAutopilot(status.autopilot ?? null);
   showHistory(history, job);
   showReports(status, mayReport, clear);
-  document.title = `${slow ? `${reportsText(slow)} · ` : ""}${job.name} · Planner`;
+  document.title = `${isCalm(status) ? "" : `${sentence(status.state.name).slice(0, -1)} · `}${job.name} · Planner`;
 }
 
 function about(job, frontier) {
@@ -48,15 +50,16 @@ function iteration({ job, decision, telemetry }, frontier) {
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
 }
 
-function power({ job, telemetry, expected, unlike_plan: unlike }) {
+function power({ job, decision, telemetry, expected, saves_w, expected_saving_w: extra_w }) {
   const sent_w = telemetry?.power_w ?? null;
   const now_w = sent_w ?? expected.power_w;
   const most_w = expected.baseline_power_w;
   const saving = `${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`;
-  const notes = unlike ? [] : [saving.replace("the same than", "the same as")];
+  const notes = saves_w === null ? [] : [`saves ${watts(saves_w)}`, saving.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(sent_w > job.power_w ? `${watts(sent_w - job.power_w)} over its budget of ${watts(job.power_w)}` : `at most ${watts(job.power_w)} allowed`);
   if (job.next_power) notes.push(budgetText(job.next_power));
-  return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: unlike ? null : now_w / most_w };
+  if (Object.keys(decision.stragglers).length) notes.push(`extra beside stragglers: ${watts(extra_w)}, ${byPlans(expected.origin)}`);
+  return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: saves_w === null ? null : now_w / most_w };
 }
 
 /** Whether the job has sent the energy of its GPUs. */

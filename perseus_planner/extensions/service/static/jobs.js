@@ -2,7 +2,6 @@
 
 import { byId, fillCard, html, keyed, part, say, show } from "./dom.js";
 import { budgetText, byPlans, count, isJudged, joules, kilowattHours, less, moment, number, savedShare, seconds, watts } from "./format.js";
-import { reportsText } from "./reports.js";
 
 const SEARCHABLE = 8; // fewer need no search
 
@@ -10,8 +9,6 @@ export const addressOf = (name) => `#/jobs/${encodeURIComponent(name)}`;
 
 const ORDER = new Intl.Collator("en", { numeric: true }); // run-9 before run-10
 const byName = (one, other) => ORDER.compare(one.job.name, other.job.name);
-
-const slowOf = (status) => Object.keys(status.decision.stragglers).length;
 
 /** Return the jobs whose name contains what is looked for, and say in `place` if there are none. */
 function foundJobs(jobs, place) {
@@ -45,52 +42,64 @@ function fillRow(element, status) {
   const { telemetry, expected, gpus } = status;
   const isKnown = isJudged(telemetry) && !status.unlike_plan;
   const texts = [
-    gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s), watts(telemetry?.power_w ?? expected.power_w),
+    gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s),
+    status.silent_since_s === null ? watts(telemetry?.power_w ?? expected.power_w) : "–",
     isKnown ? `${kilowattHours(telemetry.saved_j)}, ${savedShare(telemetry)}` : "–",
-    telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateOf(status),
+    telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateText(status),
   ];
   COLUMNS.forEach((name, index) => say(part(element, name), texts[index]));
-  element.classList.toggle("slow", slowOf(status) > 0);
+  element.classList.toggle("slow", !isCalm(status));
 }
 
-/** Say in a few words how a job is. */
-export function stateOf(status) {
-  const { telemetry, autopilot, promised, version, taken } = status;
-  if (status.silent_since_s !== null) return `not heard of since ${moment(status.silent_since_s)}`;
-  if (slowOf(status)) return `${reportsText(slowOf(status))}: ${status.decision.reason}`;
-  if (status.unlike_plan) return status.unlike_plan;
-  if (status.over_budget_since_s !== null) return `over its power budget since ${moment(status.over_budget_since_s)}`;
-  if (promised > version) return `planning version ${number(promised)}`;
-  if (autopilot !== null && autopilot !== undefined) return `${autopilot.name ?? "autopilot"}: ${autopilot.phase}`;
-  if (telemetry === null) return "sends no telemetry";
-  if (telemetry.off_plan_since_s !== null) return `${number(telemetry.ranks - telemetry.following)} off their plan`;
-  if (status.verdict) return status.verdict;
-  return taken === null ? "has taken no plan" : `runs version ${number(taken.version)}`;
+/** The state of a job in words, as the service says it. */
+export function stateText({ state }) {
+  const since = state.since_s === null ? "" : ` since ${moment(state.since_s)}`;
+  return `${state.name}${since}: ${state.text}`;
 }
+
+/** Whether nothing about a job needs an operator. */
+export const isCalm = ({ state }) => state.name === "fine" || state.name === "not known";
 
 function fill(element, status, selected) {
-  const slow = slowOf(status);
   if (status.job.name === selected) element.firstElementChild.setAttribute("aria-current", "page");
   else element.firstElementChild.removeAttribute("aria-current");
-  element.classList.toggle("slow", slow > 0);
-  say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${reportsText(slow)}`);
+  element.classList.toggle("slow", !isCalm(status));
+  say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${status.state.name}`);
+}
+
+/** How many jobs have each state, the most frequent first, such as "3 fine, 1 late". */
+function statesText(jobs) {
+  const amounts = new Map();
+  for (const { state } of jobs) amounts.set(state.name, (amounts.get(state.name) ?? 0) + 1);
+  return [...amounts].sort((one, other) => other[1] - one[1]).map(([name, amount]) => `${number(amount)} ${name}`).join(", ");
+}
+
+/** The cards of what jobs draw and save together, which the service has added up. */
+function togetherCards(jobs, together) {
+  const { heard_of: heardOf, measured, silent, power_w: now_w, saves_w, compared, extra_w } = together;
+  const kinds = (of) => [...new Set(jobs.filter((status) => status.silent_since_s === null).map(of).filter(Boolean))].sort().join(" and ");
+  const origin = kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is));
+  const whose = measured < heardOf ? [`${count(heardOf - measured, "job")} by plans, without telemetry`] : [];
+  const left = silent ? [`without ${count(silent, "job")} not heard of`] : [];
+  const most_w = now_w + saves_w;
+  const isKnown = compared === heardOf && most_w > 0;
+  const than = isKnown ? [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`.replace("the same than", "the same as")] : [];
+  const of = compared < heardOf ? [`of ${count(compared, "job")}; not known of the others`] : [];
+  return [
+    { name: "Power, all GPUs", value: watts(now_w), origin, notes: [...than, ...whose, ...left], bar: isKnown ? now_w / most_w : null },
+    { name: "Saves now", value: watts(saves_w), origin, notes: ["against all clocks at maximum", ...of, ...left] },
+    { name: "Extra beside stragglers", value: watts(extra_w), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one, beyond their own plans"] },
+  ];
 }
 
 /** Show the totals of all jobs, and the power budget of all of them. */
-export function showAll(jobs, budget) {
-  const slowJobs = jobs.filter((status) => slowOf(status) > 0);
+export function showAll(jobs, together, budget) {
   const sum = (of) => jobs.reduce((total, status) => total + of(status), 0);
-  const now_w = sum((status) => status.telemetry?.power_w ?? status.expected.power_w);
-  const most_w = sum((status) => status.expected.baseline_power_w);
-  const isUnlike = jobs.some((status) => status.unlike_plan); // what all clocks at maximum would draw is not known then
   const metered = jobs.filter((status) => isJudged(status.telemetry) && !status.unlike_plan).length;
   const kinds = (of) => [...new Set(jobs.map(of).filter(Boolean))].sort().join(" and ");
   const saved_j = sum((status) => (isJudged(status.telemetry) && !status.unlike_plan ? status.telemetry.saved_j : 0));
-  const cards = [
-    { name: "Jobs", value: number(jobs.length), notes: [slowJobs.length ? `${number(slowJobs.length)} with something slow` : "nothing is slow"] },
-    { name: "Saves now, by plans", value: watts(sum((status) => (status.unlike_plan ? 0 : status.expected_saving_w))), origin: kinds((status) => byPlans(status.expected.origin)), notes: ["while pipelines wait for a slower one"] },
-  ];
-  if (most_w > 0) cards.push({ name: "Power, all GPUs", value: watts(now_w), origin: kinds((status) => (status.telemetry?.power_w == null ? byPlans(status.expected.origin) : status.telemetry.energy_is)), notes: isUnlike ? [] : [`${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum`], bar: isUnlike ? null : now_w / most_w });
+  const cards = [{ name: "Jobs", value: number(jobs.length), notes: [statesText(jobs)].filter(Boolean) }];
+  if (together.heard_of) cards.push(...togetherCards(jobs, together));
   if (budget.power_w !== null || budget.schedule.length) {
     const notes = budget.schedule.slice(0, 3).map(budgetText);
     if (budget.schedule.length > 3) notes.push(`and ${number(budget.schedule.length - 3)} more later`);

@@ -19,6 +19,7 @@ let session = new AbortController(); // ends when the page is hidden or the toke
 let watching = new AbortController(); // ends when another job is selected
 let me = null; // {role, name} from the service
 let jobs = null;
+let together = null; // what they draw and save
 let budget = null; // of all jobs: {power_w, schedule}
 let selected = null; // name of a job
 let seen = null; // its {status, frontier, history, pipelines}
@@ -42,7 +43,7 @@ async function askList(signal) {
     if (me.role === null) throw new Refused(401, hasToken() ? "This service does not know that token." : "");
     enter();
   }
-  [{ jobs }, budget] = await Promise.all([ask("GET", "/v1/jobs", { signal }), ask("GET", "/v1/power", { signal })]);
+  [{ jobs, together }, budget] = await Promise.all([ask("GET", "/v1/jobs", { signal }), ask("GET", "/v1/power", { signal })]);
   if (selected === null && jobs.length === 1) location.replace(addressOf(jobs[0].job.name));
   if (gone && jobs.some((status) => status.job.name === selected)) watch();
   draw();
@@ -141,7 +142,7 @@ function draw() {
   if (jobs !== null) showJobs(jobs, selected);
   if (selected === null) {
     document.title = "Planner";
-    if (jobs !== null) showAll(jobs, budget);
+    if (jobs !== null) showAll(jobs, together, budget);
     showView(jobs === null ? null : "all");
   } else if (gone) {
     say(byId("gone-name"), selected);
@@ -197,7 +198,7 @@ byId("skip").addEventListener("click", (event) => {
 byId("try-now").addEventListener("click", () => connection.nudge());
 byId("filter").addEventListener("input", () => {
   showJobs(jobs, selected);
-  showAll(jobs, budget);
+  showAll(jobs, together, budget);
 });
 byId("sign-out").addEventListener("click", () => askToken(new Refused(401, "")));
 byId("token-form").addEventListener("submit", (event) => {

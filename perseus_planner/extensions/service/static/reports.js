@@ -1,7 +1,7 @@
 // The reports of a job that count now or will count.
 
 import { byId, html, keyed, part, say, show, timed } from "./dom.js";
-import { count, number, seconds } from "./format.js";
+import { number, seconds } from "./format.js";
 
 const KINDS = { pipeline: "Pipeline", stage: "Stage", rank: "Rank", gpu: "GPU", node: "Node" };
 
@@ -41,5 +41,3 @@ function state(report, counting) {
   if (report.begins_iteration === null && report.begins_s * 1000 > Date.now()) return ["· begins ", timed(report.begins_s)];
   return ["· does not count"];
 }
-
-export const reportsText = (amount) => (amount === 0 ? "nothing slow" : count(amount, "pipeline slow", "pipelines slow"));
