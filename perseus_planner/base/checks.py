@@ -55,17 +55,19 @@ class CheckResult:
 def run_check(check: Check[C], context: C) -> CheckResult:
     """Run a check; an error of the planner becomes its result."""
     try:
-        found = check.run(context)
+        answer = check.run(context)
     except NotCheckedError as reason:
         return CheckResult(check.name, NOT_CHECKED, str(reason))
     except PlannerError as error:
         return failure(check, error)
-    finding = Finding(found) if isinstance(found, str) else found
+    # A check that has no numbers returns its line alone.
+    finding = Finding(answer) if isinstance(answer, str) else answer
     return CheckResult(check.name, check.passed, finding.text, finding.values)
 
 
 def failure(check: Check[Any], error: PlannerError) -> CheckResult:
     """Return the result of a check that raised `error`."""
+    # These kinds are no failure of what is checked: something else may still be set.
     kinds = ((GpuNotPermitted, "not permitted"), (GpuNotSupported, "not supported"))
     result = next((text for kind, text in kinds if isinstance(error, kind)), FAILED)
     return CheckResult(check.name, result, "; ".join(filter(None, (str(error), check.advice))))

@@ -162,12 +162,14 @@ class Document:
         required: Collection[str],
         optional: Collection[str],
     ) -> Document:
+        # The error for a text in place of a mapping has to say what to write.
         known_keys = ", ".join([*required, *optional])
         if not isinstance(node, yaml.MappingNode):
-            place = f"{self.path}, line {node.start_mark.line + 1}, key {shown(key)}{self._of}"
+            where = f"{self.path}, line {node.start_mark.line + 1}, key {shown(key)}{self._of}"
             raise self.error(
-                f"{place}: {shown(value)} is not a mapping; write it with the keys {known_keys}"
+                f"{where}: {shown(value)} is not a mapping; write it with the keys {known_keys}"
             )
+        # Read from the nodes again, so that each key knows its line.
         inner = _mapping(self.path, node, self.error, key)
         _check_keys(inner, set(required), set(optional))
         return inner
@@ -185,6 +187,7 @@ def load(kind: type[T], document: Document, **given: Any) -> T:
     Raises:
         PlannerError: If a value is not that of its field; of the document's type of error.
     """
+    # What is absent gets the default of its field, so it is not named at all.
     read = {
         name: _read(document, name, field)
         for name, field in types(kind).items()
@@ -197,6 +200,7 @@ def _read(document: Document, key: str, field: FieldType) -> Any:
     if field.reader is not None:
         return field.reader.read(document, key)
     if field.rule is not None:
+        # A field that may be one value or several is decided by what was written.
         if field.is_tuple and (not field.is_one or isinstance(document.values[key], list)):
             return document.numbers(key, field.rule)
         return document.number(key, field.rule)
@@ -244,6 +248,7 @@ def check_digest(
     Raises:
         PlannerError: If it is another; says that `command` makes the document.
     """
+    # The digest is of what is planned, not of the marks of the file itself.
     content = {
         key: value
         for key, value in document.values.items()
@@ -272,8 +277,10 @@ def kind_of(path: Path) -> str | None:
         UsageError: If the file cannot be read.
     """
     if path.is_dir():
+        # Any file of Kareus below it tells; `next` does not look for a second one.
         return "kareus" if next(path.rglob("freqs_pipeline_*.py"), None) else "run"
     with reading(path, UsageError), path.open("rb") as file:
+        # The beginning is enough for all kinds but a foreign YAML file: plans can be large.
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"PK"):  # a zip archive, as .npz is
         return "frontier"
@@ -283,10 +290,11 @@ def kind_of(path: Path) -> str | None:
         header = _HEADER.match(head)
         text = "" if header is None else header[1].decode(errors="replace")
         return next((kind for mark, kind in _TABLES.items() if re.search(mark, text)), "profile")
-    if format_match := _FORMAT.search(
-        head
-    ):  # the planner writes it first; a plan can be large, so it is not parsed for this
+    # The planner writes it first. A plan can be large, so it is not parsed for this.
+    format_match = _FORMAT.search(head)
+    if format_match is not None:
         return format_match[1].decode()
+    # Written by hand, the key may stand anywhere.
     try:
         name = _parse(path, read_text(path, PlannerError), PlannerError).values.get("format")
     except PlannerError:
@@ -308,20 +316,25 @@ def with_values(document: Document, changes: Mapping[str, Any]) -> str:
             type of error.
     """
     text = read_text(document.path, document.error)
+    # One key after the other: each change moves the places of those behind it.
     for key, value in changes.items():
         text = _with_value(document.path, text, key, value, document.error)
     return text
 
 
 def _with_value(path: Path, text: str, key: str, value: Any, error: type[PlannerError]) -> str:
+    # Parsed for the places of keys; values are replaced in the text, so that comments stay.
     document = _parse(path, text, error)
     if value is None and key not in document.values:
         return text
+    # Flow style keeps a mapping on the key's line. What follows is the end mark that YAML writes
+    # after a bare number.
     written = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).split(
         "\n"
     )[0]
     lines = text.splitlines(keepends=True)
     if key in document.values:
+        # Its place in the text, by which a value in flow style over several lines is refused below.
         start = document._nodes[key].start_mark
         end = document._nodes[key].end_mark
         line = lines[start.line]
@@ -330,17 +343,19 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
         else:
             lines[start.line] = f"{line[: start.column]}{written}{line[end.column :]}"
     else:
+        # A last line without an end would run into the new key.
         last = lines[-1] if lines else ""
         lines += [*(["\n"] if not last.endswith("\n") else []), f"{key}: {written}\n"]
+    # Read again: the change must be all that differs, or the file is left as it is.
     changed = "".join(lines)
     try:
         values = _parse(path, changed, error).values
     except PlannerError:
         values = {}
     wanted = {**document.values, key: value}
-    if values != {
-        name: entry for name, entry in wanted.items() if entry is not None or name != key
-    }:
+    if value is None:
+        del wanted[key]
+    if values != wanted:
         remedy = "remove it" if value is None else f"write `{key}: {written}`"
         raise error(f"{path}: {key} cannot be written into it; {remedy} yourself")
     return changed
@@ -348,9 +363,11 @@ def _with_value(path: Path, text: str, key: str, value: Any, error: type[Planner
 
 def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
     try:
+        # Before nodes are made: deep nesting and aliases could exhaust stack and memory.
         _check_events(path, text, error)
         loader = LOADER(text)
         try:
+            # Nodes and not objects: they know their lines, and construct nothing.
             root = loader.get_single_node()
         finally:
             loader.dispose()
@@ -368,8 +385,10 @@ def _mapping(path: Path, root: Any, error: type[PlannerError], within: str = "")
     loader = LOADER("")  # what it constructs comes from the nodes alone
     try:
         for key_node, value_node in root.value:
+            # Keys may be numbers or dates in YAML; here each is its text.
             key = str(loader.construct_object(key_node, deep=True))
             line = key_node.start_mark.line + 1
+            # YAML forbids a key that is there twice, and its parsers silently take the last one.
             if key in values:
                 raise error(
                     f"{path}, line {line}: key {shown(key)} stands on line {lines[key]} too; keep "
@@ -387,8 +406,9 @@ def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):  # ten lines of them can stand for a billion values
-            place = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else f"{path}"
-            raise error(f"{place}: uses the alias *{event.anchor}; write the value itself")
+            where = f"{path}, line {event.start_mark.line + 1}" if event.start_mark else f"{path}"
+            raise error(f"{where}: uses the alias *{event.anchor}; write the value itself")
+        # How many collections are open at this event.
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
             event, yaml.CollectionEndEvent
         )
@@ -398,15 +418,17 @@ def _check_events(path: Path, text: str, error: type[PlannerError]) -> None:
 
 def _yaml_complaint(path: Path, reason: Exception) -> str:
     mark = getattr(reason, "problem_mark", None)
-    place = (
+    where = (
         f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else f"{path}"
     )
+    # ValueError and others, which come through PyYAML, name no problem of their own.
     problem = printable(str(getattr(reason, "problem", None) or reason))
     if "nesting depth" in problem:  # of libyaml, which since PyYAML 6.0.4 ends at 1,000 levels
         return f"{path}: {_TOO_DEEP}"
+    # Safe loaders refuse tags, which could make any object.
     if isinstance(reason, yaml.constructor.ConstructorError):
-        return f"{place}: {problem}; write plain values, without tags such as !!python/object"
-    return f"{place}: is not valid YAML: {problem}; correct that line"
+        return f"{where}: {problem}; write plain values, without tags such as !!python/object"
+    return f"{where}: is not valid YAML: {problem}; correct that line"
 
 
 def _check_format(
@@ -438,13 +460,14 @@ def _check_keys(document: Document, required: set[str], optional: set[str]) -> N
         if key not in known_keys:
             near = did_you_mean(str(key), sorted(known_keys), repr)
             remedy = near or f"remove it; known keys are {', '.join(sorted(known_keys))}"
-            place = f"{document.path}, line {document.lines[key]}"
-            raise document.error(f"{place}: unknown key {shown(key)}{document._of}; {remedy}")
+            where = f"{document.path}, line {document.lines[key]}"
+            raise document.error(f"{where}: unknown key {shown(key)}{document._of}; {remedy}")
+    # Unknown keys come first: a misspelt one is missing as well.
     missing = sorted(required - set(document.values))
     if missing:
-        place = (
+        where = (
             f"{document.path}, line {document.line}, {document.within}"
             if document.within
             else f"{document.path}"
         )
-        raise document.error(f"{place}: has no key {', '.join(map(repr, missing))}; add it")
+        raise document.error(f"{where}: has no key {', '.join(map(repr, missing))}; add it")

@@ -61,8 +61,12 @@ def printable(text: str, most: int = QUOTED) -> str:
     """Return the beginning of a text from outside as error texts quote it: at most `most`
     characters on one line, without control characters.
     """
-    words = "".join(each if each.isprintable() else " " for each in text[: 4 * most]).split(" ")
+    # Cut first: a text from outside may be a whole file.
+    words = "".join(
+        character if character.isprintable() else " " for character in text[: 4 * most]
+    ).split(" ")
     line = " ".join(filter(None, words))
+    # A text may get shorter than `most` only by what was cut off it.
     is_whole = len(line) <= most and len(text) <= 4 * most
     return line if is_whole else f"{line[: most - 1]}…"
 
@@ -78,6 +82,8 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
     lower = text.lower()
     if not lower:
         return None
+    # From the surest reading to the loosest; a looser one is only asked if a surer one finds
+    # nothing. People often leave out what stands behind a hyphen: "a100" for "a100-sxm".
     near = (
         [name for name in names if name.lower() == lower]
         or [name for name in names if name.lower().startswith(lower)]
@@ -93,6 +99,7 @@ def did_you_mean(text: str, known: Iterable[str], write: Callable[[str], str] = 
             if name.lower() in difflib.get_close_matches(lower, map(str.lower, names), 1, 0.65)
         ]
     )
+    # More than three are a list, which does not ask a question.
     return f"did you mean {' or '.join(map(write, near[:3]))}?" if near else None
 
 
@@ -107,6 +114,7 @@ def how_to_install(extra: str) -> str:
     """Return the command that installs an extra of this package. In a clone it installs the clone;
     elsewhere what is installed stays, as pip only adds what the extra needs.
     """
+    # A clone is installed from its folder: the index may have another version.
     if not (_ROOT / "pyproject.toml").is_file():
         return f"run `pip install 'perseus-planner[{extra}]'`"
     return f"run `pip install '.[{extra}]'` in your clone of perseus-planner"
@@ -116,13 +124,14 @@ def fault_text(error: BaseException) -> str:
     """Return what is said of an exception that the planner did not raise on purpose: the last line
     of its traceback, where it was raised, and where to report it.
     """
+    # The last frame is where it was raised; its folder and file are enough to find it.
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
-    place = ""
+    where = ""
     if frames:
         file = "/".join(Path(frames[-1].filename).parts[-2:])
-        place = f" ({file}, line {frames[-1].lineno})"
-    return f"a fault of the planner, please report it at {ISSUES}: {printable(last)}{place}"
+        where = f" ({file}, line {frames[-1].lineno})"
+    return f"a fault of the planner, please report it at {ISSUES}: {printable(last)}{where}"
 
 
 class PlannerError(Exception):
@@ -196,6 +205,7 @@ class InfeasibleBudget(InfeasibleDeadline):
                 f"the fastest found takes {_si(least_time_s, 's', up=True)}; ask for that, or "
                 "allow more changes"
             )
+        # Not by the class between: its text is about the least time of any plan.
         PlannerError.__init__(self, f"{wanted}: {reason}")
         self.deadline_s = deadline_s
         self.least_time_s = math.inf if least_time_s is None else least_time_s
@@ -311,8 +321,9 @@ def one_line(text: str, longest: int = 300) -> str:
     """Return the end of a text from outside, such as a command's output, on one printable line
     for an error message.
     """
-    words = "".join(character if character.isprintable() else " " for character in text).split()
-    line = " ".join(words)
+    printable_text = "".join(character if character.isprintable() else " " for character in text)
+    line = " ".join(printable_text.split())
+    # The end and not the beginning: programs say last why they failed.
     return line if len(line) <= longest else f"…{line[1 - longest :]}"
 
 
@@ -321,9 +332,12 @@ def _si(value: float, unit: str, *, up: bool = False) -> str:
     value is feasible.
     """
     factor, _ = si_unit(value, unit)
+    # From six digits to all that a float has, until the printed number is not too small itself.
     for digits in range(6, 18):
         text = si(value, unit, digits)
         number = float(text.split()[0])
+        # A small unit is divided by its inverse, which is a whole number: times 1e-3 would round
+        # again.
         if not up or (number * factor if factor >= 1 else number / round(1 / factor)) >= value:
             return text
     return f"{value!r} {unit}"

@@ -86,18 +86,20 @@ class _Found(NamedTuple):
 
 @cache
 def _found() -> _Found:
-    found = {name: _own(name) for name in _own_names()}
+    # Its own ones first, and unguarded: a fault there is one of this distribution.
+    usable = {name: _own(name) for name in _own_names()}
     problems = list[str]()
+    # One of another package must not stop the planner, whatever is wrong with it.
     for name, loaded in _foreign().items():
         if isinstance(loaded, str):
             problems.append(loaded)
             continue
-        twice = _twice(name, loaded, found)
-        if twice is not None:
-            problems.append(twice)
+        clash = _twice(name, loaded, usable)
+        if clash is not None:
+            problems.append(clash)
             continue
-        found[name] = loaded
-    return _Found(MappingProxyType(found), tuple(problems))
+        usable[name] = loaded
+    return _Found(MappingProxyType(usable), tuple(problems))
 
 
 def extensions() -> Mapping[str, Extension]:
@@ -137,14 +139,15 @@ def commands() -> tuple[Mapping[str, Mapping[str, Any]], tuple[str, ...]]:
     """Return the commands of all extensions, by heading and name, and why some are left out."""
     loaded: dict[str, dict[str, Any]] = {}
     unusable = [*problems()]
-    own = {*_own_names()}
+    # The same rule as above: own commands must load, others are left out.
+    own_names = {*_own_names()}
     for name, extension in extensions().items():
         for heading, named in extension.commands.items():
             for command, place in named.items():
                 try:
                     loaded.setdefault(heading, {})[command] = load(place)
                 except Exception as error:
-                    if name in own:
+                    if name in own_names:
                         raise
                     unusable.append(_unusable(f"the command {command!r} of {name!r}", error))
     return loaded, tuple(unusable)
@@ -158,6 +161,7 @@ def offer(name: str) -> Any:
     """
     place = places("offers").get(name)
     if place is None:
+        # Which one would have it is known without it, for the error.
         extension, what = OFFERS[name]
         raise UsageError(missing_text(extension, what))
     return load(place)
@@ -179,6 +183,7 @@ def load(place: str) -> Any:
 
 def _own_names() -> list[str]:
     if not _FOLDER.is_dir():  # the core alone
+        # A distribution of the core alone has no folder.
         return []
     return sorted(folder.parent.name for folder in _FOLDER.glob("*/__init__.py"))
 
@@ -193,21 +198,23 @@ def _foreign() -> dict[str, Extension | str]:
     """Return the extensions that the entry points of other packages name, or why one cannot be
     used.
     """
+    # Reading metadata takes milliseconds, which most commands do without.
     from importlib.metadata import entry_points
 
-    found: dict[str, Extension | str] = {}
+    extensions_by_name: dict[str, Extension | str] = {}
     for point in entry_points(group=GROUP):
         package = "a package" if point.dist is None else point.dist.name
         what = f"the extension {point.name!r} of {package}"
         try:
             extension = point.load()
         except Exception as error:  # it is code of others
-            found[point.name] = _unusable(what, error)
+            extensions_by_name[point.name] = _unusable(what, error)
             continue
         if not isinstance(extension, Extension):
+            # Whatever else an entry point names is told like one that fails to load.
             extension = _unusable(what, TypeError(f"{point.value} is not an Extension"))
-        found[point.name] = extension
-    return found
+        extensions_by_name[point.name] = extension
+    return extensions_by_name
 
 
 def _unusable(what: str, error: Exception) -> str:
@@ -221,8 +228,9 @@ def _twice(name: str, extension: Extension, found: Mapping[str, Extension]) -> s
     """Return what an extension adds that another adds already; None if nothing."""
     if name in found:
         return f"there are two extensions {name!r}; uninstall one"
+    # A name that two add would mean either, by the order of loading.
     for other_name, other in found.items():
-        for kind in (each.name for each in fields(Extension)):
+        for kind in (attribute.name for attribute in fields(Extension)):
             names = _names(extension, kind) & _names(other, kind)
             if names:
                 return (

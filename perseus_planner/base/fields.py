@@ -104,6 +104,7 @@ class Checked:
             cls._prefix = prefix
 
     def __post_init__(self) -> None:
+        # Frozen, so past `__setattr__`: what the rule returns replaces what was given.
         for name, rule in rules(type(self)).items():
             checked = rule.check(getattr(self, name), f"{self._prefix}{name}", self._error)
             object.__setattr__(self, name, checked)
@@ -123,6 +124,7 @@ class FieldType(NamedTuple):
         """Return a value, or a tuple of them, as the rule stores it."""
         if value is None and self.is_optional:
             return None
+        # Each of several values obeys the same rule.
         check = self.rule.check
         if self.is_tuple and isinstance(value, (tuple, list)):
             return tuple(check(entry, where, error) for entry in value)
@@ -141,6 +143,7 @@ def types(kind: type) -> dict[str, FieldType]:
     """
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
+    # Postponed annotations are texts, which only their own module can evaluate.
     hints = {field.name: _evaluated(kind, field.name, field.type) for field in fields(kind)}
     return {name: _field_type(hint) for name, hint in hints.items() if hint is not None}
 
@@ -157,6 +160,7 @@ def keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     required = list[str]()
     optional = list[str]()
     for field in fields(kind):
+        # Fields that are not given to the constructor cannot be given by a file either.
         if field.init and field.name in types(kind):
             has_default = field.default is not MISSING or field.default_factory is not MISSING
             (optional if has_default else required).append(field.name)
@@ -173,6 +177,7 @@ def dump(value: Any, names: Iterable[str] | None = None, optional: Collection[st
         optional: the fields that are left out at their default.
     """
     if is_dataclass(value):
+        # Fields that the dataclass computes itself are computed again when it is made.
         defaults = {field.name: field for field in fields(value) if field.init}
         return {
             name: dump(getattr(value, name))
@@ -181,6 +186,7 @@ def dump(value: Any, names: Iterable[str] | None = None, optional: Collection[st
         }
     if isinstance(value, Mapping):
         return {key: dump(entry) for key, entry in value.items()}
+    # A named tuple is a tuple, too: both are lists in a file.
     if isinstance(value, (tuple, list)):
         return [dump(entry) for entry in value]
     return str(value) if isinstance(value, Path) else value
@@ -202,6 +208,7 @@ def _restored(hint: FieldType | None, value: Any) -> Any:
         return tuple(_restored(hint, entry) for entry in value)
     if hint is None or value is None:
         return value
+    # JSON has one kind of number, so 1.0 may come back as 1.
     if hint.inner in (int, float) and hint.rule is None:
         return hint.inner(value)
     if is_dataclass(hint.inner):
@@ -210,6 +217,7 @@ def _restored(hint: FieldType | None, value: Any) -> Any:
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:
+    # A default that is made anew each time has no object to compare with.
     if field.default_factory is not MISSING:
         return bool(value == field.default_factory())
     return bool(value == field.default)
@@ -219,6 +227,7 @@ def _evaluated(kind: type, name: str, declared: Any) -> Any:
     """Return the type of a field; None if it is imported for type checkers only."""
     if not isinstance(declared, str):
         return declared
+    # An inherited field is evaluated where it was declared: names mean something there only.
     home = next(base for base in kind.__mro__ if name in get_annotations(base))
     try:
         return eval(declared, vars(sys.modules[home.__module__]))
@@ -232,10 +241,12 @@ def _field_type(hint: Any) -> FieldType:
     is_optional = False
     is_tuple = False
     is_one = True
+    # Each turn takes one layer off: `Annotated[tuple[Watts, ...] | None, ...]` has three.
     while get_origin(hint) in (Union, UnionType, tuple, Annotated):
         origin = get_origin(hint)
         args = get_args(hint)
         hint = args[0]
+        # An inner layer may be a tuple of optional values, or an optional tuple.
         if origin is tuple:
             is_tuple = True
             is_one = False
@@ -246,5 +257,5 @@ def _field_type(hint: Any) -> FieldType:
         else:
             is_optional |= NoneType in args
             # A number, or one for each stage.
-            is_tuple |= any(get_origin(other) is tuple for other in args[1:])
+            is_tuple |= any(get_origin(choice) is tuple for choice in args[1:])
     return FieldType(hint, rule, reader, is_optional, is_tuple, is_one)

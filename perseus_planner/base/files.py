@@ -56,14 +56,17 @@ def read_text(
     """
     try:
         with reading(path, error), path.open("rb") as file:
+            # One byte more than allowed tells that the file is larger, without reading all of it.
             data = file.read(_MAX_BYTES + 1)
     except ValueError as reason:  # a NUL in the path
         raise error(f"{str(path)!r}: is not a path; check it") from reason
     if len(data) > _MAX_BYTES:
         raise error(f"{path}: is larger than {_MAX_BYTES // 2**20} MiB; name {expected}")
     try:
+        # Editors of Windows put a byte order mark at the beginning.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
+        # The line is counted from the bytes: the text before the fault is fine.
         line = data.count(b"\n", 0, reason.start) + 1
         raise error(f"{path}, line {line}: is not UTF-8 text; save the file as UTF-8") from reason
 
@@ -96,6 +99,7 @@ def replacing(
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[BinaryIO]:
+    # In the same folder: renaming is atomic within a file system only.
     descriptor, name = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.name}.", suffix=".part"
     )
@@ -103,7 +107,9 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
+            # On the disk before it is renamed, or a crash could leave an empty file under the name.
             os.fsync(file.fileno())
+        # Temporary files are private; the one that replaces is as public as any other.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
@@ -115,6 +121,7 @@ def _umask() -> int:
     """Return the umask of this process without changing it, which would loosen files that other
     threads create.
     """
+    # The system call that tells the umask sets it, too.
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return next(
             (int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o077
@@ -139,6 +146,7 @@ def sha256(*parts: bytes) -> str:
     """
     digest = hashlib.sha256()
     for part in parts:
+        # With its length, "ab" and "c" differ from "a" and "bc".
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

@@ -40,6 +40,7 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
 
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
+    # Told by `start`, as the interpreter shuts down: the work is done in this thread instead.
     except RuntimeError:
         run()
     return future
@@ -63,6 +64,7 @@ class SteadyClock:
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic_s = monotonic_s
+        # Read once: from now on nobody's setting of the clock moves this one.
         self._offset_s = wall_s() - monotonic_s()
 
     def __call__(self) -> float:
@@ -104,6 +106,7 @@ class Backoff:
 
     def fail(self, now_s: float) -> None:
         """Note a failure: the next try is due a pause later."""
+        # Long without a failure: it was another trouble then.
         if self._due_s is not None and now_s > self._due_s + self._longest_s:
             self.reset()
         self._due_s = now_s + self.next_s()
@@ -141,6 +144,7 @@ class Loop:
         self._rest_s = rest_s
         self._descriptors = descriptors
         self._on_error = on_error
+        # Events are an eventfd, as `poll` waits for it and for descriptors at once.
         self._is_ending = False
         self._lock = threading.Lock()  #: of what wakes the thread
         self._waker: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -168,12 +172,15 @@ class Loop:
         Returns:
             Whether the thread has ended within `limit_s` seconds; None waits for it.
         """
+        # First, so that the woken thread sees it.
         self._is_ending = True
         self.wake()
+        # From within the loop itself, joining would wait for ever.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(limit_s)
         if self._thread.is_alive():
             return False
+        # `wake` may run in another thread, and must not write to a number that was given away.
         with self._lock:
             if self._waker is not None:
                 os.close(self._waker)
@@ -182,10 +189,12 @@ class Loop:
 
     def _run(self) -> None:
         try:
+            # Closed at the end: a generator may hold something in its `finally`.
             with closing(self._steps):
                 while not self._is_ending:
                     pause_s = next(self._steps)
                     self._wait(self._period_s if pause_s is None else pause_s)
+        # A generator that returns ends its loop; that is no error.
         except StopIteration:
             pass
         except BaseException as error:
@@ -198,9 +207,12 @@ class Loop:
         assert self._waker is not None  # closed when the thread has ended
         poller = select.poll()  # unlike select, takes descriptors of any number
         poller.register(self._waker, select.POLLIN)
+        # While it rests, only `wake` ends the pause: other descriptors may be readable all the
+        # time.
         if not poller.poll(1e3 * self._rest_s):
             for descriptor in self._descriptors():
                 poller.register(descriptor, select.POLLIN)
+            # The rest is part of the pause.
             poller.poll(None if pause_s is None else 1e3 * max(pause_s - self._rest_s, 0.0))
         with suppress(BlockingIOError):  # nobody woke it
             os.eventfd_read(self._waker)

@@ -14,6 +14,7 @@ def si(value: float, unit: str, digits: int = 4) -> str:
     """
     factor, name = si_unit(abs(value), unit)
     text = f"{value / factor:.{digits}g}"
+    # Ten thousand seconds and more come out as 1e+04, which people do not read.
     return f"{float(text):.0f} {name}" if "e" in text else f"{text} {name}"
 
 
@@ -27,8 +28,11 @@ def si_unit(largest: float, unit: str) -> tuple[float, str]:
     """Return the unit, as a factor and a name, in which to write numbers of which `largest` is
     the largest.
     """
-    prefixes = (
-        _SMALL if 0 < largest < 0.1 else _LARGE if largest >= 1e4 and unit != "s" else ((1.0, ""),)
-    )
+    prefixes: tuple[tuple[float, str], ...] = ((1.0, ""),)
+    if 0 < largest < 0.1:
+        prefixes = _SMALL
+    elif largest >= 1e4 and unit != "s":  # nobody says kiloseconds
+        prefixes = _LARGE
+    # The first that the number reaches; below a billionth it stays with the smallest.
     factor, prefix = next((scale for scale in prefixes if largest >= scale[0]), prefixes[-1])
     return factor, prefix + unit

@@ -40,6 +40,7 @@ class WatchedProcess:
         self.descriptor: int | None = None
         self._is_gone = False
         try:
+            # A descriptor means this process for ever, its number may be used again.
             self.descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._is_gone = True
@@ -55,6 +56,7 @@ class WatchedProcess:
         import psutil
 
         try:
+            # A zombie has ended: only its parent has not asked yet.
             return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
@@ -64,12 +66,14 @@ class WatchedProcess:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+            # A closed one counts as ended, as nobody watches it any more.
             self._is_gone = True
 
     def _find(self) -> None:
         import psutil
 
         try:
+            # psutil remembers when it began, so that a later process of this number is told apart.
             self._process = psutil.Process(self.pid)
         except psutil.NoSuchProcess:
             self._is_gone = True
@@ -93,6 +97,7 @@ def start_module(
     Raises:
         GpuError: If it does not become ready; the text says why.
     """
+    # An embedded Python may not know its own program.
     if not sys.executable:
         raise GpuError(
             f"{who} cannot be started: sys.executable does not name the Python to start it with"
@@ -118,12 +123,14 @@ def _read_report(process: subprocess.Popen[bytes], who: str, timeout_s: float) -
     descriptor = process.stdout.fileno()
     output = b""
     deadline_s = time.monotonic() + timeout_s
+    # Until its output ends: a program that is ready closes it, and one that fails exits.
     while is_readable(descriptor, deadline_s - time.monotonic()):
         data = os.read(descriptor, 65536)
         output += data
         if not data:
             text = output.decode(errors="replace").strip() or "it ended without any output"
             lines = text.splitlines()
+            # The first line says whether it is ready; the last one of another output is the error.
             status, _, report = lines[0].partition(" ")
             if status == "ready":
                 return report
@@ -144,11 +151,14 @@ def report_ready(report: str = "") -> bool:
     """Tell who has called `start_module` that this program is ready, and leave its output; return
     False if nobody reads it.
     """
+    # Its output was a pipe to who started it, whose end must not end this program.
     reader = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Whatever is printed later goes nowhere.
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+    # Last, so that nobody takes a program for ready whose output still goes to the pipe.
     try:
         os.write(reader, f"ready {report}\n".encode())
     except BrokenPipeError:
@@ -175,6 +185,7 @@ def child_environment() -> dict[str, str]:
     """Return an environment in which a Python process in any folder finds this process's modules
     and state folder.
     """
+    # A child in another folder would not find what a relative path names.
     modules = os.pathsep.join(map(os.path.abspath, sys.path))
     return {
         **os.environ,
@@ -201,6 +212,7 @@ class ProcessDescription(Record, frozen=True):
     @property
     def is_stopped(self) -> bool:
         """Whether a process of this number on this host is stopped, as by SIGSTOP."""
+        # A number means a process of its own host only.
         if self.host != _printable(socket.gethostname()):
             return False
         try:
@@ -215,6 +227,7 @@ def this_process() -> ProcessDescription:
     """Return the description of the calling process."""
     try:
         user = pwd.getpwuid(os.geteuid()).pw_name
+    # A container may run under a user that it has no name for.
     except KeyError:
         user = str(os.geteuid())
     with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:

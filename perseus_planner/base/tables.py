@@ -79,6 +79,7 @@ class CsvRow:
         try:
             return rule.read(self.cells[column], self.place(column), self.error)
         except PlannerError as error:
+            # A half-written row may look like a wrong value.
             if self.is_cut:
                 raise self.error(f"{error}; {_CUT}") from None
             raise
@@ -102,6 +103,7 @@ class CsvFile:
         self._error = error
         self._ending = _Ending()
         self._rows = csv_rows(path, error, self._ending)
+        # The first row, read now, so that a wrong header is found before the rest.
         self.where, self.header = next(self._rows, (str(path), []))
         if empty and not self.header:
             raise error(f"{path}: is empty; write {empty}")
@@ -120,8 +122,9 @@ class CsvFile:
         """
         columns = [name for name in self.header if name in names]
         if len(columns) > 1:
-            both = " and ".join(map(repr, columns))
-            raise self._error(f"{self.where}: has the columns {both}; keep one of them")
+            listed = " and ".join(map(repr, columns))
+            raise self._error(f"{self.where}: has the columns {listed}; keep one of them")
+        # None of them is refused like any other column that is missing.
         self.need(columns or [" or ".join(names)], header)
         return columns[0]
 
@@ -135,6 +138,7 @@ class CsvFile:
 
     def __iter__(self) -> Iterator[CsvRow]:
         for where, cells in self._rows:
+            # A comma as decimal mark makes more cells, and a cut file fewer.
             if len(cells) != len(self.header):
                 remedy = "give each column one cell, with a point as decimal mark"
                 raise self._error(
@@ -168,12 +172,14 @@ def csv_rows(
         PlannerError: If the file cannot be read or is not CSV in UTF-8; of the type `error`.
     """
     with reading(path, error), path.open("rb") as file:
+        # Of binary lines: a wrong encoding then has a line to name.
         reader = csv.reader(_lines(path, file, error, ending or _Ending()), strict=True)
         try:
             for cells in filter(None, reader):
                 yield f"{path}, line {reader.line_num}", [cell.strip() for cell in cells]
         except csv.Error as reason:
             wrong = f"{reason}; correct its quotes"
+            # A carriage return alone is taken for a line end by some programs and not by this one.
             if "new-line" in wrong:
                 wrong = "has a carriage return in the middle; end rows with a line feed"
             raise error(f"{path}, line {reader.line_num}: {wrong}") from reason
@@ -181,6 +187,7 @@ def csv_rows(
 
 def _lines(path: Path, file: BinaryIO, error: type[PlannerError], ending: _Ending) -> Iterator[str]:
     for number in count(1):
+        # One byte more than allowed tells that there is more.
         line = file.readline(_MAX_LINE_BYTES + 1)
         if not line:
             return
@@ -199,6 +206,7 @@ def _lines(path: Path, file: BinaryIO, error: type[PlannerError], ending: _Endin
             yield "\n"  # an empty line, so that line numbers stay
             continue
         try:
+            # Spreadsheets put a byte order mark before the first line.
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as reason:
             raise error(
@@ -234,9 +242,11 @@ def lay_out(rows: Iterable[Any], *columns: Column, digits: int = _DIGITS) -> lis
     """
     rows = list(rows)
     cells = list[list[str]]()
-    for form, group in groupby(columns, key=lambda each: each.form):
+    # Columns side by side with the same form share a unit, so they are compared at a glance.
+    for form, group in groupby(columns, key=lambda described: described.form):
         beside = list(group)
         values = [[_value(row, column.value) for row in rows] for column in beside]
+        # A quantity is told by its unit: a letter of SI, and perhaps its digits.
         if unit := re.fullmatch(r"([A-Zs][A-Za-z/]*)(\d?)", form):
             names = [column.heading for column in beside]
             cells += quantities(names, unit[1], *values, digits=int(unit[2] or digits))
@@ -256,6 +266,7 @@ def _value(row: Any, of: str | Callable[[Any], Any]) -> Any:
 
 def _cells(heading: str, form: str, values: Sequence[Any], digits: int) -> list[str]:
     if form == "<":
+        # Texts stand below their heading, which may be indented.
         indent = " " * (len(heading) - len(heading.lstrip()))
         return [heading, *(f"{indent}{'-' if value is None else value}" for value in values)]
     if form == "#":
@@ -286,12 +297,13 @@ class Sheet(NamedTuple):
     def html(self) -> str:
         """Return the sheet without its title as HTML with at most `_MOST_ROWS` rows."""
         rows = len(self.columns[0]) - 1
+        # A page stays readable with the first rows; files have the rest.
         cut = f"Shown are {_MOST_ROWS} of {rows} rows." if rows > _MOST_ROWS else ""
         shown = [cells[: _MOST_ROWS + 1] for cells in self.columns]
-        before, *after = (
+        before, *after = [
             f"<p><small>{escape(text)}</small></p>" if text else ""
             for text in (self.source, cut, "\n".join(self.notes))
-        )
+        ]
         return f"<div>{before}{html_table(shown)}{''.join(after)}</div>"
 
 
@@ -322,8 +334,10 @@ def quantities(
         columns: the values of each column.
         digits: digits of the largest value.
     """
+    # The largest of all decides, so that all columns have one prefix.
     magnitudes = [abs(value) for values in columns for value in values if value is not None]
     factor, name = si_unit(max(magnitudes, default=0.0), unit)
+    # Written together for equal digits, and then cut into columns again.
     cells = numbers(
         [None if value is None else value / factor for values in columns for value in values],
         digits,
@@ -338,6 +352,7 @@ def ranges(name: str, unit: str, pairs: Sequence[tuple[float, float]]) -> list[s
     heading and its unit are as for `quantities`.
     """
     values = [value for pair in pairs for value in pair]
+    # All numbers in one column get one unit; then every second one is a first.
     (heading, *cells), *_ = quantities([name], unit, values, digits=4)
     first, last = (list(map(str.strip, half)) for half in (cells[::2], cells[1::2]))
     return column(heading.strip(), list(map("-".join, zip(first, last, strict=True))))
@@ -361,12 +376,16 @@ def table(columns: Sequence[Sequence[str]]) -> str:
 
 def html_table(columns: Sequence[Sequence[str]]) -> str:
     """Return the columns as an HTML table, of which the first column names the rows."""
+    # The columns turned into rows; the first cell of the first row stands above the names.
     (corner, *heading), *rows = zip(*columns, strict=True)
     first = _cell("th", corner, scope="col") if corner.strip() else "<td></td>"
     names = first + "".join(_cell("th", name, scope="col") for name in heading)
+    # On a narrow page each cell stands alone, so it carries its heading.
     lines = (
         _cell("th", name, corner, scope="row")
-        + "".join(_cell("td", *each) for each in zip(cells, heading, strict=True))
+        + "".join(
+            _cell("td", *cell_and_heading) for cell_and_heading in zip(cells, heading, strict=True)
+        )
         for name, *cells in rows
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -382,7 +401,10 @@ def _cell(tag: str, text: str, label: str = "", scope: str = "") -> str:
 
 
 def _decimals(largest: float, digits: int = _DIGITS) -> int:
+    # The power of ten of the first digit.
     magnitude = math.floor(math.log10(largest)) if largest > 0 else 0
+    # Never below 0: digits before the point are written anyway. Twelve are more than any number
+    # here has.
     return min(max(digits - 1 - magnitude, 0), 12)
 
 
@@ -406,6 +428,7 @@ def make_frame(
     except ImportError as error:
         remedy = how_to_install("frames")
         raise UsageError(f"to_frame() needs pandas, which is not installed; {remedy}") from error
+    # Named, so that a frame without a value in some column has it all the same.
     columns = rows if isinstance(rows, Mapping) else rows[0]
     frame = pd.DataFrame(rows, columns=list(columns)).astype(types or {})
     frame.attrs = attrs

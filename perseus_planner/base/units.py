@@ -37,15 +37,16 @@ class Rule(NamedTuple):
     def accept(self, value: object) -> Any:
         """Return `value` as a plain int or float, or None if it breaks the rule."""
         allowed = numbers.Integral if self.number_type is int else numbers.Real
+        # True is an int in Python, and no number in a file.
         if isinstance(value, bool) or not isinstance(value, allowed):
             return None
         try:
-            number = (
-                self.number_type(value) + 0
-            )  # -0.0 becomes 0.0, so that equal profiles have equal files
+            # -0.0 becomes 0.0, so that equal profiles have equal files.
+            number = self.number_type(value) + 0
             good = math.isfinite(number) and (
                 number > 0 or (self.zero and number == 0) or (self.negative and number)
             )
+        # Of a whole number that no float reaches.
         except OverflowError:
             return None
         return number if good and self.least <= number <= self.most else None
@@ -57,6 +58,7 @@ class Rule(NamedTuple):
         """
         written = _WHOLE.sub("", text) if self.number_type is int else text
         try:
+            # Python reads 1_000 as a number; other programs do not.
             return None if "_" in text else self.accept(self.number_type(written))
         except ValueError:
             return None
@@ -135,14 +137,18 @@ class Quantity(NamedTuple):
         Raises:
             UsageError: If the text is not such a quantity.
         """
+        # Any text before the last letters, so that a wrong number is told as such.
         number, unit = re.fullmatch(r"(.*?)\s*([A-Za-z%]*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
         value = self.rule.parse(number)
         factor = self.units.get(unit)
         if value is not None and factor is not None:
+            # A number that is likely of another unit is asked about, not guessed.
             if not unit and value >= self.bare_below:
                 raise UsageError(
                     f"{name}: {shown(text)} has no unit; is it {number}ms or {number}s?"
                 )
+            # By a ratio of whole numbers: times 0.001 would not give the float of 1.5 ms. Checked
+            # again, as what is above 0 may be none in SI units.
             value = self.rule.accept(value * factor.numerator / factor.denominator)
             if value is not None:
                 return float(value)

@@ -83,6 +83,7 @@ def decode(data: bytes, kind: Any) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except msgspec.DecodeError as error:  # may name a field that somebody else has chosen
+        # Somebody else's text must neither end a line nor fill a log.
         reason = "".join(filter(str.isprintable, str(error)))[:_MAX_REASON]
         raise ValueError(f"it is not what this version writes: {reason}") from None
     except PlannerError as error:  # of a value that is out of range
@@ -135,6 +136,7 @@ class PacketChannel(Channel):
         Raises:
             EOFError: If the other end is closed.
         """
+        # A descriptor belongs to its message: the kernel hands over both or none.
         descriptors = [] if descriptor is None else [descriptor]
         try:
             socket.send_fds(self._connection, [encode(message)], descriptors)
@@ -153,6 +155,7 @@ class PacketChannel(Channel):
             EOFError: If the other end is closed and all its messages were returned.
         """
         try:
+            # Room for one descriptor, which is not to live on in programs that are started.
             data, descriptors, flags, _ = socket.recv_fds(
                 self._connection, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
@@ -162,12 +165,14 @@ class PacketChannel(Channel):
             raise EOFError from None
         try:
             return self._decoded(data, flags), descriptors[0] if descriptors else None
+        # Nobody else knows them yet, so they would stay open for ever.
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
 
     def _decoded(self, data: bytes, flags: int) -> Any:
+        # An empty packet is the end of the connection.
         if not data:
             raise EOFError
         if flags & socket.MSG_TRUNC:
@@ -194,6 +199,7 @@ class StreamChannel(Channel):
             EOFError: If the other end has ended, or has not read for too long.
         """
         data = encode(message)
+        # Behind what was kept, so that messages stay in order.
         self._unsent += _LENGTH.pack(len(data)) + data
         self.flush(waits=waits)
 
@@ -201,8 +207,10 @@ class StreamChannel(Channel):
         """Send what was kept; see `send`."""
         flags = 0 if waits else socket.MSG_DONTWAIT
         try:
+            # The kernel may take a part of it.
             while self._unsent:
                 del self._unsent[: self._connection.send(self._unsent, flags)]
+        # The other end may have hung, and keeping more for it would fill the memory.
         except BlockingIOError:
             if len(self._unsent) > MAX_STREAM_BYTES:
                 raise EOFError from None
@@ -216,6 +224,7 @@ class StreamChannel(Channel):
             EOFError: If the other end has ended and all its messages were returned, or if it sends
                 something else.
         """
+        # Everything that is there, as other messages may be waiting behind the first.
         is_open = True
         try:
             while is_open:
@@ -226,6 +235,7 @@ class StreamChannel(Channel):
             pass
         except OSError:
             raise EOFError from None
+        # Messages that came before the end are returned first; the end is told by the next call.
         messages = self._whole_messages()
         if not is_open and not messages:
             raise EOFError
@@ -234,9 +244,11 @@ class StreamChannel(Channel):
     def _whole_messages(self) -> list[Any]:
         messages = []
         begin = 0
+        # As many as are whole; what is left is the beginning of the next one.
         while len(self._unread) >= begin + _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._unread, begin)
             end = begin + _LENGTH.size + size
+            # Checked before its bytes are waited for: a wrong length would be waited for as well.
             if size > MAX_STREAM_BYTES:
                 raise EOFError
             if len(self._unread) < end:
@@ -245,6 +257,7 @@ class StreamChannel(Channel):
                 messages.append(
                     decode(bytes(self._unread[begin + _LENGTH.size : end]), self._kinds)
                 )
+            # Once one message is wrong, nothing behind it can be trusted: lengths may be, too.
             except ValueError:
                 raise EOFError from None
             begin = end
@@ -293,6 +306,7 @@ class Board:
         """Return the messages under keys, with None where there is none: an operation for each
         1,000 of them or, among 1,000 of which one is missing, for each.
         """
+        # In parts: the store answers one operation at a time, and all ranks wait for it.
         values: list[bytes | None] = []
         for begin in range(0, len(keys), _KEYS):
             part = list(keys[begin : begin + _KEYS])
@@ -339,6 +353,8 @@ class NodeMemory:
 
     def write(self, version: int, content: bytes) -> None:
         """Replace the content."""
+        # The checksum stands first, over version and content, as a reader may look in the middle of
+        # a write.
         data = _VERSION.pack(version, len(content)) + content
         os.pwrite(self._descriptor, _CHECKSUM.pack(zlib.crc32(data)) + data, 0)
 
@@ -351,9 +367,11 @@ class NodeMemory:
         if len(head) < start:
             return None
         version, size = _VERSION.unpack_from(head, _CHECKSUM.size)
+        # Usual: nothing new. So the content is read only when it is needed.
         if version <= after:
             return None
         content = os.pread(self._descriptor, size, start)
+        # Written over in between, both do not match, and the next look gets the new one.
         is_whole = _CHECKSUM.unpack_from(head) == (zlib.crc32(head[_CHECKSUM.size :] + content),)
         return (version, content) if is_whole else None
 

@@ -72,8 +72,10 @@ def check_back_end(text: str) -> None:
     """
     back_end = text.partition(":")[0]
     if back_end not in _OPENERS and back_end not in extensions.places("gpus"):
+        # The catalog is read from a file, which only an error needs.
         from perseus_planner.gpu.simulated.model import CATALOG
 
+        # A name of the catalog alone, such as "a100-sxm", lacks its back-end.
         advice = did_you_mean(back_end, back_ends()) or did_you_mean(
             back_end, CATALOG, "simulated:{}".format
         )
@@ -100,12 +102,13 @@ def check_gpu_text(text: str) -> None:
     """
     which = text.removeprefix(DRY_RUN)
     check_back_end(which)
-    back_end, _, rest = which.partition(":")
+    back_end, _, named = which.partition(":")
+    # Names and options are only text there; of real GPUs nothing is known before they are opened.
     if back_end in ("simulated", "emulated"):
         from perseus_planner.gpu.simulated.model import find_model
         from perseus_planner.gpu.simulated.options import parse_options
 
-        name = rest.partition("?")[0].partition("/")[0]
+        name = named.partition("?")[0].partition("/")[0]
         find_model(name, text, f"{back_end} GPU", f"{back_end}:{{}}")
         parse_options(which)
 
@@ -120,6 +123,7 @@ def open_gpu(text: str) -> Gpu:
     check_back_end(text)
     back_end, _, which = text.partition(":")
     opener: Callable[[str], Gpu]
+    # Extensions bring back-ends by the same kind of function.
     if back_end in _OPENERS:
         module, function = _OPENERS[back_end]
         # Imported on demand: what a back-end needs may not be installed.
@@ -160,9 +164,11 @@ def all_gpus() -> tuple[VisibleGpu, ...]:
     from perseus_planner.gpu.amd import visible_amd_gpus
     from perseus_planner.gpu.nvml.device import VisibleGpu, visible_gpus
 
+    # AMD SMI is asked first, and quietly: most nodes have none.
     amd = tuple(VisibleGpu(index, text, "", "") for index, text in enumerate(visible_amd_gpus()))
     try:
         return (*visible_gpus(), *amd)
+    # A node of AMD GPUs has no NVML, which is no error there.
     except GpuError:
         if not amd:
             raise

@@ -75,6 +75,7 @@ class AmdSmi(Library):
         Raises:
             GpuError: If the library returns an error; the text says which, and what to do.
         """
+        # Alone: libraries before ROCm 7.2 do not allow calls from several threads.
         with self._lock:
             self.ensure_initialised()
             return self._call(function, arguments, who, what)
@@ -91,6 +92,7 @@ class AmdSmi(Library):
 
     def _call(self, function: str, arguments: tuple[Any, ...], who: str, what: str) -> Any:
         binding = _binding()
+        # Looked up by name: ROCm's versions have different bindings.
         call = getattr(binding, function, None)
         if call is None:
             raise GpuNotSupported(
@@ -98,9 +100,8 @@ class AmdSmi(Library):
             )
         try:
             return call(*arguments)
-        except (
-            Exception
-        ) as error:  # the binding's own, and what it raises where it cannot decode a result
+        # The binding's own errors, and what it raises where it cannot decode a result.
+        except Exception as error:
             code = getattr(error, "err_code", None)
             kind, advice = _ERRORS.get(code, (GpuError, _SEE_LOG))
             said = f"'{getattr(error, 'err_info', None) or error}' (error {code})"
@@ -118,6 +119,7 @@ def _binding() -> Any:
     missing.
     """
     try:
+        # What it prints would stand in a command's output.
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             import amdsmi
     except ModuleNotFoundError as error:
@@ -132,9 +134,8 @@ def _binding() -> Any:
     return amdsmi
 
 
-CHECK_S = (
-    0.5  #: for which the energy counter is compared with the power sensor when a GPU is opened
-)
+CHECK_S = 0.5
+"""For which the energy counter is compared with the power sensor when a GPU is opened, seconds."""
 
 _STEP_MHZ = 20  #: between two clocks; any whole MHz can be set
 #: times; a counter in a wrong unit is off by more, and the sensor's average lags behind by less
@@ -167,6 +168,7 @@ class AmdGpu(RealGpu):
         self._is_open = True
         self._handle: Any = None
         self._generation = -1
+        # Its number may change with the next boot, its UUID does not.
         self.uuid = str(self._read("amdsmi_get_gpu_device_uuid", "read its UUID"))
         self.text = f"amd:{self.uuid}"
         self._counter_problem = self._compare_counter()
@@ -188,6 +190,7 @@ class AmdGpu(RealGpu):
         """Warnings about partitions, a power limit below the default, and an energy counter that
         is off.
         """
+        # A counter that is off makes a GPU unfit for profiles, so that comes first.
         problems = [] if self._counter_problem is None else [self._counter_problem]
         with suppress(GpuNotSupported):
             partition = str(self._read("amdsmi_get_gpu_compute_partition", "read its partitions"))
@@ -213,6 +216,7 @@ class AmdGpu(RealGpu):
         """Graphics clocks in steps of 20 MHz, highest first; the lowest one alone cannot be set."""
         least_mhz = self._clock("min_clk")
         most_mhz = self._clock("max_clk")
+        # Without a range there is nothing to choose from, and a list would be empty.
         if most_mhz <= least_mhz:
             raise GpuNotSupported(
                 f"{self.text}: cannot list its supported clocks: AMD SMI returns {least_mhz} to "
@@ -249,6 +253,7 @@ class AmdGpu(RealGpu):
     def power_w(self) -> float:
         """Power of the whole package, watts."""
         powers = self._read("amdsmi_get_power_info", "read its power")
+        # Versions name it differently, and some write a text where they have no number.
         for name in ("socket_power", "current_socket_power", "average_socket_power"):
             if isinstance(powers.get(name), int) and 0 < powers[name] < _MAX_W:
                 return float(powers[name])
@@ -284,6 +289,7 @@ class AmdGpu(RealGpu):
         """Let the graphics clock rise to at most this one, at which a busy GPU runs."""
         check_clock(self, clock_mhz)
         what = f"set its graphics clock to {clock_mhz} MHz"
+        # A range whose ends are equal is refused, so it begins at the lowest clock.
         graphics = AMD_SMI.constant("AmdSmiClkType", "GFX")
         self._read("amdsmi_set_gpu_clk_range", what, self._least_mhz, clock_mhz, graphics)
 
@@ -297,6 +303,7 @@ class AmdGpu(RealGpu):
         check_power_limit(self, limit_w)
         what = f"set its power limit to {limit_w:g} W"
         self._read("amdsmi_set_power_cap", what, 0, round(limit_w * 1e6))
+        # The driver rounds silently, or another program may have set it again.
         set_w = self.power_limit_w()
         if abs(set_w - limit_w) >= 1.0:
             raise GpuError(
@@ -307,6 +314,7 @@ class AmdGpu(RealGpu):
     def reset_power_limit(self) -> None:
         """Set the power limit back to its default."""
         default_w = self.default_power_limit_w()
+        # Restoring what is set already needs no privilege.
         if self.power_limit_w() != default_w:
             self.set_power_limit_w(default_w)
 
@@ -331,6 +339,7 @@ class AmdGpu(RealGpu):
 
     def _cap_w(self, name: str) -> float:
         cap_uw = self._value("amdsmi_get_power_cap_info", "read its power limit", name)
+        # Some drivers name no least limit, and write 0 there; of the others, 0 means "unknown".
         least_uw = 0 if name == "min_power_cap" else 1
         if not least_uw <= cap_uw < _MAX_W * 1e6:
             raise GpuNotSupported(
@@ -343,6 +352,7 @@ class AmdGpu(RealGpu):
         function = "amdsmi_get_energy_count"
         what = "read its energy counter"
         count = self._value(function, what, "energy_accumulator")
+        # The library names the unit of its counts, microjoules; some versions name a wrong one.
         return float(count * self._value(function, what, "counter_resolution") / 1e6)
 
     def _compare_counter(self) -> str | None:
@@ -374,6 +384,7 @@ class AmdGpu(RealGpu):
         powers_w: list[float] = []
         begun_j = self._counted_j()
         begun_s = self.now_s()
+        # The sensor is averaged over the same time as the counter: load may change within it.
         while self.now_s() - begun_s < CHECK_S:
             powers_w.append(self.power_w())
             self.wait(CHECK_S / 25)
@@ -395,6 +406,8 @@ class AmdGpu(RealGpu):
 
     def _current_handle(self) -> Any:
         AMD_SMI.ensure_initialised()
+        # In a forked child, or after a restart of the library: handles are valid for one
+        # generation.
         if self._handle is None or self._generation != AMD_SMI.generation:
             self._handle = _handles(self.text)[self._index]
             self._generation = AMD_SMI.generation
@@ -430,6 +443,7 @@ def visible_amd_gpus() -> tuple[str, ...]:
 
 
 def _index_of(which: str) -> int:
+    # One question for each form of a name; ambiguous ones are found by the count at the end.
     identities = _identities()
     pci = _BDF.fullmatch(which)
     if pci:
@@ -443,6 +457,7 @@ def _index_of(which: str) -> int:
             for index, (uuid, _) in enumerate(identities)
             if which and uuid.startswith(which.lower())
         ]
+    # None, or several: both get the list to choose from.
     if len(indices) != 1:
         shown = "; ".join(f"{index} {uuid}" for index, (uuid, _) in enumerate(identities)) or "none"
         said = "several such GPUs" if indices else "no such GPU"

@@ -80,6 +80,7 @@ class CommandGpu(NvmlReader):
         )
         self._reset_clock = read_template("PLANNER_RESET_CLOCK", f"{nvidia_smi} -rgc")
         self._set_power = read_template("PLANNER_SET_POWER", f"{nvidia_smi} -pl {{watts}}", "watts")
+        # Read once: commands may name the GPU by its index or by its UUID.
         self._fields = {
             "gpu": str(device.call("nvmlDeviceGetIndex", what="read its index")),
             "uuid": self.uuid,
@@ -130,6 +131,7 @@ class CommandTemplate:
             status = self._wait_for(words, output.fileno())
             output.seek(0)
             printed = output.read().decode(errors="replace")
+        # nvidia-smi exits with 0 after settings that the GPU does not have.
         if status != 0 or _WARNED_ONLY in printed:
             raise self._failure(words, status, printed)
 
@@ -163,6 +165,7 @@ class CommandTemplate:
                 process.wait(1.0)
 
     def _failure(self, words: list[str], status: int, printed: str) -> GpuError:
+        # sudo's own refusal has status 1, like most other failures.
         kind = GpuNotPermitted if _SUDO_REFUSED.search(printed) else _ERRORS.get(status, GpuError)
         kind = GpuNotSupported if _WARNED_ONLY in printed else kind
         by_hand = f"run it by hand to see why, or set {self.variable} to another command"
@@ -187,7 +190,8 @@ def read_template(variable: str, default: str, *fields: str) -> CommandTemplate:
     text = os.environ.get(variable, default)
     try:
         words = tuple(shlex.split(text))
-        used_fields = [  # for "{max:d}" it is "max:d", which is not known
+        # A field with a format, such as "{max:d}", is named "max:d", which is not known.
+        used_fields = [
             f"{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}"
             for word in words
             for _, name, form, conversion in Formatter().parse(word)
@@ -200,12 +204,14 @@ def read_template(variable: str, default: str, *fields: str) -> CommandTemplate:
     if not words:
         raise GpuError(f"{variable} is empty; unset it to use `{default}`")
     known_fields = ("gpu", "uuid", *fields)
+    # An unknown field would fail at every call, in the middle of a training.
     unknown = [field for field in used_fields if field not in known_fields]
     if unknown:
         listed = ", ".join(f"{{{field}}}" for field in known_fields)
         raise GpuError(
             f"{variable} is {text!r} with the unknown field {{{unknown[0]}}}; choose from {listed}"
         )
+    # Without the value in it, a command sets the same thing every time.
     if fields and not set(fields) & set(used_fields):
         listed = " or ".join(f"{{{field}}}" for field in fields)
         raise GpuError(

@@ -28,6 +28,7 @@ class CudaDriver:
                 f"cannot load libcuda.so.1 ({error}); it comes with the NVIDIA driver: install "
                 "that, or in a container start it with the NVIDIA runtime (`docker run --gpus all`)"
             ) from error
+        # All at once, and now: a driver that is too old is told before anything is begun.
         for name in needed:
             self.first_of(name)
 
@@ -54,6 +55,7 @@ class CudaDriver:
         code: int = getattr(self._library, function)(*arguments)
         if code in (0, allowed):
             return code
+        # Old drivers cannot tell the reason of a code.
         text = ctypes.c_char_p()
         if hasattr(self._library, "cuGetErrorString"):
             self._library.cuGetErrorString(code, ctypes.byref(text))

@@ -59,6 +59,7 @@ class HostCounter(RealGpu):
         self.unread_until_s: float | None = None
         self._files = [zone / "energy_uj" for zone in zones]
         self._ranges_uj = [_range_uj(text, zone) for zone in zones]
+        # At the largest power, the smallest counter begins again first.
         self._turn_s = min(self._ranges_uj) / 1e6 / MOST_W  #: in which none begins again twice
         self.period_s = self._turn_s / _READINGS
         self._lock = threading.Lock()
@@ -70,15 +71,19 @@ class HostCounter(RealGpu):
         """Energy since the host was booted, joules; counters that begin again go on."""
         with self._lock:
             begun_s = self.now_s()
+            # A lower number than before: it began again, once, as `_turn_s` sees to.
             now_uj = self._read_uj()
-            for place, (before, now) in enumerate(zip(self._last_uj, now_uj, strict=True)):
-                self._turns[place] += now < before
+            for number, (before, now) in enumerate(zip(self._last_uj, now_uj, strict=True)):
+                self._turns[number] += now < before
             # A turn that began and ended unseen cannot be told from none.
             after_s = self.now_s()
+            # Measured from before the last reading to after this one: the longest the counters can
+            # have run.
             if after_s - self._read_s >= self._turn_s:
                 self.unread_until_s = after_s
             self._last_uj = now_uj
             self._read_s = begun_s
+            # A counter has shown all of its range by each turn.
             whole = sum(n * most for n, most in zip(self._turns, self._ranges_uj, strict=True))
             return (sum(now_uj) + whole) / 1e6
 
@@ -115,6 +120,7 @@ def host_counters() -> list[HostCounter]:
     zones: dict[str, list[Path]] = {"cpu": [], "dram": []}
     for zone in _zones(folder):
         name = _text(zone / "name", "host")
+        # Processors are "package-0" and so on, memory is "dram". Others are left out.
         kind = "cpu" if name.startswith("package") else name
         zones.get(kind, []).append(zone)
     if not zones["cpu"]:
@@ -130,6 +136,7 @@ def _zones(folder: Path) -> list[Path]:
     through registers (intel-rapl:0) and through memory (intel-rapl-mmio:0).
     """
     zones = [zone for zone in sorted(folder.glob("*rapl*:*")) if (zone / "energy_uj").exists()]
+    # Twice in the list would count its energy twice.
     names = {zone.name for zone in zones}
     return [
         zone
@@ -151,10 +158,10 @@ def _range_uj(text: str, zone: Path) -> int:
 
 
 def _number(text: str, file: Path) -> int:
-    found = _text(file, text)
-    if found.isascii() and found.isdecimal():
-        return int(found)
-    raise GpuError(f"{text}: {file} has {found[:40]!r}, which is no number; leave host=True out")
+    number = _text(file, text)
+    if number.isascii() and number.isdecimal():
+        return int(number)
+    raise GpuError(f"{text}: {file} has {number[:40]!r}, which is no number; leave host=True out")
 
 
 def _text(file: Path, text: str) -> str:

@@ -75,6 +75,7 @@ class Inspection:
         """Whether its clocks can be listed and set; None if that was not tried."""
         lists = any(check.name == CLOCKS and check.result == PASSED for check in self.readings)
         clock = next(check.result for check in self.settings if check.name == "clock")
+        # What cannot be listed cannot be chosen, even where setting is permitted.
         return None if lists and clock == NOT_TRIED else lists and clock == "permitted"
 
 
@@ -84,6 +85,7 @@ def inspect(gpu: Gpu) -> Inspection:
     Raises:
         GpuError: If the lease records cannot be read.
     """
+    # A lease makes settings explainable: a lock is then not foreign.
     records = [record for record in read_records()[0] if record.uuid == gpu.uuid]
     living = [record for record in records if record.is_living]
     return Inspection(
@@ -93,12 +95,14 @@ def inspect(gpu: Gpu) -> Inspection:
         driver=gpu.driver,
         origin=gpu.origin,
         readings=tuple(run_check(check, gpu) for check in READINGS),
+        # Nothing is set here, so permission is a guess until `--measure-latency` tries it.
         settings=tuple(
             CheckResult(check.name, NOT_TRIED, _hint(gpu.text)) for check in (CLOCK, POWER_LIMIT)
         ),
         energy=watch_energy(gpu),
         leased_by=in_use_text(living[0]) if living else None,
         stale_leases=tuple(_stale_text(record) for record in records if record not in living),
+        # While a planner's job has it, its clock is locked on purpose.
         warnings=(*gpu.warnings(), *(() if living else gpu.foreign_locks())),
         is_mig_on=getattr(gpu, "is_mig_on", False),
     )
@@ -113,14 +117,19 @@ def watch_energy(gpu: GpuReader) -> EnergyWatch:
         before_j = gpu.energy_j()
         while not _enough(moves) and gpu.now_s() - start_s < _WATCH_S:
             gpu.wait(_POLL_S)
-            energy_j, now_s = gpu.energy_j(), gpu.now_s()
+            energy_j = gpu.energy_j()
+            now_s = gpu.now_s()
+            # Only moves have a known time: between them the counter is older than it says.
             if energy_j != before_j:
                 moves.append((now_s, energy_j))
             before_j = energy_j
+            # At every poll: the sensor may move when the counter does not.
             powers.append((now_s, _power_w(gpu)))
     except GpuError as error:
+        # How far it came says how long a GPU answered before it failed.
         return EnergyWatch(gpu.now_s() - start_s, problem=str(error))
     watched_s = gpu.now_s() - start_s
+    # One move has a size and no interval.
     if len(moves) < 2:
         problem = (
             f"it did not move in {watched_s:.1f} s: the counter is stuck; load the driver again "
@@ -135,12 +144,17 @@ def _evaluate(
     moves: Sequence[tuple[float, float]],
     powers: Sequence[tuple[float, float | None]],
 ) -> EnergyWatch:
-    (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
+    # Whole intervals, from the first move to the last: a part of one has energy without its time.
+    first_s, first_j = moves[0]
+    last_s, last_j = moves[-1]
+    # The sensor over the same time, or both could not be compared.
     between_w = [
         power_w for at_s, power_w in powers if first_s <= at_s <= last_s and power_w is not None
     ]
+    # A counter that begins anew gives every difference across that moment a wrong sign.
     went_back = any(after_j < before_j for (_, before_j), (_, after_j) in pairwise(moves))
     return EnergyWatch(
+        # Medians: one late poll makes one interval longer and the next one shorter.
         watched_s,
         step_s=median(after_s - before_s for (before_s, _), (after_s, _) in pairwise(moves)),
         step_j=median(after_j - before_j for (_, before_j), (_, after_j) in pairwise(moves)),
@@ -153,6 +167,7 @@ def _evaluate(
 
 
 def _enough(moves: Sequence[tuple[float, float]]) -> bool:
+    # Both: few moves of a slow counter need no more time, but the sensor's average does.
     return len(moves) >= _ENOUGH_MOVES and moves[-1][0] - moves[0][0] >= _ENOUGH_S
 
 
@@ -181,11 +196,13 @@ def _hint(text: str) -> str:
 
 def privilege(text: str) -> str:
     """Return what is known about permission before anything is set."""
+    # Its memory clock is set the same way as the GPU itself.
     back_end = text.removeprefix("memory:").partition(":")[0]
     if back_end in ("zeusd", "command"):
         return f"{back_end} sets it, so this process needs no privilege"
     if back_end not in ("nvml", "amd"):
         return "no privilege is needed"
+    # Root in a container may lack the capability, so it is asked for first.
     if _has_sys_admin():
         return "this process has CAP_SYS_ADMIN, which setting needs"
     if os.geteuid() == 0:
@@ -209,9 +226,7 @@ def _stale_text(record: LeaseRecord) -> str:
 
 _CLOCKS = 5  #: clocks to set, spread over the supported ones
 _ROUNDS = 4  #: times up and down
-_SETTLE_S = (
-    0.5  #: longest wait for a clock that was set; the slowest transitions reported take as long
-)
+_SETTLE_S = 0.5  #: longest wait for a clock that was set: as long as the slowest reported one
 _MAX_UNREACHED = 3  #: clocks in a row that were not reached, after which the waiting stops
 _SETTLE_POLL_S = 0.0005
 _ABOVE = 1.02  #: times the clock that was set; a GPU that runs faster does not obey
@@ -286,12 +301,15 @@ def measure_latency(gpu: Gpu) -> Latency:
     waited = 0
     for clock_mhz in _clocks_to_set(gpu.supported_clocks_mhz):
         calls_s.append(_call_s(gpu, clock_mhz))
+        # An idle or throttled GPU reaches no clock; waiting for all would take minutes.
         if unreached == _MAX_UNREACHED:
             continue
         waited += 1
         settle_s = _settle_s(gpu, clock_mhz)
+        # In a row: a single miss is a moment of throttling.
         unreached = unreached + 1 if settle_s is None else 0
         settles_s += [] if settle_s is None else [settle_s]
+    # The 99th percentile by the nearest rank: of some 30 calls, the longest.
     in_order = sorted(calls_s)
     return Latency(
         calls=len(calls_s),
@@ -319,6 +337,7 @@ def measure_parallel_latency(gpus: Sequence[Gpu], alone_s: float) -> ParallelLat
     slowest_s = []
     with ThreadPoolExecutor(len(gpus)) as pool:
         for number in range(_ROUNDS * (2 * _CLOCKS - 2)):
+            # A barrier of its own for each round: all threads call at the same moment.
             barrier = Barrier(len(gpus))
             next_mhz = [clocks[number % len(clocks)] for clocks in clocks_mhz]
             slowest_s.append(
@@ -341,9 +360,11 @@ def _set_power_limit(gpu: Gpu) -> str:
 def _clocks_to_set(clocks_mhz: Sequence[int]) -> list[int]:
     """Return clocks to set in turn, each different from the one before; the last is the highest."""
     count = min(_CLOCKS, len(clocks_mhz))
+    # Evenly spread over the list, ends included.
     spread = [
         clocks_mhz[index * (len(clocks_mhz) - 1) // max(1, count - 1)] for index in range(count)
     ]
+    # Up and down without the ends twice, so that every call changes the clock.
     return (spread[1:] + spread[-2::-1]) * _ROUNDS or list(clocks_mhz)
 
 
@@ -363,6 +384,7 @@ def _settle_s(gpu: Gpu, clock_mhz: int) -> float | None:
     start_s = gpu.now_s()
     while gpu.clock_mhz() != clock_mhz:
         if gpu.now_s() - start_s > _SETTLE_S:
+            # Slower may be heat or a power limit; faster means that the lock is ignored.
             _check_not_above(gpu, clock_mhz)
             return None
         gpu.wait(_SETTLE_POLL_S)

@@ -89,6 +89,7 @@ class EnergyCounter:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        # One more time than intervals: each lies between two updates.
         times_s = [self._wait_for_update()[0] for _ in range(_INTERVALS + 1)]
         self.interval_s = median(after - before for before, after in pairwise(times_s))
 
@@ -118,6 +119,8 @@ class EnergyCounter:
 
     def _wait_for_update(self) -> tuple[float, float]:
         """Return the time and the counter, seconds and joules, right after its next update."""
+        # Wait for a change instead of for a length of time: nobody tells when the driver updates
+        # it.
         gpu = self._gpu
         before_j = gpu.energy_j()
         give_up_s = gpu.now_s() + _STUCK_S
@@ -240,19 +243,24 @@ class Monitor(ClosedOnExit):
         self._lock = threading.Lock()  #: of what the sampling thread shares
         self._problem: BaseException | None = None
         with ExitStack() as stack:
+            # What is opened is closed again if a later step fails: the stack is only kept at the
+            # end.
             opened = self._opened(self._listed(gpus), stack)
             self._meters = self._metered(opened)
+            # Meters of GPUs stand before those of the host, so that a count tells them apart.
             self._count = len(self._meters)
             counters = host_counters() if host else []
             self._meters += [_Meter(counter) for counter in counters]
             if log is not None:
                 self._log = _open_log(log, stack)
+                # A log that was begun by an earlier run keeps its heading.
                 if not os.fstat(self._log[0]).st_size:
                     names = (f"energy of {meter.gpu.text} (J)" for meter in self._meters)
                     self._write("window", "time (s)", "energy (J)", *names)
             self._begin_sampling(sample_s, stack)
             if counters:
                 stack.callback(_keep_reading(counters).stop)
+            # From here on `close` undoes it.
             self._stack = stack.pop_all()
 
     @property
@@ -301,6 +309,8 @@ class Monitor(ClosedOnExit):
             gpus = [gpu.text for gpu in visible if not gpu.problem]
             if not self._strict:
                 self.unknown |= {gpu.text: gpu.problem for gpu in visible if gpu.problem}
+        # A single GPU is taken like a list of one; a text is a sequence, too, so `Sequence` does
+        # not tell.
         listed: Sequence[str | Gpu] = gpus if isinstance(gpus, (list, tuple)) else [gpus]  # type: ignore[list-item]
         if not listed:
             raise UsageError(
@@ -338,6 +348,8 @@ class Monitor(ClosedOnExit):
 
     def _begin_sampling(self, sample_s: float | None, stack: ExitStack) -> None:
         """Sample the power: of all GPUs if that is asked for, else where it is needed."""
+        # Who asked for peaks or for samples gets all GPUs. Otherwise a sensor is only read where it
+        # tells something: in place of a counter, or beside that of a real GPU, which may be wrong.
         is_asked = sample_s is not None or self._on_sample is not None
         gpus = self._meters[: self._count]
         self._sampled = [
@@ -347,7 +359,10 @@ class Monitor(ClosedOnExit):
         ]
         if not self._sampled:
             return
+        # Once in this thread, so that a GPU that cannot be sampled is refused when the monitor is
+        # opened.
         self._sample(strict=is_asked and self._strict)
+        # Regular samples are integrated; drawn times only serve the comparison with a counter.
         is_regular = is_asked or not all(meter.is_counted for meter in gpus)
 
         def step() -> float | None:
@@ -359,8 +374,10 @@ class Monitor(ClosedOnExit):
 
     def _edge(self) -> list[_Edge | GpuError]:
         """Read all GPUs at the edge of a window."""
+        # Work that was launched before the edge belongs before it.
         if self._synchronize is not None:
             self._synchronize()
+        # The sampling thread has ended by an error that nobody has seen yet.
         if self._problem is not None:
             raise self._problem
         edges: list[_Edge | GpuError] = []
@@ -370,6 +387,8 @@ class Monitor(ClosedOnExit):
             except GpuError as error:
                 if self._strict:
                     raise
+                # The error stands in the edge's place, so that edges stay in the order of the
+                # meters.
                 edges.append(error)
         return edges
 
@@ -395,6 +414,7 @@ class Monitor(ClosedOnExit):
                     raise
                 continue
             with self._lock:
+                # Windows may overlap, and each of them gets the sample.
                 for window in self._open:
                     window._add(sample)
             if self._on_sample is not None:
@@ -434,6 +454,7 @@ class Window:
             )
         monitor = self._monitor
         self._begun = monitor._edge()
+        # From now on the sampling thread adds to it; its first edge is known before.
         with monitor._lock:
             monitor._open.add(self)
         return self
@@ -449,21 +470,26 @@ class Window:
         if self._begun is None or self._ended is not None:
             state = "has not begun" if self._begun is None else "has ended already"
             raise UsageError(f"window {self.name!r}: {state}; begin and end each window once")
+        # Whatever happens at the last edge, no more samples: the window cannot be ended twice.
         monitor = self._monitor
         try:
             ended = monitor._edge()
         finally:
             with monitor._lock:
                 monitor._open.discard(self)
+        # A GPU that failed is only left out of the window where the user allowed that.
         for meter, first, last in zip(monitor._meters, self._begun, ended, strict=True):
             error = meter.problem(first, last)
             if error is not None and monitor._strict:
                 raise error
             if error is not None:
                 self._unknown[meter.gpu.text] = str(error)
+        # Set last: a window whose end failed cannot be read.
         self._ended = ended
         energies_j = self._energies_j
-        cells = [energies_j.get(place) for place in range(len(ended))]
+        # A cell for each meter, empty where its energy is unknown, so that all rows have the same
+        # columns.
+        cells = [energies_j.get(number) for number in range(len(ended))]
         monitor._write(self.name, self.time_s, self.energy_j, *cells)
         return self
 
@@ -495,15 +521,15 @@ class Window:
         if self._begun is None or self._ended is None:
             raise UsageError(f"window {self.name!r}: has not ended; read it after its `with` block")
         edges = zip(self._monitor._meters, self._begun, self._ended, strict=True)
-        for place, (meter, first, last) in enumerate(edges):
+        for number, (meter, first, last) in enumerate(edges):
             if isinstance(first, GpuError) or isinstance(last, GpuError):
                 continue
             if meter.gpu.text not in self._unknown:
-                yield place, meter, first, last
+                yield number, meter, first, last
 
     @property
     def _energies_j(self) -> dict[int, float]:
-        return {place: last.energy_j - first.energy_j for place, _, first, last in self._edges()}
+        return {number: last.energy_j - first.energy_j for number, _, first, last in self._edges()}
 
     @cached_property
     def gpus(self) -> tuple[GpuEnergy, ...]:
@@ -532,7 +558,7 @@ class Window:
     def gpu_energy(self) -> dict[int, float]:
         """Energy of each GPU by its position, joules: the name that Zeus' measurements have."""
         count = self._monitor._count
-        return {place: energy_j for place, energy_j in self._energies_j.items() if place < count}
+        return {number: energy_j for number, energy_j in self._energies_j.items() if number < count}
 
     @property
     def total_energy(self) -> float:
@@ -590,10 +616,12 @@ class _Meter:
         self._lock = threading.Lock()  #: of what is integrated
         #: Of a GPU without a counter: when it could not be sampled last, and why.
         self._gap: tuple[float, GpuError] | None = None
+        # Whether it counts is found out by asking: no driver tells in advance.
         try:
             gpu.energy_j()
         except GpuNotSupported:
             self.is_counted = False
+            # The trapezoid rule needs the power at the beginning.
             self._power_w = gpu.power_w()
         else:
             self.is_counted = True
@@ -601,7 +629,9 @@ class _Meter:
             interval_s = (
                 gpu.interval_s if isinstance(gpu, HostCounter) else EnergyCounter(gpu).interval_s
             )
+            # An update may be under way for an interval, and is seen by the next poll.
             self._hidden_s = interval_s + POLL_S
+        # Energy begins at 0: without a counter it is what was integrated since.
         self._last = _Edge(gpu.now_s(), 0.0, 0.0)
         self._what = gpu.text, gpu.name, gpu.origin  # windows are also read when it is closed
         self._remarks: tuple[str, ...] = ()
@@ -617,8 +647,12 @@ class _Meter:
             try:
                 power_w = self.gpu.power_w()
             except GpuError as error:
+                # The trapezoid across this gap would be a guess, so windows that include it have no
+                # energy.
                 self._gap = now_s, error
                 raise
+            # A trapezoid from the last sample. Between them the power was anywhere between both
+            # values, so half their difference is the error.
             if not self.is_counted:
                 last = self._last
                 half_s = (now_s - last.time_s) / 2
@@ -637,12 +671,14 @@ class _Meter:
 
     def problem(self, first: _Edge | GpuError, last: _Edge | GpuError) -> GpuError | None:
         """Return why the energy between two edges is not known; None if it is."""
+        # In this order: what could not be read explains more than what follows from it.
         if isinstance(first, GpuError):
             return first
         if isinstance(last, GpuError):
             return last
         if last.energy_j < first.energy_j:
             return self._went_back(first.energy_j, last.energy_j)
+        # The counter may have begun again unseen, so that its difference looks right and is not.
         if isinstance(self.gpu, HostCounter):
             unread_s = self.gpu.unread_until_s
             if unread_s is not None and unread_s > first.time_s:
@@ -669,9 +705,11 @@ class _Meter:
         at most an update at the mean power, or at the one read last.
         """
         time_s, energy_j, error_j = (end - begin for begin, end in zip(first, last, strict=True))
+        # Two edges at the same time: no power, rather than a division by 0.
         mean_w = energy_j / time_s if time_s > 0 else 0.0
         warnings = self._remarks
         sensor_w = None
+        # A window shorter than an update may show any power without a fault.
         problem = power_problem(mean_w, self.gpu.name) if time_s > self._hidden_s else None
         if problem is not None:
             warnings += (f"{self.gpu.text}: the energy cannot be right, {problem}",)
@@ -683,10 +721,13 @@ class _Meter:
             if samples is not None and time_s >= COMPARED_S:
                 sensor_w = samples.mean_w(first.time_s, last.time_s)
             if samples is not None and sensor_w is not None:
+                # What the edges hide is no disagreement of the sensor.
                 doubt_w = samples.doubt_w(time_s) + error_j / time_s
                 apart = apart_w(mean_w, sensor_w, doubt_w)
                 if apart:
                     warnings += (disagreement_text(self.gpu.text, mean_w, sensor_w),)
+                    # Nobody knows which of both is right, so the error reaches from one to the
+                    # other.
                     error_j = max(error_j, apart * time_s)
         return GpuEnergy(
             *self._what,
@@ -712,6 +753,8 @@ def _meters(gpus: Sequence[Gpu]) -> list[_Meter | GpuError]:
         except GpuError as error:
             return error
 
+    # Timing a counter takes a second, which real GPUs can spend at once. Simulated ones may share a
+    # clock, which all would move.
     if not gpus or not all(gpu.keeps_settings for gpu in gpus):
         return [meter(gpu) for gpu in gpus]
     with ThreadPoolExecutor(len(gpus)) as pool:
@@ -739,5 +782,6 @@ def _open_log(log: str | os.PathLike[str], stack: ExitStack) -> tuple[int, str]:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror}; name another log"
         ) from error
+    # Only now: a descriptor that was not opened must not be closed.
     stack.callback(os.close, descriptor)
     return descriptor, path

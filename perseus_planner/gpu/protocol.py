@@ -211,6 +211,7 @@ def check_clock(gpu: GpuReader, clock_mhz: int) -> None:
     except GpuNotSupported:
         return  # some GPUs can lock clocks but do not list them; then the driver decides
     if clock_mhz not in clocks:
+        # An error that names the nearest clock saves a look at the list.
         nearest = min(clocks, key=lambda supported: abs(supported - clock_mhz))
         raise GpuError(
             f"{gpu.text}: cannot lock its clock at {clock_mhz} MHz; the nearest supported "
@@ -278,6 +279,7 @@ class Library(ABC):
         """
         if self._is_initialised:
             return
+        # Another thread may have initialised it meanwhile; `_initialise` looks again.
         with self._lock:
             if self._users == 0:
                 raise GpuError(f"{self._name}: this GPU was closed; open it again with open_gpu")

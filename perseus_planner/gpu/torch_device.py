@@ -28,11 +28,13 @@ def gpu_text(text: str, device: torch.device) -> str:
             and unknown.
     """
     which = text.removeprefix("dry-run:")
+    # Virtual time has no processes: every rank may have its own copy.
     if which.startswith("simulated:"):
         return text
     if which.startswith("emulated:"):
         return _with_number(text)
     if device.type != "cuda":
+        # A dry run that names its GPU sets nothing, so it does no harm beside another device.
         if text.startswith("dry-run:") and ":" in which:
             return text
         raise UsageError(
@@ -40,17 +42,20 @@ def gpu_text(text: str, device: torch.device) -> str:
             "would run on that GPU; install a torch with CUDA, or name a simulated GPU such as "
             "simulated:a100-sxm"
         )
+    # The user has named the GPU; whether it is torch's is not checked here.
     if ":" in which:
         return text
     import torch
 
     index = device.index if device.index is not None else torch.cuda.current_device()
+    # By the PCI address:
     if which == "amd":  # whose UUIDs differ from torch's
         properties = torch.cuda.get_device_properties(index)
         return (
             f"{text}:{properties.pci_domain_id:04x}:"
             f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         )
+    # Old versions of torch know no UUID; then the ordinal has to do, which CUDA shares.
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return f"{text}:{index}" if which == "cuda" or uuid is None else f"{text}:GPU-{uuid}"
 

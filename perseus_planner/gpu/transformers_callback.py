@@ -28,11 +28,12 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
         """Add what was measured since the log before."""
+        # The next window begins at once, so that none of the training is left out between two logs.
         window = self._window.end()
         self._window = self._monitor.window("train").begin()
-        found = {"energy_j": window.energy_j, "average_w": window.average_w}
-        logs.update(found)
-        state.log_history[-1].update(found)
+        measured = {"energy_j": window.energy_j, "average_w": window.average_w}
+        logs.update(measured)
+        state.log_history[-1].update(measured)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """End to measure."""

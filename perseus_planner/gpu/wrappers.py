@@ -71,9 +71,8 @@ def open_dry_run(which: str) -> Gpu:
     Raises:
         GpuError: If `which` names no GPU that can be opened.
     """
-    return cast(
-        "Gpu", DryRunGpu(open_gpu(which))
-    )  # it reads through __getattr__, which type checkers do not see
+    # It reads through __getattr__, which type checkers do not see.
+    return cast("Gpu", DryRunGpu(open_gpu(which)))
 
 
 class MemoryClock(ClosedOnExit):
@@ -112,6 +111,7 @@ def open_memory_clock(which: str) -> Gpu:
         GpuNotSupported: If its back-end does not set memory clocks.
     """
     gpu = open_gpu(which)
+    # A memory clock hands the method through, and has no memory clock of its own.
     try:
         if hasattr(gpu, "lock_memory") and not isinstance(gpu, MemoryClock):
             return cast("Gpu", MemoryClock(gpu))

@@ -63,6 +63,7 @@ class ZeusdGpu(NvmlReader):
         super().__init__(device, f"zeusd:{device.uuid}")
         bus_id = device.call("nvmlDeviceGetPciInfo", what="read its PCI address").busId
         self._daemon = daemon
+        # Not NVML's index: the daemon may see more GPUs than this container.
         self._index = daemon.index_of(bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id))
 
     def warnings(self) -> tuple[str, ...]:
@@ -105,8 +106,11 @@ def open_zeusd(which: str) -> ZeusdGpu:
     daemon = Daemon()
     try:
         return open_device(which, lambda device: ZeusdGpu(device, daemon))
+    # Whatever failed, nobody else can close the connection.
     except BaseException as error:
         daemon.close()
+        # Only the missing library has advice of its own here; what else failed says what to do
+        # itself.
         if getattr(error.__cause__, "value", None) != LIBRARY_NOT_FOUND:
             raise
         raise GpuError(
@@ -139,6 +143,7 @@ class Daemon:
         headers = _authorization(os.environ.get("ZEUSD_TOKEN", "").strip())
         socket = os.environ.get("ZEUSD_SOCK_PATH")
         host_port = os.environ.get("ZEUSD_HOST_PORT")
+        # If both are named, the socket: it cannot belong to another node.
         if host_port and not socket:
             self.address = host_port
             base = _tcp_url(host_port)
@@ -162,10 +167,12 @@ class Daemon:
         Raises:
             GpuError: If the daemon cannot be reached, is not zeusd, or does not have the GPU.
         """
+        # The daemon's indices are its own; the PCI address is what both sides call the GPU.
         response = self.request("GET", "/discover")
         try:
             gpus = decode(response.content, _Discovery).gpus
             indices = {pci_address(gpu.pci_address): gpu.id for gpu in gpus}
+        # Something else may listen there and answer with anything.
         except ValueError:
             raise GpuError(
                 f"zeusd at {self.address} answered /discover with "
@@ -195,6 +202,7 @@ class Daemon:
         """
         import httpx
 
+        # A reading can be repeated; a setting may be in force although its answer never came.
         advice = "check whether it still runs, and its log"
         if method == "POST":
             advice += "; the request may or may not have taken effect, so run `planner reset`"
@@ -204,6 +212,7 @@ class Daemon:
             raise GpuLost(
                 f"zeusd at {self.address} did not answer {path} within {TIMEOUT_S:g} s; {advice}"
             ) from error
+        # The most frequent fault, a daemon that is not started, gets its own advice.
         except httpx.ConnectError as error:
             raise self._unreachable(error) from error
         except httpx.RequestError as error:
@@ -233,12 +242,14 @@ class Daemon:
 
         zeusd answers 400 or 500 with the texts of nvml-wrapper 0.12, through which it calls NVML.
         """
+        # The status alone does not tell whether zeusd refused or NVML did.
         message, is_from_nvml = _message(response)
         start = f"zeusd at {self.address} refused {path}: {message}; "
         if response.status_code == 401:
             return GpuNotPermitted(
                 f"{start}set ZEUSD_TOKEN to a token from `zeusd token issue --scope gpu-control`"
             )
+        # Its own refusals of a token have the same status as NVML's lack of permission.
         if response.status_code == 403 and is_from_nvml:
             return GpuNotPermitted(
                 f"{start}run zeusd itself as root, in a container with SYS_ADMIN"
@@ -247,6 +258,7 @@ class Daemon:
             return GpuNotPermitted(f"{start}ask for a token of scope gpu-control")
         if response.status_code == 404:
             return GpuNotSupported(f"{start}start zeusd 0.5 or later with --enable gpu-control")
+        # NVML's codes only come through as the texts of the daemon's library.
         if "not available on the target device" in message:
             return GpuNotSupported(
                 f"{start}use the other control (SM clock or power limit), or observe mode"

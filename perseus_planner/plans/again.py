@@ -26,12 +26,13 @@ def clocks_in_use(plan: Plan) -> dict[tuple[int, str], tuple[int, ...]]:
     counts: dict[tuple[int, str], Counter[int]] = {}
     for computation in plan.iteration.computations:
         row = plan.measurement(computation)
-        own = counts.setdefault(plan.key(computation), Counter())
+        # Computations without work may have any clock, which tells nothing.
+        clock_counts = counts.setdefault(plan.key(computation), Counter())
         if row.has_work:
-            own[row.clock_mhz] += 1
+            clock_counts[row.clock_mhz] += 1
     return {
-        key: tuple(sorted((clock for clock, _ in own.most_common(_MOST)), reverse=True))
-        for key, own in counts.items()
+        key: tuple(sorted((clock for clock, _ in clock_counts.most_common(_MOST)), reverse=True))
+        for key, clock_counts in counts.items()
     }
 
 
@@ -40,11 +41,12 @@ def with_neighbours(clocks_mhz: Collection[int], possible: Collection[int]) -> t
     highest first. A clock that is not possible is left out.
     """
     ordered = sorted(possible, reverse=True)
+    # The highest clock is the baseline of every saving.
     places = {0}
-    for place, clock in enumerate(ordered):
+    for position, clock in enumerate(ordered):
         if clock in clocks_mhz:
-            places.update((place - 1, place, place + 1))
-    return tuple(ordered[place] for place in sorted(places) if 0 <= place < len(ordered))
+            places.update((position - 1, position, position + 1))
+    return tuple(ordered[position] for position in sorted(places) if 0 <= position < len(ordered))
 
 
 def rows_again(

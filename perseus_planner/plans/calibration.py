@@ -43,13 +43,10 @@ _DIGITS = 9  #: of seconds and factors, so that 0.1234 is not written as 0.12340
 # Terms beside the constant; others are kinds, such as "F": their factors less 1
 _LATENCY = "hop"
 _FACTOR = "all"
-_SCALES = {
-    _LATENCY: 1e-3,
-    **dict.fromkeys((_FACTOR, *"FBIW"), 0.1),
-}  #: the latency as a part of an iteration
-_MOST_APART = (
-    2.0  #: times as long or as short as the replay; beyond that, another plan or GPU was measured
-)
+_SCALES = {_LATENCY: 1e-3, **dict.fromkeys((_FACTOR, *"FBIW"), 0.1)}
+"""Term -> a value that makes a difference; the latency as a part of an iteration."""
+_MOST_APART = 2.0
+"""Times as long or as short as the replay; beyond that, another plan or GPU was measured."""
 _LEAST_PLANS = 3
 
 
@@ -124,21 +121,29 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         raise UsageError(
             f"{path}: a CSV does not hold an overhead; name a profile.yaml, or a job file"
         )
+    # A profile has no schedule of its own, so nothing but a constant can be fitted to it.
     bare = None
     correction = Correction()
     if kind_of(path) == "job":
         document = job_document(path)
         settings = read_settings(path)
-        correction, bare = settings.correction, Job.of(replace(settings, correction=Correction()))
+        correction = settings.correction
+        # Without its correction, as a new one is to be found.
+        bare = Job.of(replace(settings, correction=Correction()))
         profiles = Job.of(settings).profiles
     else:
         document = profile_document(path)
         profiles = (Profile.load(path),)
+    # Runs of one plan are one measurement: they share whatever makes it special.
     plans = [_replayable(path, measured_plan, profiles, bare) for measured_plan in _means(measured)]
     jobs = [plan for plan in plans if isinstance(plan, _PlanOfJob)]
+    # A plan that does not fit the job can only be replayed as it was made, so none is refitted
+    # then.
     is_fitted = len(jobs) == len(plans) >= _LEAST_PLANS  # fewer leave the correction as it is
+    # A time of another plan or machine would spoil the fit of all others.
     for plan in plans:
         _check_time(plan.measured, plan.replayed_s(correction))
+    # The replay for given terms is what the regression fits; a constant is always among them.
     fit = fit_terms(
         [plan.measured.time_s for plan in plans],
         lambda values: [
@@ -149,6 +154,7 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
         _SCALES | {_LATENCY: _SCALES[_LATENCY] * plans[0].measured.time_s},
     )
     now = _correction(fit.values, jobs) if is_fitted else correction
+    # Rounded before predictions are made, so that what is reported is what is written.
     overhead_s = round(fit.constant_s, _DIGITS)
     before_s = profiles[0].overhead_s
     calibrated = tuple(
@@ -176,10 +182,12 @@ def calibrate(path: Path, measured: Sequence[MeasuredPlan]) -> tuple[Calibration
     )
     changes: dict[str, object] = {_KEY: overhead_s}
     if result.jitter is not None:
+        # Nothing is written for a part of 0, which is a file's default.
         tail = result.jitter.tail
         changes["jitter"] = result.jitter.own or None
         changes["jitter_common"] = result.jitter.common or None
         changes["jitter_tail"] = None if tail is None else asdict(tail)
+    # An unchanged correction leaves its lines in the file as they are.
     if now != correction:
         entries = {"hop_latency_s": now.hop_latency_s, "time_factors": dict(now.time_factors)}
         changes["correction"] = {name: value for name, value in entries.items() if value} or None
@@ -211,8 +219,11 @@ class _PlanOfJob:
         """Return the iteration time without overhead, seconds."""
         plan = self.measured.plan
         rows = self._profile.measurements
+        # Latency makes transfers longer; factors make computations longer.
         later = replace(self.job, transfer=self.job.transfer.later(correction.hop_latency_s))
+        # The plan's own table, with rows as the correction would have them.
         points = {}
+        # Plans for a probability scale their rows, so that full clocks take as long as measured.
         scale = 1.0 if plan.on_time is None else plan.on_time.time_scale
         for key, clocks in plan.measurements.items():
             factor = scale * correction.time_factors.get(key[1][0], 1.0)
@@ -222,6 +233,7 @@ class _PlanOfJob:
                 if row.clock_mhz in clocks
             }
         iteration = later.dags()[self.kind].iteration
+        # Without overhead: that is what the regression's constant finds.
         return replay(
             replace(plan, iteration=iteration, measurements=points, overhead_s=0.0)
         ).time_s
@@ -247,10 +259,13 @@ def _replayable(
         bare: the job without its correction; None if the file is a profile.
     """
     plan = measured.plan
+    # A plan of the job is looked for first: it can be replayed with other corrections.
     for candidates in (() if bare is None else bare.profiles, profiles):
         for kind, profile in enumerate(candidates):
+            # The digest holds the overhead, which may have been another one when the plan was made.
             if replace(profile, overhead_s=plan.overhead_s).digest != plan.profile_digest:
                 continue
+            # The lags of transfers are what is to be fitted, so they do not count here.
             if bare is not None and _shape(bare.dags()[kind].iteration) == _shape(plan.iteration):
                 return _PlanOfJob(measured, bare, kind)
             if candidates is profiles:
@@ -271,6 +286,7 @@ def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     """Return each plan once, with the mean of its times."""
     groups: dict[tuple[object, ...], list[MeasuredPlan]] = {}
     for run in measured:
+        # Plans with equal clocks are one plan, whichever file they are from.
         key = run.plan.profile_digest, run.plan.schedule, *run.plan.clocks.values()
         groups.setdefault(key, []).append(run)
     return [
@@ -326,8 +342,11 @@ def _correction(values: Mapping[str, float], jobs: Sequence[_PlanOfJob]) -> Corr
     """Return the correction that the regression's terms stand for."""
     kinds = _kinds(jobs[0].measured.plan.iteration)
     factors = {
-        kind: round(1 + values.get(kind, values.get(_FACTOR, 0.0)), _DIGITS) for kind in kinds
+        # A kind's own term, or the one of all kinds.
+        kind: round(1 + values.get(kind, values.get(_FACTOR, 0.0)), _DIGITS)
+        for kind in kinds
     }
+    # A factor of 1 is none.
     factors = {kind: factor for kind, factor in factors.items() if factor != 1.0}
     return Correction(round(values.get(_LATENCY, 0.0), _DIGITS), factors)
 
@@ -375,9 +394,12 @@ def fit_terms(
     measured = np.array(measured_s)
     best = _fit(measured, replay, (), scales)
     for terms in candidates:
+        # One measurement is left out in turn, so there must be one more than what is fitted.
         if len(measured) < len(terms) + _SPARE:
             continue
         fit = _fit(measured, replay, terms, scales)
+        # More terms always fit better, so they must clearly predict better what they were not
+        # fitted to.
         if fit.left_out_error is not None and best.left_out_error is not None:
             best = fit if fit.left_out_error < _GAIN * best.left_out_error else best
     return best
@@ -386,6 +408,7 @@ def fit_terms(
 def _fit(
     measured: Floats, replay: Replay, terms: Sequence[str], scales: Mapping[str, float]
 ) -> Fit:
+    # In units of each term's scale all values are near 1, which least squares need.
     sizes = np.array([float(measured[0]), *(scales[term] for term in terms)])
 
     def missing_at(values: Floats) -> Floats:
@@ -393,23 +416,29 @@ def _fit(
         replayed_s = np.array(replay(dict(zip(terms, (values * sizes)[1:].tolist(), strict=True))))
         return np.asarray(1 - (replayed_s + values[0] * sizes[0]) / measured)
 
-    values, columns = np.zeros(len(sizes)), np.empty((len(measured), len(sizes)))
+    values = np.zeros(len(sizes))
+    columns = np.empty((len(measured), len(sizes)))
     missing = missing_at(values)
+    # The method of Gauss and Newton: linear near the last values, and again from there.
     for _ in range(_ROUNDS):
-        for place in range(len(sizes)):
+        # How much an iteration grows with each term, by finite differences.
+        for term in range(len(sizes)):
             step = np.zeros(len(sizes))
-            step[place] = _STEP
-            columns[:, place] = (missing - missing_at(values + step)) / _STEP
+            step[term] = _STEP
+            columns[:, term] = (missing - missing_at(values + step)) / _STEP
         change = _solve(columns, missing, values)
+        # The change is right where the same path stays critical, and too far behind that.
         tried = missing_at(values + change)
         while np.sum(tried**2) >= np.sum(missing**2) and np.max(np.abs(change)) > _LEAST_CHANGE:
             change /= 2  # another path is critical there
             tried = missing_at(values + change)
+        # No shorter change is better either, so this is the end.
         if np.sum(tried**2) >= np.sum(missing**2):
             break
         values = values + change
         missing = tried
-    left_out = [abs(_left_out(columns, missing, values, place)) for place in range(len(measured))]
+    # With the columns of the last round the fit without one measurement is a linear problem.
+    left_out = [abs(_left_out(columns, missing, values, run)) for run in range(len(measured))]
     return Fit(
         float(values[0] * sizes[0]),
         dict(zip(terms, (values * sizes)[1:].tolist(), strict=True)),
@@ -430,9 +459,11 @@ def _solve(columns: Floats, missing: Floats, values: Floats) -> Floats:
     count = len(values)
     best = np.zeros(count)
     least = np.inf
+    # Terms at their bound are found by trying all subsets, of which there are few.
     for chosen in map(
         list, chain.from_iterable(combinations(range(count), size) for size in range(count, -1, -1))
     ):
+        # What is not chosen becomes 0.
         change = -values
         if chosen:
             change[chosen] = 0.0
@@ -440,6 +471,7 @@ def _solve(columns: Floats, missing: Floats, values: Floats) -> Floats:
                 columns[:, chosen], missing - columns @ change, rcond=1e-9
             )[0]
         error = float(np.sum((columns @ change - missing) ** 2))
+        # A larger subset that is no better than by rounding is not preferred.
         if (count == 1 or np.all(values + change >= 0.0)) and error < least - _SAME:
             best = change
             least = error

@@ -53,9 +53,8 @@ Cost: TypeAlias = "Measurement | FixedCost"
 class Task(NamedTuple):
     """One computation at its planned clock, or one operation of fixed time."""
 
-    costs: Mapping[
-        int, Cost
-    ]  #: MHz -> cost; tasks may share a table. An operation has one entry, under any key
+    #: MHz -> cost; tasks may share a table. An operation has one entry, under any key.
+    costs: Mapping[int, Cost]
     clock_mhz: int | None  #: planned clock, one of `costs`; None for an operation
 
     @classmethod
@@ -170,16 +169,16 @@ class _Rank:
         # The tasks of the rank, and the one that runs or comes next
         self.program = program
         self.position = 0
-        self.cost: Cost | None = (
-            None  #: of that task at the clock in force; None while the rank waits
-        )
+        #: Of that task at the clock in force; None while the rank waits.
+        self.cost: Cost | None = None
         self.since_s = 0.0  #: when the task began to run at that clock
         self.left = 1.0  #: share of the task that was left then
         self.version = 0  #: of the task's end event, which moves when a clock settles
+        # The clock that was asked for last, that was set last, and that the GPU has: they differ
+        # while a change is on its way.
         self.wanted = self.set_last = self.in_force = clock_mhz
-        self.waiting: tuple[int, float] | None = (
-            None  #: clock that waits for the lock, and when it was requested
-        )
+        #: Clock that waits for the lock, and when it was requested.
+        self.waiting: tuple[int, float] | None = None
 
     @property
     def task(self) -> int:
@@ -198,23 +197,25 @@ class _Replay:
         times_s: tuple[float, float],
     ) -> None:
         count = len(tasks)
-        self.tasks, self.node_of_rank, (self.hold_s, self.settle_s) = tasks, node_of_rank, times_s
+        self.tasks = tasks
+        self.node_of_rank = node_of_rank
+        self.hold_s, self.settle_s = times_s
         self.successors, self.unfinished = _successors(programs, waits)
         self.starts_s = [0.0] * count
         self.ends_s = [0.0] * count
         self.durations_s = [0.0] * count
         self.energies_j = [0.0] * count
         self.rank_of = {task: number for number, program in enumerate(programs) for task in program}
-        self.queues: dict[int, list[tuple[float, int]]] = {
-            node: [] for node in node_of_rank
-        }  # waiting since, rank
+        # Waiting since, rank.
+        self.queues: dict[int, list[tuple[float, int]]] = {node: [] for node in node_of_rank}
         self.locked = dict.fromkeys(node_of_rank, False)
         self.calls: list[Call] = []
         self.costs: dict[tuple[int, int], Cost] = {}  # cache of costs at a clock
-        self.events: list[
-            tuple[float, int, int, int]
-        ] = []  # when, kind, which rank, node or task, and a value
+        # When, kind, which rank, node or task, and a value.
+        self.events: list[tuple[float, int, int, int]] = []
         self.ranks = []
+        # The last clock of the previous iteration, which is that of this one, is in force at its
+        # begin.
         for program in programs:
             clocks_mhz = [
                 tasks[task].clock_mhz for task in program if tasks[task].clock_mhz is not None
@@ -223,6 +224,8 @@ class _Replay:
 
     def run(self) -> None:
         """Handle events until there are none left."""
+        # The first clock is requested when the previous iteration's last task ends, which is before
+        # time 0.
         ends_s = self._planned_ends_s()
         time_s = max(ends_s)
         self.events += [
@@ -234,6 +237,8 @@ class _Replay:
         heapify(self.events)
         while self.events:
             now_s, kind, which, value = heappop(self.events)
+            # A clock that settled has moved the end; the event of the old one is still in the
+            # queue.
             if kind == _END:
                 if value == self.ranks[which].version:
                     self._end(now_s, which)
@@ -254,11 +259,11 @@ class _Replay:
         ready = [task for task, count in enumerate(unfinished) if not count]
         for task in ready:  # grows meanwhile
             ends_s[task] = starts_s[task] + self.tasks[task].planned.time_s
-            for other, lag_s in self.successors[task]:
-                starts_s[other] = max(starts_s[other], ends_s[task] + lag_s)
-                unfinished[other] -= 1
-                if not unfinished[other]:
-                    ready.append(other)
+            for later, lag_s in self.successors[task]:
+                starts_s[later] = max(starts_s[later], ends_s[task] + lag_s)
+                unfinished[later] -= 1
+                if not unfinished[later]:
+                    ready.append(later)
         return ends_s
 
     def _start(self, now_s: float, task: int) -> None:
@@ -280,6 +285,7 @@ class _Replay:
         if task.clock_mhz is None or rank.in_force is None:
             return task.planned
         key = id(task.costs), rank.in_force
+        # Tasks share tables, so a cost at a clock is looked for once.
         if key not in self.costs:
             self.costs[key] = task.at(rank.in_force)
         return self.costs[key]
@@ -290,11 +296,12 @@ class _Replay:
         self._account(rank, rank.left)
         self.ends_s[task] = now_s
         rank.cost = None
-        for other, lag_s in self.successors[task]:
-            self.starts_s[other] = max(self.starts_s[other], now_s + lag_s)
-            self.unfinished[other] -= 1
-            if not self.unfinished[other]:
-                heappush(self.events, (self.starts_s[other], _START, other, 0))
+        for later, lag_s in self.successors[task]:
+            self.starts_s[later] = max(self.starts_s[later], now_s + lag_s)
+            self.unfinished[later] -= 1
+            if not self.unfinished[later]:
+                heappush(self.events, (self.starts_s[later], _START, later, 0))
+        # The next clock is requested now, however long its task still has to wait.
         if rank.position + 1 < len(rank.program):
             rank.position += 1
             self._request(now_s, number)
@@ -315,11 +322,13 @@ class _Replay:
         if clock_mhz is None or clock_mhz == rank.wanted:
             return
         rank.wanted = clock_mhz
+        # It is what was set last, so the request that waits for the lock is not needed any more.
         if clock_mhz == rank.set_last:
             self.queues[node] = [entry for entry in self.queues[node] if entry[1] != number]
             heapify(self.queues[node])
             rank.waiting = None
             return
+        # One place in the queue for each rank: a newer clock takes the place of the older one.
         if rank.waiting is None:
             heappush(self.queues[node], (now_s, number))
             heappush(self.events, (now_s, _LOCK, node, False))
@@ -329,15 +338,18 @@ class _Replay:
         """Make the next call if the lock is free: a call has returned, or there is a new
         request.
         """
+        # A call that returned has given the lock back.
         self.locked[node] &= not has_returned
         if self.locked[node] or not self.queues[node]:
             return
         _, number = heappop(self.queues[node])
         rank = self.ranks[number]
         assert rank.waiting is not None
-        (clock_mhz, requested_s), rank.waiting = rank.waiting, None
+        clock_mhz, requested_s = rank.waiting
+        rank.waiting = None
         end_s = now_s + self.hold_s
         settled_s = end_s + self.settle_s
+        # Known from now on, not from when it settles: the call cannot be taken back.
         rank.set_last = clock_mhz
         self.locked[node] = True
         self.calls.append(Call(node, number, clock_mhz, requested_s, now_s, end_s, settled_s))
@@ -346,9 +358,11 @@ class _Replay:
 
     def _settle(self, now_s: float, number: int, clock_mhz: int) -> None:
         rank = self.ranks[number]
+        # Nothing runs that depends on the clock.
         if rank.cost is None or self.tasks[rank.task].clock_mhz is None:
             rank.in_force = clock_mhz
             return
+        # What has run by now counts at the old clock, and the rest goes on at the new one.
         time_s = rank.cost.time_s
         done = min((now_s - rank.since_s) / time_s, rank.left) if time_s else rank.left
         self._account(rank, done)
@@ -376,8 +390,9 @@ def _successors(
     after: list[list[tuple[int, float]]] = [[] for _ in waits]
     count = [len(before) for before in waits]
     for task, before in enumerate(waits):
-        for other, lag_s in before:
-            after[other].append((task, lag_s))
+        for earlier, lag_s in before:
+            after[earlier].append((task, lag_s))
+    # A rank runs one task after another.
     for program in programs:
         for previous, task in pairwise(program):
             after[previous].append((task, 0.0))

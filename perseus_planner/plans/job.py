@@ -191,14 +191,18 @@ def _make(document: Document, key: str, make: Callable[[], T]) -> T:
 def _source(document: Document, key: str) -> Source:
     value = document.values[key]
     folder = document.path.parent
+    # Paths in a file are relative to its folder.
     if isinstance(value, str) and value and value.isprintable():
         return folder / value
     if isinstance(value, list) and value:
+        # One file for each stage.
         if all(isinstance(name, str) and name for name in value):
             return tuple(folder / name for name in value)
+        # One list for each stage: entries that are none become empty lists, which are refused with
+        # the rest.
         groups = [entry if isinstance(entry, list) else [] for entry in value]
-        alike = len({*map(len, groups)}) == 1 and groups[0]
-        if alike and all(isinstance(name, str) and name for group in groups for name in group):
+        is_alike = len({*map(len, groups)}) == 1 and bool(groups[0])
+        if is_alike and all(isinstance(name, str) and name for group in groups for name in group):
             return tuple(tuple(folder / name for name in group) for group in groups)
     raise document.refusal(
         key,
@@ -238,6 +242,7 @@ def _variants(document: Document, key: str) -> tuple[Variant, ...]:
 
 
 def _variant(entry: Document) -> Variant:
+    # The kind is checked first, so that its error names its line.
     _make(entry, "kind", lambda: Variant(entry.values["kind"], "all"))
     stages = entry.numbers("stages", STAGE) if "stages" in entry.values else None
     which = entry.values["microbatches"]
@@ -328,26 +333,34 @@ class Job:
             JobError: If they do not fit together, or something is missing.
             PlannerError: If a file that they name cannot be used.
         """
+        # A job without replicas is one pipeline.
         replicas = settings.replicas or (ReplicaSettings(1),)
         profiles: dict[str, Profile] = {}
         counts: dict[str, int] = {}
         for number, replica in enumerate(replicas):
             try:
                 profile = _profile(settings, replica)
+            # With several kinds, the error has to say which.
             except ProfileError as error:
                 raise (
                     ProfileError(f"replicas, entry {number}: {error}")
                     if len(replicas) > 1
                     else error
                 ) from None
+            # Kinds with equal profiles are one kind, so each is planned once.
             profiles[profile.digest] = profile
             counts[profile.digest] = counts.get(profile.digest, 0) + replica.count
+        # Whether the schedule fits is checked by the first profile; others are checked with their
+        # graphs.
         first = next(iter(profiles.values()))
         settings = _with_iteration(settings, first.iteration)
         schedule = _schedule(settings, first.stages)
         return cls(
             schedule=schedule,
-            profiles=tuple(_laid_out(each, settings, schedule) for each in profiles.values()),
+            profiles=tuple(
+                _laid_out(profile_of_kind, settings, schedule)
+                for profile_of_kind in profiles.values()
+            ),
             counts=tuple(counts.values()),
             transfer=settings.transfer.later(settings.correction.hop_latency_s),
             operations=settings.operations,
@@ -381,17 +394,20 @@ class Job:
 
 def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
     """Return the profile of one kind of pipelines."""
+    # What a kind of pipelines does not say is as in the job.
     source = settings.profile if replica.profile is None else replica.profile
     power_w = (
         settings.blocking_power_w if replica.blocking_power_w is None else replica.blocking_power_w
     )
     slow = settings.slow_stages if replica.slow_stages is None else replica.slow_stages
     gpus = settings.tensor_parallel
+    # One profile of all stages, or one for each stage, which may in turn be one for each GPU.
     if isinstance(source, Path):
         profile = _grouped([_loaded(source, power_w, settings)], gpus)
     else:
         powers_w = _for_each(power_w, len(source))
         groups = [[entry] if isinstance(entry, Path) else entry for entry in source]
+        # Profiles of each GPU say how large the group is; a number beside them must agree.
         grouped = isinstance(source[0], tuple)
         if grouped and gpus not in (None, len(groups[0])):
             raise JobError(
@@ -403,9 +419,11 @@ def _profile(settings: Settings, replica: ReplicaSettings) -> Profile:
             for group, stage_w in zip(groups, powers_w, strict=True)
         ]
         profile = stage_by_stage([_grouped(group, None if grouped else gpus) for group in loaded])
+    # In this order: a limit cuts clocks that were measured, before slow stages change their times.
     if settings.gpu_power_limit_w is not None:
         profile = within_power_limit(profile, settings.gpu_power_limit_w)
     profile = slowed(profile, slow) if slow else profile
+    # Last, as calibration has found them for rows as they are used.
     factors = settings.correction.time_factors
     return waiting_longer(profile, factors) if factors else profile
 
@@ -427,6 +445,7 @@ def _laid_out(profile: Profile, settings: Settings, schedule: Schedule) -> Profi
 
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
     """Return the profile at `path`, with the fields that the job replaces."""
+    # What the job says replaces what the profile says.
     names = (
         "overhead_s",
         "jitter",
@@ -472,9 +491,8 @@ def _with_iteration(settings: Settings, iteration: Mapping[str, Any]) -> Setting
     """
     if settings.schedule not in (None, iteration.get("schedule")):
         return settings
-    of_ranks = (
-        ("virtual_stages",) if settings.ranks is not None else ()
-    )  # these follow from the ranks
+    # Virtual stages follow from the ranks.
+    of_ranks = ("virtual_stages",) if settings.ranks is not None else ()
     missing = {name: value for name, value in iteration.items() if getattr(settings, name) is None}
     return replace(
         settings, **{name: value for name, value in missing.items() if name not in of_ranks}
@@ -498,6 +516,7 @@ def _schedule(settings: Settings, profiled: int) -> Schedule:
         schedule = schedules.load_grid(settings.schedule)
     else:
         schedule = _generated(settings, settings.schedule, profiled)
+    # What the file says beside the schedule must agree with it: two numbers would be two jobs.
     ranks = len(schedule.ranks)
     counts = {"ranks": ranks, "microbatches": schedule.microbatches, "stages": schedule.stages}
     if settings.virtual_stages is not None:
@@ -540,6 +559,7 @@ def _check_location(operation: FixedOperation, schedule: Schedule) -> None:
                 f"operation {operation.name}, where: {what} {number} does not exist; {what}s are 0 "
                 f"to {count - 1}"
             )
+    # The kind is the last letter: "before F".
     kind = operation.when[-1]
     if not of_ranks and all(computation.kind != kind for computation in schedule.computations()):
         raise JobError(
@@ -553,6 +573,7 @@ def _files(settings: Settings) -> tuple[Path, ...]:
         settings.profile,
         *(replica.profile for replica in settings.replicas if replica.profile is not None),
     ]
+    # Each file once, in the order in which they were named.
     named = [
         settings.file,
         settings.schedule,

@@ -122,6 +122,8 @@ def replay(plan: Planned) -> Timeline:
     """
     iteration = plan.iteration
     waiting_w = plan.rank_waiting_w
+    # Changes of clocks take time only where their cost is known; otherwise each computation has its
+    # planned time.
     if plan.clock_change is not None:
         changed = replay_changes(
             iteration, _tasks(plan), plan.clock_change, waiting_w, plan.gpus_per_stage
@@ -132,11 +134,13 @@ def replay(plan: Planned) -> Timeline:
         durations_s = _durations_s(iteration, [point.time_s for point in points])
         energies_j = _energies_j(iteration, points, waiting_w)
         nodes = *_starts_and_ends_s(iteration, durations_s), durations_s, energies_j
+    # A node without time, such as a kind without work, has no power.
     values = zip(iteration.names, *nodes, strict=True)
     spans = {
         name: Span(start, end, joules / seconds if seconds else 0.0)
         for name, start, end, seconds, joules in values
     }
+    # What an iteration takes beside its computations comes after the last of them.
     time_s = max(nodes[1]) + plan.overhead_s
     return Timeline(
         spans, time_s, iteration_energy_j(iteration.rank_of, *nodes[2:], waiting_w, time_s)
@@ -162,6 +166,7 @@ def replay_changes(
     Returns:
         The replay of all nodes of the iteration, by place.
     """
+    # Operations run at any clock, so they are tasks with one cost.
     fixed_j = _energies_j(iteration, (), waiting_w)
     fixed = zip(iteration.operations, fixed_j, strict=True)
     return replay_with_changes(
@@ -234,9 +239,11 @@ def iteration_energy_j(
         waiting_w: what each rank draws while it waits, watts.
         time_s: iteration time, seconds.
     """
+    # Sums of many small times are exact this way, in whatever order nodes come.
     busy_s: list[list[float]] = [[] for _ in waiting_w]
     for rank, duration_s in zip(rank_of, durations_s, strict=True):
         busy_s[rank].append(duration_s)
+    # A rank's GPUs wait while nothing of the rank runs.
     waiting_j = [
         power_w * (time_s - math.fsum(busy))
         for power_w, busy in zip(waiting_w, busy_s, strict=True)
@@ -259,6 +266,7 @@ def _durations_s(iteration: Iteration, computed_s: Sequence[float]) -> list[floa
 def _energies_j(
     iteration: Iteration, points: Sequence[Measurement], waiting_w: Sequence[float]
 ) -> list[float]:
+    # An operation without energy of its own draws what waiting draws.
     fixed_j = [
         waiting_w[operation.rank] * operation.time_s
         if operation.energy_j is None
@@ -274,7 +282,7 @@ def _starts_and_ends_s(
     starts_s = [0.0] * len(durations_s)
     ends_s = [0.0] * len(durations_s)
     waits = iteration.waits
-    for place in iteration.order:
-        starts_s[place] = max((ends_s[other] + lag_s for other, lag_s in waits[place]), default=0.0)
-        ends_s[place] = starts_s[place] + durations_s[place]
+    for node in iteration.order:
+        starts_s[node] = max((ends_s[before] + lag_s for before, lag_s in waits[node]), default=0.0)
+        ends_s[node] = starts_s[node] + durations_s[node]
     return starts_s, ends_s

@@ -136,8 +136,8 @@ def read_table(path: Path) -> Table:
     columns = ["stage", "instruction", setting, "time", "energy"]
     table.need(columns, _HEADER)
     if len(controls) > 1:
-        both = " and ".join(repr(CONTROLS[control]) for control in controls)
-        raise ProfileError(f"{table.where}: has the columns {both}; keep the one that was set")
+        listed = " and ".join(repr(CONTROLS[control]) for control in controls)
+        raise ProfileError(f"{table.where}: has the columns {listed}; keep the one that was set")
     # A column that is there twice could be read either way.
     table.refuse_twice([*columns, _MODE, _ORDER, *_EVIDENCE.values()])
     (control,) = controls

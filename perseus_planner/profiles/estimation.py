@@ -156,8 +156,9 @@ def exact_draws(rows: Rows) -> Draws:
     )
     for key, of_key in rows.items():
         for row in of_key:
-            place = clocks.index(row.clock_mhz)
-            time_s[key][place], energy_j[key][place] = row.time_s, row.energy_j
+            position = clocks.index(row.clock_mhz)
+            time_s[key][position] = row.time_s
+            energy_j[key][position] = row.energy_j
     return Draws(clocks, time_s, energy_j)
 
 
@@ -300,9 +301,9 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
     for key, key_rows in zip(keys, rows, strict=True):
         for row in key_rows:
             if row.energy_j == 0.0:
-                place = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
+                where = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
                 raise ProfileError(
-                    f"{place}: has an energy of 0 J, from which nothing can be estimated; measure "
+                    f"{where}: has an energy of 0 J, from which nothing can be estimated; measure "
                     "it, or ask for plans that take rows as measured"
                 )
     # Over the logarithm of the clock, the logarithm of time is nearly a line.
@@ -322,7 +323,7 @@ def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kin
         else:
             curves.append(Curves(x, points, guess._replace(noise=max(noise, _LEAST_NOISE)), _DOUBT))
     # Below the lowest clock that any stage has, times are bounded by physics.
-    lowest = max(int(place.max()) for place in places)
+    lowest = max(int(positions.max()) for positions in places)
     return _Kind(keys, clocks, lowest, *curves)
 
 

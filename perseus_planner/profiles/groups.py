@@ -256,8 +256,8 @@ def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Itera
     tables = [{m.clock_mhz: m for m in gpu_rows} for gpu_rows in rows]
     common = sorted(set.intersection(*map(set, tables)), reverse=True)
     if not common:
-        place = f"stage {key[0]} {word_of(key[1])}"
-        raise ProfileError(f"{place}: the GPUs of the group have no clock in common; measure one")
+        where = f"stage {key[0]} {word_of(key[1])}"
+        raise ProfileError(f"{where}: the GPUs of the group have no clock in common; measure one")
     for clock in common:
         # The slowest GPU decides the time, and all of them draw.
         points = [table[clock] for table in tables]
@@ -289,8 +289,8 @@ def _merged(points: Sequence[Measurement]) -> Evidence | None:
 
 def one_or_each(values: Iterable[float]) -> float | tuple[float, ...]:
     """Return the value of all stages, or one for each if they differ."""
-    each = tuple(values)
-    return each[0] if len(set(each)) == 1 else each
+    of_stages = tuple(values)
+    return of_stages[0] if len(set(of_stages)) == 1 else of_stages
 
 
 def _shared_errors(of_stages: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Measurement(Checked, error=ProfileError):
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        # As it was given: the rule would have made 0 of what is wrong.
         given_s = self.time_s
         super().__post_init__()
         if self.energy_j:
@@ -93,6 +94,8 @@ def nearest_clock(measured: Collection[int], clock_mhz: int) -> int:
     """
     if clock_mhz in measured:
         return clock_mhz
+    # A lower clock is slower than the one that was asked for, and draws less: no plan is late by
+    # surprise.
     return max(
         (measured_mhz for measured_mhz in measured if measured_mhz < clock_mhz),
         default=min(measured),
@@ -134,6 +137,7 @@ def changes_per_rank(clocks_mhz: Sequence[int | None]) -> int:
             for one without a clock, before which nothing changes.
     """
     clocks = [clock for clock in clocks_mhz if clock is not None]
+    # The last clock of an iteration stands before the first one: iterations repeat.
     return sum(clock != before for before, clock in zip(clocks[-1:] + clocks, clocks, strict=False))
 
 
@@ -210,6 +214,7 @@ def undominated(points: Iterable[OperatingPoint]) -> tuple[OperatingPoint, ...]:
     """Return the points that are left of `pareto_front`, of one mode or of several."""
     order = sorted(points, key=lambda point: (point.time_s, point.effective_j, -point.clock_mhz))
     kept: list[OperatingPoint] = []
+    # In the order of time, a point is worth its time if it costs less than all faster ones.
     for point in order:
         if not kept or point.effective_j < kept[-1].effective_j:
             kept.append(point)
@@ -229,6 +234,8 @@ def lower_hull(points: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Nu
     hull: list[tuple[Number, Number]] = []
     for x, y in points:
         while len(hull) >= 2:
+            # The last point is above the line from the one before it to this one, so it is no
+            # vertex.
             (x0, y0), (x1, y1) = hull[-2:]
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
                 break

@@ -57,13 +57,16 @@ ModeFunctions = Mapping[str, Callable[[], None]]
 
 def shared_by(functions: ModeFunctions) -> str:
     """Return which computations have one mode together: the most that any of the modes says."""
-    said = (getattr(each, "shared_by", SHARED_BY[0]) for each in functions.values())
+    # The modes of one training share their program, so the widest tie holds for all.
+    said = (getattr(function, "shared_by", SHARED_BY[0]) for function in functions.values())
     return max(said, key=SHARED_BY.index, default=SHARED_BY[0])
 
 
 def reordering(functions: ModeFunctions) -> tuple[str, ...]:
     """Return the modes that may change the order of a sum."""
-    return tuple(name for name, each in functions.items() if getattr(each, "reorders", False))
+    return tuple(
+        name for name, function in functions.items() if getattr(function, "reorders", False)
+    )
 
 
 def mode_of(kind: str) -> str:
@@ -112,11 +115,11 @@ class Mode(Checked, error=ProfileError):
 
     def bytes_of(self, stage: int) -> tuple[float, float]:
         """Return what is kept, and what the backward takes besides, on each GPU of a stage."""
-        kept, more = (
-            each[stage] if isinstance(each, tuple) else each or 0.0
-            for each in (self.kept_bytes, self.backward_bytes)
-        )
-        return kept, more
+        of_stage = [
+            amount[stage] if isinstance(amount, tuple) else amount or 0.0
+            for amount in (self.kept_bytes, self.backward_bytes)
+        ]
+        return of_stage[0], of_stage[1]
 
 
 def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[str, Mode]:
@@ -142,6 +145,7 @@ def _checked_ways(value: Any, where: str, error: type[PlannerError]) -> Mapping[
             ways[name] = restore(Mode, mode)
         except PlannerError as problem:
             raise error(f"{where}, {name}, {problem}") from None
+    # The own way comes first, also where nobody has described it.
     return MappingProxyType({OWN: ways.pop(OWN, Mode()), **ways})
 
 
@@ -171,6 +175,7 @@ class Modes(Checked, error=ProfileError, prefix="modes, "):
         super().__post_init__()
         if self.memory_bytes is None:
             return
+        # A limit cannot be kept by modes whose memory is not known.
         for name, mode in self.ways.items():
             if mode.kept_bytes is None:
                 raise ProfileError(

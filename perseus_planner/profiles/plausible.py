@@ -106,9 +106,9 @@ class _Judged(NamedTuple):
         """Return the computations that take next to no time."""
         if not self.rows:
             return set()
-        usual_s = median(own[0].time_s for own in self.rows.values())
+        usual_s = median(rows[0].time_s for rows in self.rows.values())
         least_s = max(_LAUNCHES_S, _NEARLY_NO_TIME * usual_s)
-        return {key for key, own in self.rows.items() if own[0].time_s < least_s}
+        return {key for key, rows in self.rows.items() if rows[0].time_s < least_s}
 
     def power_w(self, row: Measurement) -> float:
         """Return the power of one GPU, watts."""
@@ -136,7 +136,7 @@ def find_doubts(
             what a waiting GPU draws, are said and not refused then: no window was their own.
     """
     # Computations without work have nothing that could be false.
-    busy = {key: own for key, own in rows.items() if own[0].has_work}
+    busy = {key: key_rows for key, key_rows in rows.items() if key_rows[0].has_work}
     judged = _Judged(busy, control, gpus, waiting_w, most_power_w(gpu), is_learnt)
     doubts = [
         *_setting_doubts(judged),
@@ -180,17 +180,17 @@ def most_power_w(gpu: str | None) -> float:
     # Names of drivers and of the catalogue share words, and not their order.
     words = re.split(r"[^a-z0-9]+", (gpu or "").lower())
     limits = _catalogue_limits()
-    found: dict[str, int] = {}
+    alike_parts: dict[str, int] = {}
     for name in limits:
         first, *rest = name.split("-")
         if first in words:
             # "NVIDIA A100-SXM4-80GB" is an a100-sxm, and "NVIDIA H100 80GB HBM3" may be any H100.
-            found[name] = sum(any(word.startswith(part) for word in words) for part in rest)
-    if not found:
+            alike_parts[name] = sum(any(word.startswith(part) for word in words) for part in rest)
+    if not alike_parts:
         return _UNKNOWN_LIMIT_W
     # The largest limit of the closest names, so that no GPU is refused for another's limit.
-    closest = max(found.values())
-    return _HEADROOM * max(limits[name] for name, alike in found.items() if alike == closest)
+    closest = max(alike_parts.values())
+    return _HEADROOM * max(limits[name] for name, alike in alike_parts.items() if alike == closest)
 
 
 @cache
@@ -218,10 +218,10 @@ def _setting_doubts(judged: _Judged) -> Iterator[Doubt]:
     least, most = _LIMITS_W if is_limit else _CLOCKS_MHZ
     unit = unit_of(judged.control)
     # The highest clock of all shows a wrong unit, where a single low one may be right.
-    top = max((row.clock_mhz for own in judged.rows.values() for row in own), default=most)
+    top = max((row.clock_mhz for rows in judged.rows.values() for row in rows), default=most)
     least_top = _LEAST_TOP_W if is_limit else _LEAST_TOP_MHZ
-    for key, own in judged.rows.items():
-        for row in own:
+    for key, rows in judged.rows.items():
+        for row in rows:
             value = row.clock_mhz
             if value > most:
                 # Each wrong unit is off by its own factor, which names the likely cause.
@@ -245,13 +245,13 @@ def _setting_doubts(judged: _Judged) -> Iterator[Doubt]:
 def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows in which a GPU draws more than it can, or less than while it waits."""
     # Power falls with the clock, and so does the least that is believed.
-    top = max((row.clock_mhz for own in judged.rows.values() for row in own), default=1)
+    top = max((row.clock_mhz for rows in judged.rows.values() for row in rows), default=1)
     short = judged.short()
     high: list[tuple[Key, Measurement]] = []
     low: list[tuple[Key, Measurement]] = []
-    for key, own in judged.rows.items():
+    for key, rows in judged.rows.items():
         waiting_w = judged.waiting_w(key[0]) / judged.gpus
-        for row in own:
+        for row in rows:
             share = _WAITING_AT_ZERO + (_WAITING_AT_TOP - _WAITING_AT_ZERO) * row.clock_mhz / top
             # Launches leave a GPU idle, so brief computations may draw little.
             if key in short:
@@ -272,14 +272,16 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
 
 def _is_single(judged: _Judged, key: Key, wrong: Sequence[tuple[Key, Measurement]]) -> bool:
     """Return whether few rows of a computation are wrong, so that it is not a matter of units."""
-    own = [row for other, row in wrong if other == key]
-    return len(own) < _MOST * len(judged.rows[key]) and len(own) < len(judged.rows[key]) / 2
+    rows = [row for other, row in wrong if other == key]
+    return len(rows) < _MOST * len(judged.rows[key]) and len(rows) < len(judged.rows[key]) / 2
 
 
 def _too_high(
     judged: _Judged, key: Key, row: Measurement, wrong: Sequence[tuple[Key, Measurement]]
 ) -> str:
     power_w = judged.power_w(row)
+    # Three times what a waiting GPU draws, or a fifth of the most, is near the middle of what GPUs
+    # draw: close enough to tell units, which differ by 1000.
     usual_w = 3 * judged.waiting_w(key[0]) / judged.gpus or judged.most_w / 5
     cause = (
         "is this the energy of several GPUs (gpus_per_stage of a profile.yaml says how many), or "
@@ -339,8 +341,8 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
     # A limit is of one GPU, and what it draws on average lies below it.
     shares = {
         (key, row.clock_mhz): judged.power_w(row) / row.clock_mhz
-        for key, own in judged.rows.items()
-        for row in own
+        for key, rows in judged.rows.items()
+        for row in rows
     }
     for (key, limit), share in shares.items():
         if share > _OVER_LIMIT:
@@ -363,28 +365,32 @@ def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows that are further from neighbouring clocks than physics and noise allow."""
     short = judged.short()
     # Brief computations are mostly launches, whose energy is noise.
-    for key, own in judged.rows.items():
-        if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(own)):
+    for key, rows in judged.rows.items():
+        if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(rows)):
             continue
         # The row that disagrees with the most others is the wrong one.
-        against = dict.fromkeys(range(len(own)), 0)
-        for i, j in combinations(range(len(own)), 2):
-            if _are_apart(judged, own[i], own[j]):
+        against = dict.fromkeys(range(len(rows)), 0)
+        for i, j in combinations(range(len(rows)), 2):
+            if _are_apart(judged, rows[i], rows[j]):
                 against[i] += 1
                 against[j] += 1
         worst = max(against, key=lambda i: against[i])
         # The neighbour shows the jump to people, so it must be one that disagrees.
         near = worst - 1 if worst else worst + 1
-        if not _are_apart(judged, *sorted((own[worst], own[near]), key=lambda row: -row.clock_mhz)):
-            near = min(worst + 1, len(own) - 1) if near < worst else near
-        row, other, unit = own[worst], own[near], unit_of(judged.control)
-        both = _are_apart(judged, *sorted((row, other), key=lambda each: -each.clock_mhz))
-        column = both or "energy"
+        if not _are_apart(
+            judged, *sorted((rows[worst], rows[near]), key=lambda row: -row.clock_mhz)
+        ):
+            near = min(worst + 1, len(rows) - 1) if near < worst else near
+        row = rows[worst]
+        neighbour = rows[near]
+        unit = unit_of(judged.control)
+        high, low = sorted((row, neighbour), key=lambda measured: -measured.clock_mhz)
+        column = _are_apart(judged, high, low) or "energy"
         problem = (
             f"{si(row.time_s, 's', 4)} and {si(row.energy_j, 'J', 4)} at {row.clock_mhz} {unit} do "
-            f"not go with {si(other.time_s, 's', 4)} and {si(other.energy_j, 'J', 4)} at "
-            f"{other.clock_mhz} {unit}; did the counter wrap, or is a digit wrong? Measure the row "
-            "again, or leave it out"
+            f"not go with {si(neighbour.time_s, 's', 4)} and {si(neighbour.energy_j, 'J', 4)} at "
+            f"{neighbour.clock_mhz} {unit}; did the counter wrap, or is a digit wrong? Measure the "
+            "row again, or leave it out"
         )
         yield Doubt(key, row.clock_mhz, column, problem, not judged.is_learnt)
 
@@ -399,9 +405,11 @@ def _are_apart(judged: _Judged, high: Measurement, low: Measurement) -> str | No
     is_limit = judged.control == "power-limit"
     # Under a power limit the clock is not known, so time may grow faster than the limit falls.
     most_slower = ratio**_LIMIT_EXPONENT if is_limit else ratio
+    # Noise of both rows widens what is allowed.
     time_jump = _JUMP * (1.0 + _ERRORS * (_time_error(high) + _time_error(low)))
     if not 1 / time_jump <= slower <= most_slower * time_jump:
         return "time"
+    # Powers cannot be compared with 0.
     if low.energy_j == 0.0 or high.energy_j == 0.0:
         return "energy"
     # Power falls with the clock, at most with its third power.
@@ -432,8 +440,8 @@ def _unusual(judged: _Judged) -> Iterator[Doubt]:
     yield from _unusual_clocks(judged)
     longest = [
         (key, row)
-        for key, own in judged.rows.items()
-        for row in own
+        for key, rows in judged.rows.items()
+        for row in rows
         if row.time_s > _LONGEST_S and len(judged.rows) > 1
     ]
     if longest:
@@ -447,11 +455,11 @@ def _unusual_powers(judged: _Judged) -> Iterator[Doubt]:
     # Where waiting draws next to nothing, every power is many times that.
     drawn = [
         (row.power_w / judged.waiting_w(key[0]), key, row)
-        for key, own in judged.rows.items()
-        for row in own
+        for key, rows in judged.rows.items()
+        for row in rows
         if judged.waiting_w(key[0]) > _LEAST_W * judged.gpus
     ]
-    times, key, row = max(drawn, key=lambda each: each[0], default=(0.0, (0, "F"), None))
+    times, key, row = max(drawn, key=lambda entry: entry[0], default=(0.0, (0, "F"), None))
     if row is not None and times > _TIMES_WAITING:
         problem = (
             f"a GPU that computes draws {si(judged.power_w(row), 'W', 4)}, {times:.0f} times what "
@@ -465,7 +473,7 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
     """Yield clocks that stand alone."""
     # Observed clocks are one for each computation, so they are compared with each other.
     if judged.control == "observed":
-        clocks = {key: own[0].clock_mhz for key, own in judged.rows.items()}
+        clocks = {key: rows[0].clock_mhz for key, rows in judged.rows.items()}
         middle = median(clocks.values()) if clocks else 0
         for key, clock in clocks.items():
             if max(clock / middle, middle / clock) > _GAP:
@@ -473,16 +481,17 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
                 yield Doubt(key, clock, "clock", problem, False)
         return
     unit = unit_of(judged.control)
-    for key, own in judged.rows.items():
+    for key, rows in judged.rows.items():
         # A sweep sets the same clocks for all computations, so one that stands out may be mistyped.
-        mine = {row.clock_mhz for row in own}
+        mine = {row.clock_mhz for row in rows}
         others = [
             {row.clock_mhz for row in other} for name, other in judged.rows.items() if name != key
         ]
         extra = mine.difference(*others)
         missing = set.intersection(*others) - mine if others else set()
         if len(extra) == len(missing) == 1:
-            (clock,), (wanted,) = extra, missing
+            (clock,) = extra
+            (wanted,) = missing
             if max(clock / wanted, wanted / clock) > _OTHER_CLOCK:
                 problem = (
                     f"{clock} {unit} stands where all other computations have {wanted} {unit}; is "
@@ -491,10 +500,10 @@ def _unusual_clocks(judged: _Judged) -> Iterator[Doubt]:
                 yield Doubt(key, clock, "clock", problem, True)
                 continue
         # Two rows may be far apart on purpose.
-        for high, low in pairwise(own):
-            if len(own) > 2 and high.clock_mhz / low.clock_mhz > _GAP:
+        for high, low in pairwise(rows):
+            if len(rows) > 2 and high.clock_mhz / low.clock_mhz > _GAP:
                 problem = (
                     f"there is no row between {low.clock_mhz} and {high.clock_mhz} {unit}; are "
-                    f"both right, among {counted(len(own), 'row')}?"
+                    f"both right, among {counted(len(rows), 'row')}?"
                 )
                 yield Doubt(key, low.clock_mhz, "clock", problem, False)

@@ -179,11 +179,11 @@ class Profile(Checked, error=ProfileError):
     def _check_modes(self) -> None:
         """Check that each computation has the modes that `modes` has, or fill these in."""
         # Rows in modes make a profile with modes, also if nobody says what these set.
-        found = dict.fromkeys(mode_of(kind) for _, kind in self.measurements)
-        if self.modes is None and len(found) > 1:
-            object.__setattr__(self, "modes", Modes({name: Mode() for name in found}))
+        modes_of_rows = dict.fromkeys(mode_of(kind) for _, kind in self.measurements)
+        if self.modes is None and len(modes_of_rows) > 1:
+            object.__setattr__(self, "modes", Modes({name: Mode() for name in modes_of_rows}))
         ways = {OWN: None} if self.modes is None else self.modes.ways
-        if unknown := [name for name in found if name not in ways]:
+        if unknown := [name for name in modes_of_rows if name not in ways]:
             raise ProfileError(
                 f"modes, ways: has no {unknown[0]}, which rows have; say what it sets"
             )
@@ -238,6 +238,7 @@ class Profile(Checked, error=ProfileError):
         from.
         """
         names = [name for name in rules(Profile) if name not in _EVIDENCE]
+        # How rows were measured is no part of what plans are made of.
         # A profile without modes has the digest that it had before there were any.
         given = {name: getattr(self, name) for name in names if name != "modes" or self.modes}
         rest = repr(given)
@@ -541,19 +542,19 @@ def _checked_key(key: object) -> tuple[int, str]:
 def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tuple[Measurement, ...]:
     # Rows are kept from the highest clock down, as everything that reads them expects.
     ordered = tuple(sorted(points, key=lambda point: point.clock_mhz, reverse=True))
-    place = f"stage {key[0]} {word_of(key[1])}"
+    where = f"stage {key[0]} {word_of(key[1])}"
     if not ordered:
-        raise ProfileError(f"{place}: has no measurement; give one for each clock, at least one")
+        raise ProfileError(f"{where}: has no measurement; give one for each clock, at least one")
     for above, below in pairwise(ordered):
         if above.clock_mhz == below.clock_mhz:
             raise ProfileError(
-                f"{place}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock"
+                f"{where}: {below.clock_mhz} MHz is there twice; keep one measurement of each clock"
             )
         # A computation has work at all clocks or at none.
         if above.has_work != below.has_work:
             idle, busy = sorted((above, below), key=lambda row: row.has_work)
             raise ProfileError(
-                f"{place}: takes 0 s at {idle.clock_mhz} MHz and {busy.time_s:g} s at "
+                f"{where}: takes 0 s at {idle.clock_mhz} MHz and {busy.time_s:g} s at "
                 f"{busy.clock_mhz} MHz; leave the row of 0 s out, or give 0 s and 0 J at every "
                 "clock if it has no work"
             )
@@ -573,11 +574,11 @@ def _with_every_clock(
     for (stage, kind), rows in table.items():
         if rows[0].has_work:
             continue
-        of_stage = [own for (other, _), own in table.items() if other == stage]
-        busy = [own for own in of_stage if own[0].has_work]
+        of_stage = [rows_of_stage for (other, _), rows_of_stage in table.items() if other == stage]
+        busy = [rows_of_stage for rows_of_stage in of_stage if rows_of_stage[0].has_work]
         # A stage without any work may run at the clocks of all others.
         near = busy or list(table.values())
-        clocks = {row.clock_mhz for own in [*near, rows] for row in own}
+        clocks = {row.clock_mhz for rows_of_stage in [*near, rows] for row in rows_of_stage}
         filled[stage, kind] = tuple(
             Measurement(clock, 0.0, 0.0) for clock in sorted(clocks, reverse=True)
         )
@@ -600,7 +601,10 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
     for stage in sorted(stages):
         # A backward is whole, or in two parts, or measured in both ways.
         split = any((stage, kind) in table for kind in "IW")
-        for kind in "FIW" if split and (stage, "B") not in table else "FBIW" if split else "FB":
+        needed = "FB"
+        if split:
+            needed = "FIW" if (stage, "B") not in table else "FBIW"
+        for kind in needed:
             if (stage, kind) not in table:
                 word = WORDS[kind]
                 raise ProfileError(
@@ -639,11 +643,11 @@ def _checked_rows(profile: Profile, table: Table) -> Profile:
     doubts = profile.doubts()
 
     def place_of(doubt: Doubt) -> str:
-        place = table.places[(*doubt.key, doubt.clock)]
+        where = table.places[(*doubt.key, doubt.clock)]
         column = column_of(doubt, profile.control)
         # A file that was cut often ends in the middle of a number.
-        cut = " (the last row, cut short?)" if place == table.cut else ""
-        return f"{place}, column {column!r}{cut}"
+        cut = " (the last row, cut short?)" if where == table.cut else ""
+        return f"{where}, column {column!r}{cut}"
 
     refuse_doubtful(doubts, place_of)
     # What is unusual is kept with the profile, so that whoever reads a plan sees it.
@@ -718,12 +722,12 @@ def _table_path(document: Document) -> Path:
     else is read.
     """
     name = document.values["measurements"]
-    place = document.where("measurements")
+    where = document.where("measurements")
     if not isinstance(name, str) or name in ("", "..") or "\\" in name or name != Path(name).name:
         raise ProfileError(
-            f"{place}: {shown(name)} is not a plain file name: name a CSV in the same folder"
+            f"{where}: {shown(name)} is not a plain file name: name a CSV in the same folder"
         )
     path = document.path.with_name(name)
     if not path.exists():
-        raise ProfileError(f"{place}: {path} does not exist; put the CSV beside the YAML")
+        raise ProfileError(f"{where}: {path} does not exist; put the CSV beside the YAML")
     return path

@@ -59,6 +59,7 @@ def remark(conditions: Mapping[str, str]) -> str | None:
     release = None if version is None else _release(version)
     if SHARDED not in conditions or release is None:
         return None
+    # Between which two releases that changed something it was measured.
     begin = "" if release == 0 else f"{_text(_CHANGED_IN[release - 1])} or later"
     end = "" if release == len(_CHANGED_IN) else f"below {_text(_CHANGED_IN[release])}"
     return (
@@ -70,10 +71,10 @@ def remark(conditions: Mapping[str, str]) -> str | None:
 
 def _release(version: str) -> int | None:
     """Return the number of changes up to a version; None if it is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
         return None
-    release = (int(found[1]), int(found[2]))
+    release = (int(match[1]), int(match[2]))
     return sum(release >= changed for changed in _CHANGED_IN)
 
 

@@ -28,16 +28,11 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 _VAGUE = 4.0  #: variance of the shared level and slope, of which nothing is assumed
-_LEAST_STEP = (
-    5e-4  #: standard deviation of a stage's own step at a clock, however alike stages look
-)
+_LEAST_STEP = 5e-4  #: standard deviation of a stage's own step, however alike stages look
 _JITTER = 1e-13  #: relative; keeps a covariance positive definite in spite of rounding
 _MOST_FITTED = 16  #: curves from which the scales are found; more of them tell little more
-_UNLIKE = {
-    1.0: 0.0,
-    4.0: 1.0,
-    16.0: 2.0,
-}  #: how much more its own a curve's shape may be -> minus its log probability
+#: how much more its own a curve's shape may be -> minus its log probability
+_UNLIKE = {1.0: 0.0, 4.0: 1.0, 16.0: 2.0}
 _FAR = 4.0  #: standard errors from what all other points tell; a point so far off may be wrong
 _WRONG = 3.0  #: minus the log probability that it is
 _FEW = 3  #: of fewer curves none stands out
@@ -228,10 +223,12 @@ class Curves:
             log_estimate = log_estimate + move
             if before - value < _ENOUGH:
                 break
-            gradient, last = slope(log_estimate, value), gradient
+            last = gradient
+            gradient = slope(log_estimate, value)
             turned = gradient - last
             # The inverse stays positive definite only if the slope has risen along the step.
-            if (curvature := float(move @ turned)) > 0.0:
+            curvature = float(move @ turned)
+            if curvature > 0.0:
                 mix = np.eye(len(log_estimate)) - np.outer(move, turned) / curvature
                 inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
         return Scales(*np.exp(log_estimate).tolist())
@@ -247,7 +244,7 @@ class _Parts(NamedTuple):
 
     def at(self, places: Integers) -> _Parts:
         """Return the covariances of some places of the grid."""
-        return _Parts(*(each[np.ix_(places, places)] for each in self))
+        return _Parts(*(covariance[np.ix_(places, places)] for covariance in self))
 
     def shared(self, scales: Scales) -> Floats:
         """Return the covariance of the shared curve."""
@@ -266,6 +263,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(x: Floats) -> _Parts:
+    # The covariance of an integrated Brownian motion, whose curves are cubic splines; and that of a
+    # Brownian motion.
     near = np.minimum.outer(x, x)
     far = np.maximum.outer(x, x)
     return _Parts(near * near * (3 * far - near) / 6, near, np.outer(x, x), np.eye(len(x)))
@@ -287,9 +286,9 @@ def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
     # Equal places, variances and orders have one covariance, which is factored once.
     groups: dict[tuple[bytes, bytes, bytes, float], _Alike] = {}
     for i in curves:
-        place, _, variance, order, unlike = points[i]
-        group = _Alike(place, variance, order, unlike, [])
-        key = place.tobytes(), variance.tobytes(), order.tobytes(), unlike
+        positions, _, variance, order, unlike = points[i]
+        group = _Alike(positions, variance, order, unlike, [])
+        key = positions.tobytes(), variance.tobytes(), order.tobytes(), unlike
         groups.setdefault(key, group).curves.append(i)
     return list(groups.values())
 
@@ -302,20 +301,19 @@ class _Model:
         self.alike = alike
         self.root = _root(parts.shared(scales))
         self.own = [parts.own(scales, group.unlike) for group in alike]
-        self.inverses: list[
-            Floats
-        ] = []  # of the covariance of each group's points about the shared curve
+        # Of the covariance of each group's points about the shared curve.
+        self.inverses: list[Floats] = []
         self.half_log = 0.0
         # Given the shared curve, curves are independent, so their precisions add up.
         precision = np.zeros((n, n))
-        for (place, variance, order, _, curves), own in zip(alike, self.own, strict=True):
+        for (positions, variance, order, _, curves), own in zip(alike, self.own, strict=True):
             covariance = _noise(scales, variance, order)
             # What a curve has of its own, and the noise of its points.
-            root = np.linalg.cholesky(own[np.ix_(place, place)] + covariance)
+            root = np.linalg.cholesky(own[np.ix_(positions, positions)] + covariance)
             half = np.linalg.inv(root)
             self.inverses.append(half.T @ half)
             self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
-            precision[np.ix_(place, place)] += len(curves) * self.inverses[-1]
+            precision[np.ix_(positions, positions)] += len(curves) * self.inverses[-1]
         # By the matrix inversion lemma all matrices are as large as the number of clocks.
         self.precision_root = np.linalg.cholesky(np.eye(n) + self.root.T @ precision @ self.root)
         self.half_log += float(np.log(np.diag(self.precision_root)).sum())
@@ -325,11 +323,11 @@ class _Model:
         # The quadratic form of all points is that about the shared curve, less what that explains.
         squares = 0.0
         weighed = np.zeros(len(self.root))
-        for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
+        for (positions, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
             value = np.stack([values[i] for i in curves], axis=1)
             pulled = inverse @ value
             squares += float(np.sum(value * pulled))
-            weighed[place] += pulled.sum(axis=1)
+            weighed[positions] += pulled.sum(axis=1)
         # The part of the values that the shared curve explains.
         explained = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         return self.half_log + 0.5 * (squares - float(explained @ explained))
@@ -338,6 +336,7 @@ class _Model:
         """Return the expected (n,) shared curve given the values of each curve, and its (n, n)
         covariance.
         """
+        # What all points together leave uncertain of the shared curve.
         half = np.linalg.solve(self.precision_root, self.root.T)
         return self.given([value[:, None] for value in values])[0][:, 0], half.T @ half
 
@@ -346,23 +345,24 @@ class _Model:
         values of each curve.
         """
         weighed = np.zeros((len(self.root), values[0].shape[1]))
-        for (place, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
-            weighed[place] += inverse @ np.sum([values[i] for i in curves], axis=0)
+        for (positions, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
+            weighed[positions] += inverse @ np.sum([values[i] for i in curves], axis=0)
         # The shared curve first, as it is known from all curves together.
         inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
         own = np.zeros((len(values), *weighed.shape))
-        for (place, *_, curves), inverse, covariance in zip(
+        for (positions, *_, curves), inverse, covariance in zip(
             self.alike, self.inverses, self.own, strict=True
         ):
             # What a curve's points miss of the shared curve is its own.
             for i in curves:
-                own[i] = covariance[:, place] @ (inverse @ (values[i] - shared[place]))
+                own[i] = covariance[:, positions] @ (inverse @ (values[i] - shared[positions]))
         return shared, own
 
 
 def _noise(scales: Scales, variance: Floats, order: Floats) -> Floats:
     """Return the (k, k) covariance of the noise and the drift of points."""
+    # Points that were measured close to each other share most of the drift.
     apart = np.abs(np.subtract.outer(order, order))
     covariance: Floats = scales.drift**2 * np.exp(-apart / scales.length)
     covariance[np.diag_indices_from(covariance)] += scales.noise**2 * variance
@@ -372,5 +372,6 @@ def _noise(scales: Scales, variance: Floats, order: Floats) -> Floats:
 def _root(covariance: Floats) -> Floats:
     """Return the Cholesky factor."""
     n = len(covariance)
+    # Rounding may leave the covariance of a smooth curve a little below 0.
     root: Floats = np.linalg.cholesky(covariance + _JITTER * np.trace(covariance) * np.eye(n))
     return root

@@ -135,7 +135,8 @@ class Account:
         }
         # Times by the plan are compared with iterations that ran by it.
         if row.is_as_planned and row.planned_s is not None:
-            sums["planned_s"], sums["planned_busy_s"] = row.planned_s, row.planned_busy_s or 0.0
+            sums["planned_s"] = row.planned_s
+            sums["planned_busy_s"] = row.planned_busy_s or 0.0
         if row.is_paused:
             sums["pause_s"] = (row.next_s or 0.0) - row.end_s
             sums["pause_j"] = row.between_j or 0.0
@@ -177,6 +178,7 @@ class Account:
         """Return what came after `earlier`, which this account holds; its greatest and least are
         those of both.
         """
+        # Sums can be taken apart again; of a greatest value nobody knows the one before.
         changed = {
             name: getattr(self, name) - getattr(earlier, name)
             for name, add in _ADDS.items()
@@ -239,6 +241,7 @@ class Entry(Account):
 
     def __add__(self, other: Account) -> Entry:
         sums = super().__add__(other)
+        # What is of several attempts or plans together names none of them.
         if isinstance(other, Entry):
             return replace(
                 sums,
@@ -268,6 +271,7 @@ def fold(entries: Iterable[Entry], most: int | None = None) -> tuple[Entry, ...]
 
     for entry in entries:
         put(entry)
+    # The oldest one goes into the one of all older ones, until few enough are left.
     while most is not None and len(sums) > most:
         oldest = min((key for key in sums if key != _OLDER), key=_age)
         put(replace(sums.pop(oldest), attempt=0, version=None))
@@ -292,12 +296,16 @@ def _each(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, 
 
 def _known(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def add(one: Any, other: Any) -> Any:
-        return other if one is None else one if other is None else choose(one, other)
+        # What is not known on one side is what the other side knows.
+        if one is None:
+            return other
+        return one if other is None else choose(one, other)
 
     return add
 
 
-_greatest, _least = _known(max), _known(min)
+_greatest = _known(max)
+_least = _known(min)
 _CHANGES = ("changes_asked", "changes_set", "changes_late", "changes_overtaken", "off_clock_s")
 _OF_ROWS = (*_CHANGES, "busy_s", "throttled_s", "temperature_c", "begin_s", "end_s")
 _OTHERWISE: dict[str, Callable[[Any, Any], Any]] = {

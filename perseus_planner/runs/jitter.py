@@ -38,10 +38,10 @@ def jitter_of(ranks: Sequence[RankRecord], version: int) -> Jitter | None:
     for rank in ranks:
         durations_s: dict[str, dict[int, float]] = {}
         for number in [row.iteration for row in rank.counted(version)]:
-            for each in rank.computations.get(number, ()):
+            for record in rank.computations.get(number, ()):
                 # Late changes make a computation longer for a known reason, which is not jitter.
-                if each.duration_s > 0.0 and not (each.is_late or each.is_overtaken):
-                    durations_s.setdefault(str(each.computation), {})[number] = each.duration_s
+                if record.duration_s > 0.0 and not (record.is_late or record.is_overtaken):
+                    durations_s.setdefault(str(record.computation), {})[number] = record.duration_s
         # The median, as a few long ones are no measure of the usual time.
         of_rank: dict[int, list[float]] = {}
         for of_computation in durations_s.values():

@@ -115,7 +115,8 @@ class Table(Generic[Row]):
     """
 
     def __init__(self, kind: Callable[..., Row]) -> None:
-        self._kind, of_fields = kind, rules(kind)  # type: ignore[arg-type]  # it is a class
+        self._kind = kind
+        of_fields = rules(kind)  # type: ignore[arg-type]  # it is a class
         self.columns: dict[str, _Cell] = {}
         for column in fields(kind):  # type: ignore[arg-type]
             name = column.name
@@ -149,12 +150,12 @@ class Table(Generic[Row]):
         # A file without any whole line has just been created.
         header, *lines = [*_whole_lines(path)] or [self.header.rstrip("\n")]
         names = header.split(",")
-        known = [name for name in names if name in self.columns]
+        known_names = [name for name in names if name in self.columns]
         missing = [name for name in self.columns if name not in names]
         # Columns may be missing that came later, and be there that went; others are another format.
         if (
-            known != [name for name in self.columns if name in names]
-            or not {*names} - {*known} <= _RETIRED
+            known_names != [name for name in self.columns if name in names]
+            or not {*names} - {*known_names} <= _RETIRED
             or not {*missing} <= _LATER
         ):
             raise RunError(
@@ -208,6 +209,7 @@ def _cell(row: Any, name: str) -> object:
 
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines that have an end, without it."""
+    # One byte more than allowed tells that the file is larger.
     with reading(path, RunError), path.open("rb") as file:
         data = file.read(_MAX_READ_BYTES + 1)
     if len(data) > _MAX_READ_BYTES:
@@ -215,6 +217,7 @@ def _whole_lines(path: Path) -> list[str]:
             f"{path}: is larger than {_MAX_READ_BYTES} bytes, so not what a run writes; name "
             "another folder"
         )
+    # What stands behind the last line end is being written, or was cut off.
     return [line.decode(errors="replace") for line in data.split(b"\n")[:-1]]
 
 
@@ -238,6 +241,7 @@ def add_rows(
     before.
     """
     totals = list(totals)
+    # Rows that are in the totals already must not count twice.
     added = [total.last_iteration or 0 for total in totals if total.attempt == attempt]
     last = max(added, default=-1)
     new = (
@@ -373,6 +377,7 @@ class RankFiles:
         self._path.mkdir(parents=True, exist_ok=True)
         self._plans[version] = plan_path(self._path, version, pipeline)
         plan.save(self._plans[version])
+        # The oldest versions go first: reports are of the newest.
         while len(self._plans) > PLANS_KEPT:
             self._plans.pop(min(self._plans)).unlink(missing_ok=True)
 

@@ -194,7 +194,10 @@ def change_statistics(computations: Sequence[ComputationRecord]) -> dict[str, An
         "latency_p50_s": _percentile(latencies_s, 0.50),
         "latency_p99_s": _percentile(latencies_s, 0.99),
         **{
-            name: _mean_by_time(with_clocks, [getattr(each, name) for each in with_clocks])
+            name: _mean_by_time(
+                with_clocks,
+                [getattr(computation_record, name) for computation_record in with_clocks],
+            )
             for name in ("clock", "achieved_mhz")
         },
     }
@@ -210,19 +213,20 @@ def followed_clocks(computations: Sequence[ComputationRecord], *, is_clock: bool
     """
     followed = []
     is_set = True
+    # In the order of the program: a clock stays in force until another is set.
     clock = None
-    for each in computations:
-        if each.asked_s is not None:
-            is_set = each.set_end_s is not None
-        elif each.clock != clock:  # the clock was in force already
+    for computation_record in computations:
+        if computation_record.asked_s is not None:
+            is_set = computation_record.set_end_s is not None
+        elif computation_record.clock != clock:  # the clock was in force already
             is_set = True
-        clock = each.clock
+        clock = computation_record.clock
         is_above = (
             is_clock
             and clock is not None
-            and each.achieved_mhz is not None
-            and not each.is_late  # else the reading may be from before
-            and each.achieved_mhz > _NOT_FOLLOWED * clock
+            and computation_record.achieved_mhz is not None
+            and not computation_record.is_late  # else the reading may be from before
+            and computation_record.achieved_mhz > _NOT_FOLLOWED * clock
         )
         followed.append(clock is not None and is_set and not is_above)
     return followed
@@ -230,6 +234,7 @@ def followed_clocks(computations: Sequence[ComputationRecord], *, is_clock: bool
 
 def _off_clock_s(computations: Sequence[ComputationRecord]) -> float:
     seconds = 0.0
+    # Until when the clock before it was in force; for ever, if its own was never set.
     until_s = -math.inf
     clock = None
     for computation in computations:
@@ -354,6 +359,7 @@ class _CallIndex:
         self._calls = calls
         self._before = before
         self._begun_s = [call.begun_s for call in calls]
+        # Several calls may be for one position, in several iterations.
         self._by_position: dict[int | None, list[SetCall]] = {}
         for call in calls:
             self._by_position.setdefault(call.position, []).append(call)
@@ -389,6 +395,7 @@ def _achieved_mhz(
     """Yield the first clock that was read after the middle of each computation: no call was made
     in between.
     """
+    # Each call reads the clock right before it changes it.
     ordered = sorted(
         [*samples, *(ClockSample(call.begun_s, call.before_mhz) for call in calls)], key=_time_s
     )

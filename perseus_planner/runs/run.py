@@ -198,6 +198,7 @@ class Run:
         """Versions of the plans that iterations ran by, oldest first; without plans that are no
         longer kept.
         """
+        # A plan that is not kept any more cannot be shown, though iterations ran by it.
         kept = {version for version, _ in self.plans}
         oldest = min(kept) if len(kept) >= recording.PLANS_KEPT else 0
         used_versions = {
@@ -206,6 +207,7 @@ class Run:
         return tuple(sorted(version for version in used_versions if version >= oldest))
 
     def plan_name(self, version: int) -> str:
+        # The service counts plans over all jobs; without one a version is a number of this run.
         """Return what a plan is called: as its service counts it, where plans of one have come."""
         rows = [row for rank in self.ranks for row in rank.iterations]
         numbers = [row.service_version for row in rows if row.version == version]
@@ -249,6 +251,7 @@ class Run:
 
         None if no rank has such an iteration.
         """
+        # Ranks wait for each other, so the slowest one decides.
         counted = [rank.counted(version) for rank in self.ranks]
         return max((fmean(row.time_s for row in rows) for rows in counted if rows), default=None)
 
@@ -266,6 +269,7 @@ class Run:
         ]
         frame = make_frame(rows, {"version": WHOLE})
         texts = ("deviation", "origin", "gpu")
+        # Columns of objects, where numbers may be missing, would not add up.
         unknown = [
             name for name in frame.columns if frame[name].dtype == object and name not in texts
         ]
@@ -345,6 +349,7 @@ def _rows(attempt: Path) -> dict[int, list[IterationRecord]]:
     """Return rank -> its rows, for ranks that have some."""
     by_rank = {}
     for rank in ranks_in(attempt):
+        # The older file first, so that rows are in order.
         paths = [recording.iterations_path(attempt, rank, old=old) for old in (True, False)]
         rows = [row for path in paths if path.exists() for row in ITERATIONS.read(path)]
         if rows:

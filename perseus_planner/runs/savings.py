@@ -117,14 +117,17 @@ def plan_costs(
     waiting_w = plan.rank_waiting_w[rank]
     gpus = plan.gpus_per_stage
     ranks = len(plan.schedule.ranks)
-    rows = [_rows(plan, each, clock) for each, clock in zip(computations, clocks, strict=True)]
+    rows = [
+        _rows(plan, computation, clock)
+        for computation, clock in zip(computations, clocks, strict=True)
+    ]
     # Plans of 0.3 have the energy of full clocks only for the whole iteration.
     if plan.full_clocks is None:
         rows = [_whole_cost(plan, rows, rank)]
-    own = tuple(Cost(c.time_s, c.energy_j / gpus, c.full_s, c.full_j / gpus) for c in rows)
+    costs_of_one = tuple(Cost(c.time_s, c.energy_j / gpus, c.full_s, c.full_j / gpus) for c in rows)
     # Errors of rows are common to all GPUs, so each has its part of them.
     error_j = _saving_error_j(plan) / (ranks * gpus)
-    return profile_costs(own, waiting_w / gpus, plan.time_s, error_j)
+    return profile_costs(costs_of_one, waiting_w / gpus, plan.time_s, error_j)
 
 
 def profile_costs(
@@ -178,7 +181,9 @@ def _whole_cost(plan: Plan, rows: Sequence[Cost], rank: int) -> Cost:
     # Waiting is drawn in both, so what is left is what computing takes.
     baseline_j = plan.baseline_energy_j - waiting_w * plan.baseline_time_s
     own_j = plan.energy_j - waiting_w * plan.time_s
-    all_j = math.fsum(plan.measurement(each).energy_j for each in plan.schedule.computations())
+    all_j = math.fsum(
+        plan.measurement(computation).energy_j for computation in plan.schedule.computations()
+    )
     # A rank's part of what is saved is that of its energy.
     part = energy_j / all_j if all_j > 0.0 else 0.0
     saved_j = baseline_j - own_j

@@ -48,13 +48,13 @@ def upgraded(value: Any) -> Any:
     """
     if not isinstance(value, dict) or "phase" not in value or "text" in value:
         return value
-    own = {name: value[name] for name in _OWN_FIELDS if name in value}
-    others = {name: each for name, each in value.items() if name not in own}
+    own_values = {name: value[name] for name in _OWN_FIELDS if name in value}
+    others = {name: entry for name, entry in value.items() if name not in own_values}
     # Batches were nested in 0.3, and columns are flat.
     batches = others.pop("batches", None)
     if isinstance(batches, dict):
-        others |= {f"batches.{name}": each for name, each in batches.items()}
-    return {**own, "text": value["phase"], "columns": others}
+        others |= {f"batches.{name}": entry for name, entry in batches.items()}
+    return {**own_values, "text": value["phase"], "columns": others}
 
 
 def save_status(attempt: Path, status: DeciderStatus) -> None:

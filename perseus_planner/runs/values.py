@@ -56,8 +56,8 @@ def values_csv(run: Run) -> bytes:
         for row in rank.iterations:
             values = values_of(row)
             cells = [values.get(name) for name in _VALUES]
-            place = (row.iteration, rank.rank, row.pipeline, row.pipeline_rank)
-            rows.append((*place, row.gpu, row.version, row.begin_s, *cells))
+            numbers = (row.iteration, rank.rank, row.pipeline, row.pipeline_rank)
+            rows.append((*numbers, row.gpu, row.version, row.begin_s, *cells))
     # By iteration first, so that ranks of one can be compared.
     rows.sort(key=lambda cells: cells[:2])
     return csv_text([(*_RANK, *_VALUES), *rows]).encode()

@@ -220,25 +220,25 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
         step = f"{begins}see where with `planner show {folder} --perfetto run.json`"
         return Verdict(ratio, "waiting", (), begin + text, step)
     # Ranks that are off by half of the worst are named with it.
-    those = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
-    apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in those]
-    how = f"{_span([abs(each - 1) for each in apart])} {'longer' if ratio > 1 else 'shorter'}"
+    off_ranks = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
+    apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in off_ranks]
+    how = f"{_span([abs(factor - 1) for factor in apart])} {'longer' if ratio > 1 else 'shorter'}"
     # The worst rank tells why, as it decides how long the iteration is.
     worst = ranks[max(longer_s, key=lambda rank: longer_s[rank])]
     not_set = worst.changes_late + worst.changes_overtaken
     if not_set and worst.off_clock_s / worst.windows >= most_s / 2:
-        they = "it computes" if len(those) == 1 else "they compute"
+        they = "it computes" if len(off_ranks) == 1 else "they compute"
         text = (
-            f"clocks come late on {rank_names(those)}, where {not_set} of {worst.changes_asked} "
-            f"changes were late or overtaken, so {they} {how}"
+            f"clocks come late on {rank_names(off_ranks)}, where {not_set} of "
+            f"{worst.changes_asked} changes were late or overtaken, so {they} {how}"
         )
         step = (
             "measure how long a change takes with `planner doctor --measure-latency`, and plan "
             "again with --max-changes"
         )
-        return Verdict(ratio, "late clocks", those, begin + text, step)
+        return Verdict(ratio, "late clocks", off_ranks, begin + text, step)
     # All ranks alike means that the profile is of other conditions.
-    if len(those) == len(ranks):
+    if len(off_ranks) == len(ranks):
         busy = sum(account.overloaded for account in ranks.values())
         host = (
             ", while hosts have more to run than CPUs"
@@ -247,14 +247,14 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
         )
         name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
         step = f"profile where you train, {_HELP}"
-        return Verdict(ratio, "all ranks", those, f"{begin}{name} {how}{host}", step)
-    verb = "computes" if len(those) == 1 else "compute"
+        return Verdict(ratio, "all ranks", off_ranks, f"{begin}{name} {how}{host}", step)
+    verb = "computes" if len(off_ranks) == 1 else "compute"
     others = "the others wait" if ratio > 1 else "the others do not"
     return Verdict(
         ratio,
         "one rank",
-        those,
-        f"{begin}{rank_names(those)} {verb} {how}, {others}",
+        off_ranks,
+        f"{begin}{rank_names(off_ranks)} {verb} {how}, {others}",
         "look at the GPU with `planner doctor` on that node; with a service, a report of the slow "
         "rank lets the others save while they wait",
     )
@@ -306,14 +306,15 @@ def far_off_plan(ranks: Mapping[int, Account]) -> str | None:
     Args:
         ranks: Rank in the job -> the account of iterations that ran as planned.
     """
-    known = {
+    # Only where all iterations ran as planned do planned times cover the same iterations.
+    planned = {
         rank: account
         for rank, account in ranks.items()
         if account.planned_s and account.windows == account.as_planned
     }
-    if not known:
+    if not planned:
         return None
-    time_s, planned_s = _iteration_s(known)
+    time_s, planned_s = _iteration_s(planned)
     ratio = time_s / planned_s
     if 1 / FAR_OFF <= ratio <= FAR_OFF:
         return None

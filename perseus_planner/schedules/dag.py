@@ -53,11 +53,9 @@ class PipelineDag:
         # Each computation has to have a cost, so the first one without is named with its remedy.
         for key, computation in zip(self.iteration.keys, self.computations, strict=True):
             if key not in self.profile.measurements:
-                other = (
-                    "leave that variant out"
-                    if "." in key[1]
-                    else f"use a schedule without {key[1]}"
-                )
+                remedy = f"use a schedule without {key[1]}"
+                if "." in key[1]:
+                    remedy = "leave that variant out"
                 if computation in self.schedule.forward_of:
                     # `planner profile` does not measure pairs, so the table is where rows come in.
                     raise ProfileError(
@@ -68,7 +66,7 @@ class PipelineDag:
                     )
                 raise ProfileError(
                     f"the profile has no {key[1]} of stage {key[0]}, which "
-                    f"{self.schedule.text_of(computation)} needs; measure it, or {other}"
+                    f"{self.schedule.text_of(computation)} needs; measure it, or {remedy}"
                 )
         # A rank's GPUs wait at one power, whichever of its stages they wait for.
         for rank, program in enumerate(self.schedule.ranks):
@@ -188,7 +186,8 @@ class PipelineDag:
 
     def mode_points(self, key: tuple[int, str]) -> dict[str, tuple[OperatingPoint, ...]]:
         """Return the Pareto front of a computation's class in each mode, fastest first."""
-        (stage, kind), modes = key, self.profile.modes
+        stage, kind = key
+        modes = self.profile.modes
         assert modes is not None
         fronts = {
             mode: pareto_front(
@@ -197,6 +196,7 @@ class PipelineDag:
             )
             for mode in modes.usable
         }
+        # A point knows its mode, as fronts of several modes are mixed later.
         return {
             mode: tuple(replace(point, mode=mode) for point in front)
             for mode, front in fronts.items()
@@ -216,6 +216,7 @@ class PipelineDag:
         """Return the measurement of every computation at its maximum clock, in the modes of `base`
         if it has one.
         """
+        # What a saving is compared with runs in the modes that training has without a plan.
         keys = (self.base or self.iteration).keys
         return [self.profile.measurements[key][0] for key in keys]
 
@@ -237,9 +238,11 @@ class PipelineDag:
             energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
             graph.add_node(str(operation), time_s=operation.time_s, **energy)
         # A lag of 0 is left out, as the reader takes it for 0.
-        for place, waits in enumerate(self.iteration.waits):
-            for other, lag_s in waits:
-                graph.add_edge(nodes[other], nodes[place], **({"lag_s": lag_s} if lag_s else {}))
+        for position, waits in enumerate(self.iteration.waits):
+            for predecessor, lag_s in waits:
+                graph.add_edge(
+                    nodes[predecessor], nodes[position], **({"lag_s": lag_s} if lag_s else {})
+                )
         return graph
 
 
@@ -268,19 +271,25 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
             programs[ranks[node]].append(node)
     computed = [node for program in programs for node in program]
     operations = {node: work for node, work in nodes.items() if isinstance(work, Operation)}
-    place = {node: i for i, node in enumerate([*computed, *operations])}
+    position_of = {node: i for i, node in enumerate([*computed, *operations])}
     # The previous node of the rank first, as in `pipeline_iteration`, then the others by their
     # place.
     waits = [
-        sorted(graph.pred[node], key=lambda other: (other != previous_of[node], place[other]))
-        for node in place
+        sorted(
+            graph.pred[node],
+            key=lambda predecessor: (predecessor != previous_of[node], position_of[predecessor]),
+        )
+        for node in position_of
     ]
     return Iteration(
         Schedule(name, tuple(tuple(nodes[node] for node in program) for program in programs)),  # type: ignore[misc]
-        tuple(tuple(place[other] for other in predecessors) for predecessors in waits),
         tuple(
-            tuple(graph.edges[other, node].get("lag_s", 0.0) for other in predecessors)
-            for node, predecessors in zip(place, waits, strict=True)
+            tuple(position_of[predecessor] for predecessor in predecessors)
+            for predecessors in waits
+        ),
+        tuple(
+            tuple(graph.edges[predecessor, node].get("lag_s", 0.0) for predecessor in predecessors)
+            for node, predecessors in zip(position_of, waits, strict=True)
         ),
         tuple(operations.values()),
         tuple(graph.nodes[node].get("kind", nodes[node].kind) for node in computed),  # type: ignore[union-attr]
@@ -301,6 +310,7 @@ def _node(node: object, attributes: dict[str, Any]) -> Computation | Operation:
     if isinstance(node, Computation):
         return node
     text = str(node)
+    # Only operations have a time of their own; a computation's is that of the profile.
     if "time_s" not in attributes:
         try:
             return Computation.parse(text)
@@ -335,15 +345,14 @@ def _one_order(
         ) from None
     # One bit for each node, so that all that lie before a node fit into one number.
     bit = {node: 1 << i for i, node in enumerate(order)}
-    ahead: dict[
-        Hashable, int
-    ] = {}  # the nodes from which a path leads to this one, including itself
+    # The nodes from which a path leads to a node, itself among them.
+    ahead: dict[Hashable, int] = {}
     last: dict[int, Hashable] = {}
     pairs = []
     for node in order:
         ahead[node] = bit[node]
-        for other in graph.pred[node]:
-            ahead[node] |= ahead[other]
+        for predecessor in graph.pred[node]:
+            ahead[node] |= ahead[predecessor]
         # Two nodes of a rank without a path between them have no order, and a rank runs one at a
         # time.
         previous = last.get(ranks[node])

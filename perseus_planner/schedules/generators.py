@@ -247,17 +247,17 @@ def combined_1f1b(
 
 
 def _combined(order: Sequence[Computation]) -> list[Cell]:
-    forwards = [each for each in order if each.kind == "F"]
-    backwards = [each for each in order if each.kind == "B"]
-    first = next(place for place, each in enumerate(order) if each.kind == "B")
+    forwards = [computation for computation in order if computation.kind == "F"]
+    backwards = [computation for computation in order if computation.kind == "B"]
+    first = next(position for position, computation in enumerate(order) if computation.kind == "B")
     # The plain warm-up, the forward of its first turn, and one more that makes up for the overlap:
     # that of the first turn comes alone, and the next one is the first to overlap.
     warmup = min(first, len(forwards))
     overlapping = forwards[warmup:]
     return [
-        *((each,) for each in forwards[:warmup]),
+        *((computation,) for computation in forwards[:warmup]),
         *zip(overlapping, backwards, strict=False),
-        *((each,) for each in backwards[len(overlapping) :]),
+        *((computation,) for computation in backwards[len(overlapping) :]),
     ]
 
 
@@ -285,9 +285,9 @@ def interleaved_zero_bubble(ranks: int, virtual_stages: int, microbatches: int) 
     # With one stage groups do not matter, so any number of microbatches will do.
     rounds = 1 if virtual_stages == 1 else max(1, microbatches // ranks)
     # Torch makes equal groups, so a rest cannot be run.
-    group, rest = divmod(microbatches, rounds)
-    if rest:
-        fewer = microbatches - rest
+    group, left_over = divmod(microbatches, rounds)
+    if left_over:
+        fewer = microbatches - left_over
         raise ScheduleError(
             f"{microbatches} microbatches on {ranks} ranks do not make {rounds} equal groups; "
             f"give {fewer} or {fewer + rounds} microbatches"
@@ -310,15 +310,16 @@ def _group(ranks: int, microbatches: int, group: int | None) -> int:
         group = least
     if not least <= group <= microbatches:
         raise ScheduleError(f"group is {group}; give a whole number from {least} to {microbatches}")
-    rest = microbatches % group
-    if 0 < rest < least:
+    # A last group may be smaller, but Megatron refuses one of fewer microbatches than ranks.
+    left_over = microbatches % group
+    if 0 < left_over < least:
         fits = next(
             size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least
         )
         raise ScheduleError(
-            f"{microbatches} microbatches in groups of {group} leave a last group of {rest}, "
-            f"fewer than the {ranks} ranks; give a group of {fits}, or {microbatches - rest} or "
-            f"{microbatches - rest + group} microbatches"
+            f"{microbatches} microbatches in groups of {group} leave a last group of {left_over}, "
+            f"fewer than the {ranks} ranks; give a group of {fits}, or {microbatches - left_over} "
+            f"or {microbatches - left_over + group} microbatches"
         )
     return group
 
@@ -374,6 +375,7 @@ class _Rank:
         weights = next(
             (pending for pending in self.pending if stage in (None, pending.stage)), None
         )
+        # Out of the middle: weights of the other stage may be older.
         if weights is not None:
             self.pending.remove(weights)
             self.order.append(weights)
@@ -399,6 +401,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         ScheduleError: If a size is not a whole number of at least 1, or the iteration is too large.
     """
     ranks, microbatches = check_sizes(ranks=ranks, microbatches=microbatches)
+    # The order needs as many microbatches as are in flight at once.
     (padded, _) = check_sizes(microbatches=max(microbatches, 2 * ranks - 1), ranks=ranks)
     orders = (_zbv_rank(rank, ranks, padded) for rank in range(ranks))
     return Schedule(
@@ -411,36 +414,36 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
 
 def _zbv_rank(rank: int, ranks: int, microbatches: int) -> list[Computation]:
-    here = _Rank(rank, ranks)
-    down = here.down
-    up = here.up
+    built = _Rank(rank, ranks)
+    down = built.down
+    up = built.up
     for _ in range(2 * (ranks - rank) - 1):  # until the first microbatch is back from the bottom
-        here.run(down, "F")
+        built.run(down, "F")
     for _ in range(rank):
-        here.run(up, "F")
-        here.run(down, "F")
+        built.run(up, "F")
+        built.run(down, "F")
     for _ in range(ranks - rank):  # until its gradient has come all the way round
-        here.run(up, "F")
-        here.run_parts(up)
+        built.run(up, "F")
+        built.run_parts(up)
     # From here on each forward is followed by a backward in two parts.
-    while here.started(up) < microbatches:
+    while built.started(up) < microbatches:
         # The last forwards down come before the last ones up, so these run out first.
-        if here.started(down) < microbatches:
-            here.run(down, "F")
-        here.run_parts(down)
-        here.run(up, "F")
-        here.run_parts(up)
+        if built.started(down) < microbatches:
+            built.run(down, "F")
+        built.run_parts(down)
+        built.run(up, "F")
+        built.run_parts(up)
     for _ in range(rank):  # now other ranks wait for input gradients, but none for weight gradients
-        here.run(down, "I")
-        here.run(up, "I")
+        built.run(down, "I")
+        built.run(up, "I")
     for _ in range(ranks - rank):
-        here.run(down, "I")
-        here.run_weights(down)
+        built.run(down, "I")
+        built.run_weights(down)
     # Nothing waits for weight gradients, so they run when all else is done.
     for stage in (up, down):
-        for _ in [computation for computation in here.pending if computation.stage == stage]:
-            here.run_weights(stage)
-    return here.order
+        for _ in [computation for computation in built.pending if computation.stage == stage]:
+            built.run_weights(stage)
+    return built.order
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -480,61 +483,65 @@ def overlapped_dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         behind = ranks - 1 - rank
         # After the forwards of the start, and I, W and F of its second step
         start = 2 * behind + 2 * (rank + 1) + 3 * behind
+        # Turns of the middle are what is left of the forwards after the start and before the end.
         turns = microbatches - ranks - behind
-        own: list[Cell] = [(each,) for each in order[:start]]
-        place = start
+        rank_cells: list[Cell] = [(each,) for each in order[:start]]
+        position = start
         for turn in range(turns):
-            parts = order[place : place + 4]
-            place += 4
+            parts = order[position : position + 4]
+            position += 4
             # On the last rank torch runs the first two one after the other.
             alone = turn == 0 and rank == ranks - 1
-            own += [(each,) for each in parts[:2]] if alone else [(parts[0], parts[1])]
-            own.append((parts[2], parts[3]))
+            rank_cells += [(each,) for each in parts[:2]] if alone else [(parts[0], parts[1])]
+            rank_cells.append((parts[2], parts[3]))
+        # In the turns after the middle one backward comes alone, and the next one overlaps a
+        # forward.
         for _ in range(behind):
-            own += [(order[place],), (order[place + 1], order[place + 2])]
-            place += 3
-        cells.append([*own, *((each,) for each in order[place:])])
+            rank_cells += [(order[position],), (order[position + 1], order[position + 2])]
+            position += 3
+        # Behind the middle nothing overlaps any more.
+        cells.append([*rank_cells, *((each,) for each in order[position:])])
     return schedule_of_cells("dualpipe-v-overlapped", cells)
 
 
 def _dualpipe_rank(rank: int, ranks: int, microbatches: int) -> tuple[Computation, ...]:
-    here = _Rank(rank, ranks)
-    down = here.down
-    up = here.up
+    built = _Rank(rank, ranks)
+    down = built.down
+    up = built.up
     behind = ranks - 1 - rank  # number of ranks between this one and the bottom of the V
     # Until microbatches come back from the bottom of the V, only the way down has work.
     for _ in range(2 * behind):
-        here.run(down, "F")
+        built.run(down, "F")
     # Both ways have forwards, and no gradient has come yet.
     for _ in range(rank + 1):
-        here.run(down, "F")
-        here.run(up, "F")
+        built.run(down, "F")
+        built.run(up, "F")
     # The first gradients come from the bottom, and their weights follow at once.
     for _ in range(behind):
-        here.run_parts(up)
-        here.run(up, "F")
+        built.run_parts(up)
+        built.run(up, "F")
     # In the middle both ways have a forward and a backward in turn.
     for _ in range(microbatches - ranks - behind):
-        here.run(down, "F")
-        here.run(up, "B")
-        here.run(up, "F")
-        here.run(down, "B")
+        built.run(down, "F")
+        built.run(up, "B")
+        built.run(up, "F")
+        built.run(down, "B")
     # Forwards down have run out.
     for _ in range(behind):
-        here.run(up, "B")
-        here.run(up, "F")
-        here.run(down, "B")
+        built.run(up, "B")
+        built.run(up, "F")
+        built.run(down, "B")
     # The second half of the last backwards delay their weight gradients to when there is nothing
     # else to do.
     for step in range(2 * (rank + 1)):
-        here.run(down if step % 2 else up, "B" if step <= rank else "I")
+        built.run(down if step % 2 else up, "B" if step <= rank else "I")
     # Weights fill the time until the next input gradient comes.
     for _ in range(behind):
-        here.run_weights()
-        here.run(down, "I")
+        built.run_weights()
+        built.run(down, "I")
     for _ in range(rank + 1):
-        here.run_weights()
-    return tuple(here.order)
+        built.run_weights()
+    return tuple(built.order)
 
 
 class Generator(NamedTuple):
@@ -668,13 +675,14 @@ def _generator(name: str) -> Generator:
         return Generator(_whole, 1)
     if name in NAMES:
         return NAMES[name]
-    place = extensions.places("schedules").get(name)
-    if place is None:
+    where = extensions.places("schedules").get(name)
+    if where is None:
         advice = did_you_mean(name, schedule_names())
         advice = advice or f"give one of {', '.join(schedule_names())}"
+        # The most frequent mistake: a file whose name has another ending.
         if "." in name:
             advice = "the name of a text grid ends in .csv or .txt"
         raise ScheduleError(f"there is no schedule {shown(name)}; {extensions.remedy(advice)}")
-    generator = extensions.load(place)
+    generator = extensions.load(where)
     assert isinstance(generator, Generator)
     return generator

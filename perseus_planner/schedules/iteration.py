@@ -83,10 +83,10 @@ class Iteration:
             )
         # Places and lags come from files and graphs too, so each is checked.
         for name, before in zip(names, self.predecessors, strict=True):
-            for other in before:
-                if other not in places:
+            for predecessor in before:
+                if predecessor not in places:
                     raise ScheduleError(
-                        f"{name} waits for place {other}; places are 0 to {len(places) - 1}"
+                        f"{name} waits for place {predecessor}; places are 0 to {len(places) - 1}"
                     )
             if len(set(before)) < len(before):
                 raise ScheduleError(
@@ -99,12 +99,15 @@ class Iteration:
         # Equal iterations must compare equal, so defaults are stored as nothing.
         object.__setattr__(self, "lags_s", self._checked_lags_s())
         # Suffixes and modes are added to kinds, and never change them.
-        own = tuple(c.kind for c in self.computations)
-        if self.kinds and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != own:
+        kinds_of_schedule = tuple(c.kind for c in self.computations)
+        if (
+            self.kinds
+            and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != kinds_of_schedule
+        ):
             raise ScheduleError(
                 "kinds: are not those of the computations, with or without a suffix such as .sync"
             )
-        object.__setattr__(self, "kinds", () if self.kinds == own else self.kinds)
+        object.__setattr__(self, "kinds", () if self.kinds == kinds_of_schedule else self.kinds)
         _ = self.order  # refuses a cycle
 
     def _checked_lags_s(self) -> tuple[tuple[float, ...], ...]:
@@ -115,8 +118,8 @@ class Iteration:
         for name, (before, lags_s) in zip(
             self.names, zip(self.predecessors, self.lags_s, strict=False), strict=False
         ):
-            for other, lag_s in zip(before, lags_s, strict=True):
-                WAIT.check(lag_s, f"lag_s of {self.names[other]} -> {name}", ScheduleError)
+            for predecessor, lag_s in zip(before, lags_s, strict=True):
+                WAIT.check(lag_s, f"lag_s of {self.names[predecessor]} -> {name}", ScheduleError)
             checked.append(tuple(map(WAIT.accept, lags_s)))
         return tuple(checked) if any(map(any, checked)) else ()
 
@@ -167,8 +170,8 @@ class Iteration:
     def programs(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the places of its nodes in the order in which they run."""
         programs: list[list[int]] = [[] for _ in self.schedule.ranks]
-        for place in self.order:
-            programs[self.rank_of[place]].append(place)
+        for node in self.order:
+            programs[self.rank_of[node]].append(node)
         return tuple(map(tuple, programs))
 
 
@@ -209,21 +212,21 @@ def _topological_order(
     # Kahn's algorithm: a node is ready once all that it waits for are in the order.
     successors: list[list[int]] = [[] for _ in names]
     waiting = [len(before) for before in predecessors]
-    for place, before in enumerate(predecessors):
+    for node, before in enumerate(predecessors):
         for other in before:
-            successors[other].append(place)
-    ready = deque(place for place, count in enumerate(waiting) if count == 0)
+            successors[other].append(node)
+    ready = deque(node for node, count in enumerate(waiting) if count == 0)
     order: list[int] = []
     while ready:
-        place = ready.popleft()
-        order.append(place)
-        for other in successors[place]:
+        node = ready.popleft()
+        order.append(node)
+        for other in successors[node]:
             waiting[other] -= 1
             if waiting[other] == 0:
                 ready.append(other)
     # What is left waits in a ring, so any node of it has a predecessor that is left too.
     if len(order) < len(names):
-        stuck = next(place for place, count in enumerate(waiting) if count)
+        stuck = next(node for node, count in enumerate(waiting) if count)
         predecessor = next(other for other in predecessors[stuck] if waiting[other])
         raise ScheduleError(
             f"{names[stuck]} can never start: it waits for {names[predecessor]}, which in the end "

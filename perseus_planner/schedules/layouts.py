@@ -73,9 +73,11 @@ class Layout:
         letters = "".join(self.stages)
         for letter in letters:
             if letter not in _LETTERS:
-                known = ", ".join(f"{each} ({word})" for each, word in _LETTERS.items())
-                raise self._refusal(f"{shown(letter)} is not a layer; write {known}")
-        for letter, place, stage in (("E", 0, 0), ("L", -1, -1)):
+                allowed = ", ".join(
+                    f"{known_letter} ({word})" for known_letter, word in _LETTERS.items()
+                )
+                raise self._refusal(f"{shown(letter)} is not a layer; write {allowed}")
+        for letter, end_position, stage in (("E", 0, 0), ("L", -1, -1)):
             word = _LETTERS[letter]
             if letters.count(letter) != 1 or letter not in self.stages[stage]:
                 end = "first" if stage == 0 else "last"
@@ -83,8 +85,8 @@ class Layout:
                     f"needs one {letter} ({word}), in the {end} stage, where engines build it; "
                     "put it there"
                 )
-            if letters[place] != letter:
-                where = "first" if place == 0 else "last"
+            if letters[end_position] != letter:
+                where = "first" if end_position == 0 else "last"
                 raise self._refusal(f"{letter} ({word}) is not {where}; put it there")
         # Engines build modules of prediction after all decoder layers.
         if "t" in letters[letters.find("m") :] and "m" in letters:
@@ -146,6 +148,7 @@ class Layout:
         cells = [_cell(stage) for stage in self.stages]
         parts = list[str]()
         for cell, same in groupby(cells[:-1]):
+            # A product that is longer than what it stands for would save nothing.
             count = len(list(same))
             once = f"{cell}|"
             product = f"({once})*{count}"
@@ -173,19 +176,19 @@ def unroll(text: str) -> tuple[str, ...]:
     # Groups first, as Megatron unrolls them, so that characters inside are repeated after.
     for product in (_GROUP, _ONE):
         if length <= _LONGEST_TEXT:
-            length += sum(len(each[1]) * int(each[2]) for each in product.finditer(unrolled))
+            length += sum(len(match[1]) * int(match[2]) for match in product.finditer(unrolled))
         if length > (_LONGEST if product is _ONE else _LONGEST_TEXT):
             raise ScheduleError(
                 f"layout {shown(text)}: is longer than any model is deep; correct a product"
             )
-        unrolled = product.sub(lambda each: each[1] * int(each[2]), unrolled)
+        unrolled = product.sub(lambda match: match[1] * int(match[2]), unrolled)
     stages = tuple(unrolled.split("|"))
     unknown = next((letter for letter in "".join(stages) if letter not in _LETTERS), None)
     if unknown is not None:
-        known = ", ".join(f"{each} ({word})" for each, word in _LETTERS.items())
+        allowed = ", ".join(f"{letter} ({word})" for letter, word in _LETTERS.items())
         raise ScheduleError(
-            f"layout {shown(text)}: {shown(unknown)} is not a layer; write {known}, | between "
-            "stages, and x*3 or (...)*3 for repeats"
+            f"layout {shown(text)}: {shown(unknown)} is not a layer; write {allowed}, | "
+            "between stages, and x*3 or (...)*3 for repeats"
         )
     return stages
 
@@ -236,7 +239,10 @@ def _counted(
         values[name] = value
     where = f"layout {shown(text)}"
     # The set of options tells which engine's they are.
-    reader = next((each for names, each in _READERS if values and values.keys() <= names), None)
+    reader = next(
+        (read for names, read in _READERS if values and values.keys() <= names),
+        None,
+    )
     if reader is None:
         raise ScheduleError(f"{where}: is unknown; {_FORMS}")
     # Only boundaries say how many layers there are.
@@ -270,25 +276,27 @@ def _of_ends(
     """
     ranks = stages // virtual_stages
     ends = {
-        place: _number(name, values[name])
-        for name, place in (("first", 0), ("last", ranks - 1))
+        end_rank: _number(name, values[name])
+        for name, end_rank in (("first", 0), ("last", ranks - 1))
         if name in values
     }
     # What both ends leave is shared evenly by the other ranks.
     left = layers - sum(ends.values())
     others = ranks - len(ends)
+    # Without other ranks nothing may be left over.
     if left < 0 or (others and left % others) or (not others and left):
         raise ScheduleError(
             f"leaves {left} layers for {others} other ranks, which they do not share evenly; "
             "change a number"
         )
-    each = left // others if others else 0
-    of_rank = [ends.get(rank, each) for rank in range(ranks)]
+    per_rank = left // others if others else 0
+    of_rank = [ends.get(rank, per_rank) for rank in range(ranks)]
     return _virtual(of_rank, virtual_stages)
 
 
 def _virtual(of_rank: Sequence[int], virtual_stages: int) -> tuple[int, ...]:
     for rank, count in enumerate(of_rank):
+        # Virtual stages of a rank hold as many layers each.
         if count % virtual_stages:
             raise ScheduleError(
                 f"rank {rank} has {count} layers, which its {virtual_stages} virtual stages do not "
@@ -335,13 +343,13 @@ def _of_less(
     if stages == 1:
         return (layers,)
     # What is first and last counts as so many layers, and the first stages take what is left over.
-    each, more = divmod(layers + sum(less), stages)
-    if each == 0 or max(less) > each:
+    per_stage, more = divmod(layers + sum(less), stages)
+    if per_stage == 0 or max(less) > per_stage:
         raise ScheduleError(
-            f"{stages} stages have {each} layers each, and {max(less)} are taken from one; use "
-            "fewer stages or take less"
+            f"{stages} stages have {per_stage} layers each, and {max(less)} are taken from one; "
+            "use fewer stages or take less"
         )
-    counts = [each + (stage < more) for stage in range(stages)]
+    counts = [per_stage + (stage < more) for stage in range(stages)]
     counts[0] -= less[0]
     counts[-1] -= less[1]
     return tuple(counts)
@@ -383,9 +391,8 @@ class Rebalanced(NamedTuple):
     """A balanced layout, and the seconds of its stages."""
 
     layout: Layout
-    stage_s: tuple[
-        float, ...
-    ]  #: forward and backward of a microbatch on each stage, at full clocks
+    #: forward and backward of a microbatch on each stage, at full clocks
+    stage_s: tuple[float, ...]
 
 
 def rebalance(
@@ -426,8 +433,8 @@ def rebalance(
         return max(
             sum(
                 beside_s[stage] + counts[stage] * layer_s
-                for stage, own in enumerate(stage_ranks)
-                if own == rank
+                for stage, holder in enumerate(stage_ranks)
+                if holder == rank
             )
             for rank in ranks
         )
@@ -475,10 +482,10 @@ def balance(
     least = [0 if beside > 0.0 else 1 for beside in beside_s]
     # How many layers a rank can hold depends on which of its stages they are on.
     rooms = [
-        _room(own, bytes_each, free_of_rank, least)
-        for own, free_of_rank in zip(of_rank, free, strict=True)
+        _room(rank_stages, bytes_each, free_of_rank, least)
+        for rank_stages, free_of_rank in zip(of_rank, free, strict=True)
     ]
-    counts = [sum(least[stage] for stage in own) for own in of_rank]
+    counts = [sum(least[stage] for stage in rank_stages) for rank_stages in of_rank]
     if any(count > room for count, room in zip(counts, rooms, strict=True)):
         return None
     # What each stage must have is not free to move.
@@ -487,8 +494,8 @@ def balance(
         return None
     # Of equally fast ranks the last one gets the next layer: it keeps fewer microbatches.
     ends = [
-        (sum(beside_s[s] for s in own) + (count + 1) * layer_s, -rank)
-        for rank, (own, count) in enumerate(zip(of_rank, counts, strict=True))
+        (sum(beside_s[s] for s in rank_stages) + (count + 1) * layer_s, -rank)
+        for rank, (rank_stages, count) in enumerate(zip(of_rank, counts, strict=True))
         if count < rooms[rank]
     ]
     heapq.heapify(ends)
@@ -496,13 +503,13 @@ def balance(
     for _ in range(left):
         if not ends:
             return None
-        end_s, place = heapq.heappop(ends)
-        counts[-place] += 1
-        if counts[-place] < rooms[-place]:
-            heapq.heappush(ends, (end_s + layer_s, place))
+        end_s, minus_rank = heapq.heappop(ends)
+        counts[-minus_rank] += 1
+        if counts[-minus_rank] < rooms[-minus_rank]:
+            heapq.heappush(ends, (end_s + layer_s, minus_rank))
     split = list(least)
-    for own, count, free_of_rank in zip(of_rank, counts, free, strict=True):
-        _fill(split, own, count, layer_s, beside_s, bytes_each, free_of_rank)
+    for rank_stages, count, free_of_rank in zip(of_rank, counts, free, strict=True):
+        _fill(split, rank_stages, count, layer_s, beside_s, bytes_each, free_of_rank)
     return tuple(split)
 
 
@@ -510,10 +517,12 @@ def _room(
     own: Sequence[int], bytes_each: Sequence[float], free: float, least: Sequence[int]
 ) -> float:
     """Return the most layers of a rank with these stages; less than it must have if none fit."""
+    # What is left once each stage has what it must have.
     left = free - sum(bytes_each[stage] * least[stage] for stage in own)
     smallest = min(bytes_each[stage] for stage in own)
     if left < 0:
         return -1
+    # The most layers are those on the stage where a layer is smallest.
     more = math.inf if smallest == 0.0 or math.isinf(left) else left // smallest
     return sum(least[stage] for stage in own) + more
 

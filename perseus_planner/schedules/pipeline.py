@@ -44,6 +44,7 @@ class Transfer(Checked, error=ScheduleError, prefix="transfer, "):
         if latency_s == 0.0:
             return self
 
+        # Each boundary, or the one number of all.
         def more(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
             return (
                 tuple(wait_s + latency_s for wait_s in value)
@@ -58,6 +59,7 @@ class Transfer(Checked, error=ScheduleError, prefix="transfer, "):
         ranks = schedule.stage_ranks
         if ranks[source.stage] == ranks[target.stage]:
             return 0.0
+        # An activation and a gradient between the same two stages cross the same boundary.
         value = self.forward_s if target.kind == "F" else self.backward_s
         return value[min(source.stage, target.stage)] if isinstance(value, tuple) else value
 
@@ -193,21 +195,21 @@ def pipeline_iteration(
     check_pipeline(schedule)
     transfer.check(schedule.stages)
     computations = tuple(schedule.computations())
-    place: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
+    place_of: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
     # Operations get places as they come, behind all computations.
     added: list[Operation] = []
     waits: dict[int, list[tuple[int, float]]] = {i: [] for i in range(len(computations))}
     for rank, program in enumerate(schedule.ranks):
         previous: int | None = None
         for node in _program(rank, program, operations):
-            here = place.setdefault(node, len(place))
+            node_place = place_of.setdefault(node, len(place_of))
             if isinstance(node, Operation):
                 added.append(node)
-                waits[here] = []
+                waits[node_place] = []
             # A rank runs one after the other, so each node waits for the one before it.
             if previous is not None:
-                waits[here].append((previous, 0.0))
-            previous = here
+                waits[node_place].append((previous, 0.0))
+            previous = node_place
     # An operation that applies to nothing is an error of its text, and would be missing silently.
     for fixed_operation in operations:
         if fixed_operation.name not in {operation.name for operation in added}:
@@ -218,18 +220,20 @@ def pipeline_iteration(
             )
     # A pair stands at its backward's place, and waits for what both of its computations need.
     for forward, backward in schedule.pairs:
-        place[forward] = place[backward]
+        place_of[forward] = place_of[backward]
     present = {*computations, *schedule.forward_of.values()}
     for cell in chain.from_iterable(schedule.cells):
         for computation in cell:
             needed = dependency_of(computation, present, schedule.stages - 1)
             if needed is not None:
                 _add(
-                    waits[place[cell[-1]]],
-                    place[needed],
+                    waits[place_of[cell[-1]]],
+                    place_of[needed],
                     transfer.lag_s(schedule, needed, computation),
                 )
-    predecessors = tuple(tuple(other for other, _ in waits[i]) for i in range(len(waits)))
+    predecessors = tuple(
+        tuple(predecessor for predecessor, _ in waits[i]) for i in range(len(waits))
+    )
     lags_s = tuple(tuple(lag_s for _, lag_s in waits[i]) for i in range(len(waits)))
     lagging = any(lag_s for node_lags_s in lags_s for lag_s in node_lags_s)
     kinds = _kinds(schedule, variants)
@@ -245,6 +249,7 @@ def pair_kind(forward: Computation, backward: Computation) -> str:
 
 
 def _add(waits: list[tuple[int, float]], other: int, lag_s: float) -> None:
+    # A computation may be both the one before on its rank and the one whose output is needed.
     if other not in [already for already, _ in waits]:
         waits.append((other, lag_s))
 
@@ -280,6 +285,7 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
     """Return the kind of every computation with the suffix of its variant; empty if there are no
     variants.
     """
+    # Pairs are variants that the schedule itself brings.
     renamed = {backward: pair_kind(forward, backward) for forward, backward in schedule.pairs}
     for variant in variants:
         chosen = [c for program in schedule.ranks for c in variant.chosen(program)]
@@ -298,12 +304,8 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
 
 
 _STAGE_KIND = re.compile(rf"(\d+)({KIND_IN_MODE.pattern})")
-ITERATION_KEYS = (
-    "kinds",
-    "operations",
-    "pairs",
-    "waits",
-)  #: of `iteration_to_dict`; each only if it is not the default
+ITERATION_KEYS = ("kinds", "operations", "pairs", "waits")
+"""Keys of `iteration_to_dict`; each only if it is not the default."""
 
 
 def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
@@ -320,6 +322,7 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
         content["pairs"] = {
             str(backward): str(forward) for forward, backward in iteration.schedule.pairs
         }
+    # The kinds with a suffix or a mode; others follow from the schedule.
     kinds = {
         str(computation): kind
         for computation, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
@@ -327,16 +330,18 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     }
     if kinds:
         content["kinds"] = kinds
+    # Each with its time and energy, which no profile has.
     if iteration.operations:
         content["operations"] = {
             str(operation): [operation.rank, operation.time_s, operation.energy_j]
             for operation in iteration.operations
         }
+    # By names, so that a person can read who waits for whom.
     if not _is_plain_pipeline(iteration):
         names = iteration.names
         content["waits"] = {
-            names[place]: {names[other]: lag_s for other, lag_s in waits}
-            for place, waits in enumerate(iteration.waits)
+            names[node]: {names[predecessor]: lag_s for predecessor, lag_s in waits}
+            for node, waits in enumerate(iteration.waits)
         }
     return content
 
@@ -347,9 +352,12 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     Raises:
         ScheduleError: If `content` does not describe an iteration of `schedule`.
     """
+    # A schedule's grid does not have the forwards that overlap.
     pairs = content.get("pairs", {})
     if pairs:
-        parsed = tuple((Computation.parse(pairs[each]), Computation.parse(each)) for each in pairs)
+        parsed = tuple(
+            (Computation.parse(pairs[backward]), Computation.parse(backward)) for backward in pairs
+        )
         schedule = replace(schedule, pairs=parsed)
     kinds = content.get("kinds", {})
     operations = tuple(
@@ -363,13 +371,18 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
     # Names may stand in any order in a file, so places are looked up.
     else:
         names = [*map(str, schedule.computations()), *map(str, operations)]
-        place = {name: i for i, name in enumerate(names)}
+        place_of = {name: i for i, name in enumerate(names)}
         all_waits = [content["waits"][name] for name in names]
-        predecessors = tuple(tuple(place[other] for other in waits) for waits in all_waits)
+        predecessors = tuple(
+            tuple(place_of[predecessor] for predecessor in waits) for waits in all_waits
+        )
         lags_s = tuple(tuple(map(float, waits.values())) for waits in all_waits)
+        # All lags 0 are stored as none, so that equal iterations compare equal.
         lags_s = lags_s if any(map(any, lags_s)) else ()
-    own = tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
-    return Iteration(schedule, predecessors, lags_s, operations, own)
+    kinds_of_computations = (
+        tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
+    )
+    return Iteration(schedule, predecessors, lags_s, operations, kinds_of_computations)
 
 
 def parse_stage_kind(text: str) -> tuple[int, str]:
@@ -390,6 +403,7 @@ def _is_plain_pipeline(iteration: Iteration) -> bool:
     if iteration.operations or iteration.lags_s:
         return False
     try:
+        # By doing it: what the engine would run is what a plain pipeline is.
         return pipeline_iteration(iteration.schedule).predecessors == iteration.predecessors
     except PlannerError:
         return False

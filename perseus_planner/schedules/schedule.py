@@ -33,12 +33,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-KINDS = (
-    "F",
-    "B",
-    "I",
-    "W",
-)  #: forward, full backward, gradient of the input alone, gradient of the weights alone
+KINDS = ("F", "B", "I", "W")
+"""Forward, full backward, gradient of the input alone, gradient of the weights alone."""
 
 # Python limits the length of numbers that it reads, and does not read them in linear time.
 _COMPUTATION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -97,15 +93,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ScheduleError(f"schedule {self.name}: has no ranks; give at least one")
-        place = {computation: i for i, computation in enumerate(self.computations())}
+        position_of = {computation: i for i, computation in enumerate(self.computations())}
         for forward, backward in self.pairs:
-            if forward.kind != "F" or backward.kind not in "BI" or backward not in place:
+            if forward.kind != "F" or backward.kind not in "BI" or backward not in position_of:
                 raise ScheduleError(
                     f"schedule {self.name}: {_pair_text(forward, backward)} is not a pair of a "
                     "forward and a backward that its ranks have; correct it"
                 )
         # Equal schedules have equal pairs
-        in_order = tuple(sorted(self.pairs, key=lambda pair: place[pair[1]]))
+        in_order = tuple(sorted(self.pairs, key=lambda pair: position_of[pair[1]]))
         object.__setattr__(self, "pairs", in_order)
         flaw = find_layout_flaw(self.cells)
         if flaw is not None:
@@ -124,7 +120,9 @@ class Schedule:
     @property
     def one_by_one(self) -> Schedule:
         """The same schedule with the two of each pair one after the other, the forward first."""
-        ranks = tuple(tuple(each for cell in order for each in cell) for order in self.cells)
+        ranks = tuple(
+            tuple(computation for cell in order for computation in cell) for order in self.cells
+        )
         return Schedule(self.name, ranks)
 
     def _cell(self, computation: Computation) -> Cell:
@@ -305,31 +303,33 @@ def find_pipeline_flaw(ranks: Ranks) -> Flaw | None:
     """Return why ranks without a layout flaw are not a pipeline that runs to its end; see
     `check_pipeline`.
     """
-    place = {
+    place_of = {
         computation: (rank, position)
         for rank, order in enumerate(ranks)
         for position, cell in enumerate(order)
         for computation in cell
     }
     # The place of a microbatch is that of its first computation.
-    holder = {computation.microbatch: place[computation] for computation in reversed(place)}
+    holder = {computation.microbatch: place_of[computation] for computation in reversed(place_of)}
     text = _hole("microbatch", holder)
     if text:
         return Flaw(*holder[max(holder)], text)
     # A backward is whole or in two parts, and both would run it twice.
-    for computation in place:
+    for computation in place_of:
         whole = Computation(computation.stage, "B", computation.microbatch)
-        if computation.kind in ("I", "W") and whole in place:
+        if computation.kind in ("I", "W") and whole in place_of:
             return Flaw(
-                *place[computation],
+                *place_of[computation],
                 f"{computation} is a part of {whole}, which is present too; keep one of them",
             )
     # What can run is run first, as an incomplete schedule may also be stuck.
-    flaw = _stuck(ranks, place)
+    flaw = _stuck(ranks, place_of)
     if flaw is not None:
         return flaw
     # Everything runs, so a forward whose backward is present is present on all stages.
-    return next((Flaw(*place[computation], text) for computation, text in _unfinished(place)), None)
+    return next(
+        (Flaw(*place_of[computation], text) for computation, text in _unfinished(place_of)), None
+    )
 
 
 def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw | None:
@@ -343,21 +343,22 @@ def _stuck(ranks: Ranks, place: Mapping[Computation, tuple[int, int]]) -> Flaw |
     if rank is None:
         return None
     chain: dict[int, tuple[Computation, Computation]] = {}  # rank -> what waits, and for what
+    # From each waiting rank to the one that it waits for, until a rank comes again: a ring.
     while rank not in chain:
-        head, other = _unmet(ranks, reached, rank, place, last_stage)
-        if other not in place:
+        head, needed = _unmet(ranks, reached, rank, place, last_stage)
+        if needed not in place:
             return Flaw(
-                rank, reached[rank], f"{head} can never run: it waits for {_missing(other)}"
+                rank, reached[rank], f"{head} can never run: it waits for {_missing(needed)}"
             )
-        if place[other] == (rank, reached[rank]):
+        if place[needed] == (rank, reached[rank]):
             return Flaw(
                 rank,
                 reached[rank],
-                f"{head} can never run: it waits for {other}, with which it is to overlap; put "
+                f"{head} can never run: it waits for {needed}, with which it is to overlap; put "
                 "them in cells of their own",
             )
-        chain[rank] = head, other
-        rank = place[other][0]
+        chain[rank] = head, needed
+        rank = place[needed][0]
     # The walk may have begun outside the ring.
     ring = list(chain)[list(chain).index(rank) :]
     return _closed(ranks, reached, {rank: chain[rank] for rank in ring}, place)
@@ -372,12 +373,13 @@ def _unmet(
 ) -> tuple[Computation, Computation]:
     """Return the computation at which a rank stops, and what it waits for."""
     for head in ranks[rank][reached[rank]]:
-        other = dependency_of(head, place, last_stage)
-        if other is None:
+        needed = dependency_of(head, place, last_stage)
+        if needed is None:
             continue
-        behind, position = place.get(other, (rank, len(ranks[rank])))
+        # What is missing counts as never reached.
+        behind, position = place.get(needed, (rank, len(ranks[rank])))
         if position >= reached[behind]:
-            return head, other
+            return head, needed
     raise AssertionError("it would have run")
 
 
@@ -392,23 +394,26 @@ def _closed(
     """
     # The same flaw for the same ranks, wherever the walk began.
     rank = min(ring)
-    head, other = ring[rank]
-    behind = place[other][0]
+    head, needed = ring[rank]
+    behind = place[needed][0]
     blocking = ranks[behind][reached[behind]]
     if behind == rank:
-        rest = f"which comes after it on the same rank; move {other} before it"
-    elif other in blocking:
-        rest = "which in the end waits for it; reorder them"
+        explanation = f"which comes after it on the same rank; move {needed} before it"
+    elif needed in blocking:
+        explanation = "which in the end waits for it; reorder them"
     else:
-        rest = (
+        explanation = (
             f"which comes after {_cell_text(blocking)}, which in the end waits for it; reorder them"
         )
-    return Flaw(rank, reached[rank], f"{head} can never run: it waits for {other}, {rest}")
+    return Flaw(rank, reached[rank], f"{head} can never run: it waits for {needed}, {explanation}")
 
 
 def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> list[int]:
     """Return how many cells each rank completes if all run as far as they can."""
+    # Ranks that can go on are worked off; those that wait are found by what they wait for. So each
+    # cell is looked at once, and once more for each time that it had to wait.
     reached = [0] * len(ranks)
+    # A forward of stage 0 needs nothing, which counts as done.
     done: set[Computation | None] = {None}
     waiting: dict[Computation | None, list[int]] = defaultdict(list)
     able = list(range(len(ranks)))
@@ -416,13 +421,14 @@ def _reached(ranks: Ranks, present: Container[Computation], last_stage: int) -> 
         rank = able.pop()
         while reached[rank] < len(ranks[rank]):
             cell = ranks[rank][reached[rank]]
-            others = [dependency_of(each, present, last_stage) for each in cell]
+            others = [dependency_of(part, present, last_stage) for part in cell]
             unmet = next((other for other in others if other not in done), None)
             if unmet is not None:
                 waiting[unmet].append(rank)
                 break
             done.update(cell)
             reached[rank] += 1
+            # Whoever waited for these goes on; where it cannot, it is stored again.
             for computation in cell:
                 able += waiting.pop(computation, ())
     return reached
@@ -436,6 +442,7 @@ def _missing(other: Computation) -> str:
 
 def _unfinished(present: Collection[Computation]) -> Iterator[tuple[Computation, str]]:
     """Yield forwards without a backward and I without W, each with what to do."""
+    # A whole iteration has no backward of its own.
     for computation in () if [*present] == [*WHOLE.computations()] else present:
         stage, kind, microbatch = computation
         if kind == "F" and not any(
@@ -538,24 +545,31 @@ def _content(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(_LINE_END.split(text), 1):
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
+            # With commas, blank cells at the ends of the line count in the numbers of cells.
             yield number, stripped if "," not in stripped else line
 
 
 def _line(where: str, number: int, text: str) -> _Line:
+    cells = text.split(",") if "," in text else text.split()
     filled = [
-        (_cell(f"{where}, cell {number}", stripped), number)
-        for number, content in enumerate(text.split(",") if "," in text else text.split(), 1)
-        if (stripped := content.strip())
+        (_cell(f"{where}, cell {position}", content.strip()), position)
+        for position, content in enumerate(cells, 1)
+        if content.strip()
     ]
-    return _Line(number, tuple(cell for cell, _ in filled), tuple(place for _, place in filled))
+    return _Line(
+        number,
+        tuple(cell for cell, _ in filled),
+        tuple(position for _, position in filled),
+    )
 
 
 def _cell(where: str, text: str) -> Cell:
     """Return the computation of a cell, or the two of an overlapped pair."""
+    # The forward comes first; its backward may be whole, or I alone.
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
     cell = tuple(_computation(where, part) for part in parts)
-    if overlapped and [each.kind.replace("I", "B") for each in cell] != ["F", "B"]:
+    if overlapped and [part_of_pair.kind.replace("I", "B") for part_of_pair in cell] != ["F", "B"]:
         raise ScheduleError(
             f"{where}: {shown(text)} is not a forward and a backward; write a pair as "
             "(3F9;4B2)OVERLAP_F_B"

@@ -79,9 +79,11 @@ def release(gpu: Gpu, record: LeaseRecord, *, is_fresh: bool = False) -> bool:
         GpuError: If the GPU cannot be reset, in which case the record is kept, or the record cannot
             be removed.
     """
+    # Through NVML there is nothing late to wait for.
     for is_last in (False, True) if is_fresh and not record.gpu.startswith("nvml:") else (True,):
         with lock_records(record.uuid) as records:
             others = [other for other in records.read()[0] if other.lease != record.lease]
+            # A new owner has set the GPU by now: its clock is not to be touched.
             is_free = not any(other.is_living for other in others)
             if is_free:
                 undo(gpu, record)
@@ -102,6 +104,7 @@ def run_at_once(action: Action, leased: Sequence[tuple[Gpu, LeaseRecord]]) -> li
     failures.
     """
     runs = [in_background(partial(action, *one), "planner lease") for one in leased]
+    # Begun all at once above, so waiting in turn takes as long as the slowest.
     failures = []
     for run, (_, record) in zip(runs, leased, strict=True):
         try:
@@ -191,7 +194,9 @@ def main(lease: str, *numbers: str) -> int:
     reset, by the guardian or the owner, else 2.
     """
     owner = os.getppid()
+    # Numbers of processes are used again, so ranks are watched from the start, while they live.
     users = [WatchedProcess(int(number)) for number in numbers]
+    # Who ends a job sends these to all of its processes, and the guardian has to outlive them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     records = open_records(lease)

@@ -118,9 +118,11 @@ def lease_gpus(
         for gpu in gpus:
             _take(gpu, _new_record(gpu, lease, power_limit=power_limit), leased)
         if any(gpu.keeps_settings for gpu, _ in leased):
+            # Simulated GPUs end with their process: there is nothing to guard.
             guardian = Guardian(lease, users)
         yield
     finally:
+        # A forked child leaves the block, too, and must not take the clock from its parent.
         if os.getpid() == owner:
             _give_back(lease, leased, guardian)
 
@@ -203,6 +205,7 @@ def reset_gpu(
             raise GpuInUse(f"{in_use_text(other)}, or reset it with --force")
         removable = tuple(record for record in records.read()[0] if not record.is_living)
         _reset(gpu, removable, power_limit=power_limit)
+        # Only what is reset by now; the record of a living process stays for that process.
         for record in removable:
             records.remove(record)
     return removable
@@ -217,6 +220,7 @@ def _reset(gpu: Gpu, records: Sequence[LeaseRecord], *, power_limit: bool) -> No
     for record in records:
         undo(gpu, record)
     try:
+        # The limit is restored even if the clock cannot be: each of them may be refused alone.
         gpu.reset_clocks()
     finally:
         if power_limit:
@@ -238,6 +242,8 @@ def _take(gpu: Gpu, record: LeaseRecord, leased: list[tuple[Gpu, LeaseRecord]]) 
         return
     with lock_records(record.uuid) as records:
         _check_free(records, record)
+        # Dead owners may have set another power limit, which must not be taken for the one to
+        # restore.
         for stale in records.read()[0]:
             undo(gpu, stale)
         complete = _with_restorable_settings(gpu, record)
@@ -256,6 +262,7 @@ def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
         if not record.sets_power_limit:
             raise
         record = replace(record, sets_clock=False)
+    # What was not allowed, or is not supported, is not restored either.
     if not record.sets_power_limit:
         return record
     try:
@@ -266,6 +273,7 @@ def _with_restorable_settings(gpu: Gpu, record: LeaseRecord) -> LeaseRecord:
 
 def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
     other = living_lease(records)
+    # The same process: waiting for its end, which the other message advises, would take for ever.
     if other is not None and other.lease in _locks:
         raise GpuInUse(
             f"GPU {record.gpu} ({record.name}): this process has leased it already; name each GPU "
@@ -273,6 +281,7 @@ def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
         )
     if other is not None:
         raise GpuInUse(in_use_text(other))
+    # An unreadable record may be that of a living process.
     problems = records.read()[1]
     if problems:
         raise GpuError(f"GPU {record.gpu}: cannot tell whether it is free: {problems[0]}")
@@ -281,9 +290,8 @@ def _check_free(records: LockedRecords, record: LeaseRecord) -> None:
 def _remove_stale(records: LockedRecords, lease: str) -> None:
     for stale in records.read()[0]:
         if stale.lease != lease:
-            with suppress(
-                GpuError
-            ):  # other users' records may stay: they are ignored while this process lives
+            # Other users' records may stay: they are ignored while this process lives.
+            with suppress(GpuError):
                 records.remove(stale)
 
 
@@ -291,10 +299,12 @@ def _give_back(
     lease: str, leased: Sequence[tuple[Gpu, LeaseRecord]], guardian: Guardian | None
 ) -> None:
     """Restore all GPUs, dismiss the guardian and end the lease; then raise the failures."""
+    # At once: a reset takes milliseconds, and the driver may hang on one GPU.
     failures = run_at_once(release, [one for one in leased if one[0].keeps_settings])
     for one in leased:
         if not one[0].keeps_settings:  # in turn: simulated GPUs that share a clock depend on it
             failures += run_at_once(undo, [one])
+    # Before the files are unlocked: the guardian wakes by that, and then looks for this report.
     if guardian is not None:
         guardian.dismiss()
     _unlock(lease)
@@ -302,9 +312,8 @@ def _give_back(
         guardian.wait()
     if failures:
         listed = "; ".join(f"{record.gpu}: {error}" for record, error in failures)
-        raise GpuError(f"not reset: {listed}; fix this, then run `planner reset`") from failures[0][
-            1
-        ]
+        first_error = failures[0][1]
+        raise GpuError(f"not reset: {listed}; fix this, then run `planner reset`") from first_error
 
 
 def _unlock(lease: str) -> None:
@@ -329,6 +338,7 @@ def _recover_record(record: LeaseRecord, *, is_fresh: bool) -> Recovery | None:
     """
     try:
         with open_gpu(record.gpu) as gpu:
+            # A number such as nvml:0 may be another GPU after a reboot or a repair.
             if gpu.uuid == record.uuid:
                 was_set = release(gpu, record, is_fresh=is_fresh)
                 return Recovery(record, None) if was_set else None

@@ -94,15 +94,17 @@ class LockedRecords:
         Raises:
             GpuError: If the file cannot be written.
         """
+        # One file a user: nobody else's may be replaced in a folder that all may write to.
         path = self._folder / f"{_stem(self._uuid)}.{os.geteuid()}.json"
         try:
             with replacing(path) as file:
                 file.write(msgspec.json.format(encode(record), indent=1))
+                # A lock belongs to the open file, so a copy of the descriptor keeps it after this
+                # one is closed.
                 descriptors.append(os.dup(file.fileno()))
                 fcntl.flock(file, fcntl.LOCK_EX)  # of a file that nobody else has open yet
-            path.chmod(
-                0o644
-            )  # whatever the umask is: other users have to see why they cannot set the GPU
+            # Whatever the umask is: other users have to see why they cannot set the GPU.
+            path.chmod(0o644)
         except OSError as error:
             _refuse(_display(path), error)
 
@@ -113,6 +115,7 @@ class LockedRecords:
             GpuError: If it belongs to another user.
         """
         for path in self._folder.glob(f"{glob.escape(_stem(self._uuid))}.*.json"):
+            # A file that cannot be read is no record of this lease.
             with suppress(*_INVALID):
                 if _load(path).lease == record.lease:
                     _unlink(path)
@@ -138,6 +141,8 @@ def lock_records(uuid: str) -> Iterator[LockedRecords]:
         lock = FileLock(str(folder / f"{_stem(uuid)}.lock"), timeout=_LOCK_TIMEOUT_S, mode=0o666)
         path = _display(Path(lock.lock_file))
         try:
+            # Acquired here and not by `with`, so that its errors are told apart from those of the
+            # block.
             lock.acquire()
         except Timeout:
             _raise(
@@ -147,6 +152,7 @@ def lock_records(uuid: str) -> Iterator[LockedRecords]:
         except OSError as error:
             _refuse(path, error)
         try:
+            # What a killed writer left is removed by whoever holds the lock next.
             records = LockedRecords(folder, uuid)
             records.remove_temporary_files()
             yield records
@@ -172,6 +178,7 @@ def open_records(lease: str) -> list[tuple[LeaseRecord, BinaryIO]]:
     with open_state_folder(create=False) as folder:
         for path in sorted(folder.glob("*.json")) if folder else ():
             with suppress(*_INVALID):
+                # The guardian waits for the lock of these files, so they stay open.
                 record, file = _open(path)
                 if record.lease == lease:
                     opened.append((record, file))
@@ -218,6 +225,7 @@ def open_state_folder(*, create: bool) -> Iterator[Path | None]:
     try:
         if create:
             _make(name)
+        # Not through a link: anyone may put one at this path.
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
         if create:
@@ -234,6 +242,7 @@ def open_state_folder(*, create: bool) -> Iterator[Path | None]:
             f"{name}: cannot be used: {error.strerror}; name another folder in PLANNER_STATE_DIR"
         )
     try:
+        # By the descriptor: the folder at this path may be replaced meanwhile.
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
@@ -294,14 +303,19 @@ def _open_plainly(path: str, flags: int) -> int:
 
 def _validate(path: Path, file: BinaryIO) -> FoundRecord:
     status = os.fstat(file.fileno())
+    # A pipe or a device may be put there by any user, and reading it might never end.
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")
+    # One byte more than allowed tells whether there is more, without reading all of it.
     text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES} bytes")
     record = _parse(text)
+    # The kernel tells who owns a file; its text alone could claim to be anybody's.
     if path.name != f"{_stem(record.uuid)}.{status.st_uid}.json":
         raise ValueError("it is not named after its GPU and its owner")
+    # Anyone may write here. A limit that another user names is not trusted: the default is
+    # restored.
     if status.st_uid not in (0, os.geteuid()):
         record = msgspec.structs.replace(record, power_limit_w=None)
     return FoundRecord(**_fields(record), is_living=not _can_lock(file))
@@ -321,10 +335,13 @@ def _can_lock(file: BinaryIO) -> bool:
 def _parse(text: bytes) -> LeaseRecord:
     record = decode(text, LeaseRecord)
     for name, value in (*_fields(record).items(), *_fields(record.owner).items()):
+        # These texts are printed by `planner doctor`, also as root: no control characters of a
+        # terminal.
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"its {name} is not printable")
         if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"its {name} is below 0")
+    # The record may be another user's, and its text is opened: only what leases are for.
     if record.gpu.partition(":")[0] not in LEASED_BACK_ENDS:
         raise ValueError(
             f"its GPU is not one of {', '.join(f'{name}:…' for name in LEASED_BACK_ENDS)}"

@@ -155,12 +155,15 @@ def nvml_error(
     code: int, message: str, function: str, who: str, what: str, advice: str = ""
 ) -> GpuError:
     """Return the error for a return code of NVML, with advice."""
+    # The kind tells callers what to do; codes without one stay a plain `GpuError`.
     kind = _KINDS.get(code, GpuError)
     general = _ADVICE.get(code, f"{_SEE_LOG} and try again")
     if code == _INVALID_ARGUMENT and "nvmlDeviceGet" in function:
         kind = GpuNotSupported  # as libraries answer that do not know what is asked for
+    # NVML has one code for both, but reading needs access to a file, and setting needs root.
     if kind is GpuNotPermitted and function.startswith(("nvmlDeviceSet", "nvmlDeviceReset")):
         general = _MAY_NOT_SET
+    # What the caller advises is for this GPU alone: without the quantity, something else has to do.
     do = advice if advice and kind is GpuNotSupported else general
     return kind(
         f"{who}: cannot {what}: NVML returns '{message}' (error {code}) from {function}; {do}"
@@ -169,6 +172,7 @@ def nvml_error(
 
 def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice: str = "") -> Any:
     binding = _binding()
+    # Looked up by name: an older binding lacks newer functions.
     call = getattr(binding, function, None)
     if call is None:
         raise nvml_error(
@@ -177,8 +181,11 @@ def _call(function: str, arguments: tuple[Any, ...], who: str, what: str, advice
     try:
         return call(*arguments)
     except binding.NVMLError as error:
+        # The binding says "not found" for every reason of the loader, which it keeps as the
+        # context.
         if error.value == LIBRARY_NOT_FOUND and isinstance(error.__context__, OSError):
             raise _load_error(error.__context__, who, what) from error
+        # Other code in the process may have shut NVML down; the next call starts it again.
         if error.value == _UNINITIALIZED:
             NVML.forget()
         raise nvml_error(error.value, _message(error), function, who, what, advice) from error
@@ -226,6 +233,7 @@ def _binding() -> Any:
             f"NVML needs nvidia-ml-py, which cannot be imported ({error}); {_how_to_get_it(error)}"
         ) from error
     path = getattr(pynvml, "__file__", None)
+    # Told by an internal name, which both modules lack that are mistaken for it.
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
         # The package pynvml before version 12 has a folder of that name, which hides the module.
         raise GpuError(
@@ -346,6 +354,7 @@ class NvmlDevice:
             GpuNotSupported: If no way is supported; the text is that of the first.
             GpuError: As a way raises it.
         """
+        # Once a way has worked, no other is tried: differences of two ways mean nothing.
         supported = self._supported.get(quantity)
         if supported is not None:
             return self._number(quantity, supported)
@@ -355,6 +364,7 @@ class NvmlDevice:
                 value = self._number(quantity, way)
             except GpuNotSupported as error:
                 errors.append(error)
+            # Only now: a way that has raised may still be tried next time.
             else:
                 self._supported[quantity] = way
                 return value
@@ -369,6 +379,7 @@ class NvmlDevice:
         """Return a list of clocks without duplicates, highest first, MHz: NVML specifies no
         order.
         """
+        # NVML writes what the driver has, in any order, and some write a clock twice.
         listed = self.call(function, *arguments, what=what, advice=advice)
         clocks = tuple(
             sorted({int(clock) for clock in listed if 0 < clock <= MAX_MHZ}, reverse=True)
@@ -396,10 +407,12 @@ class NvmlDevice:
         if isinstance(name, str):
             function = name
             value = int(self.call(function, *arguments, what=quantity.what, advice=quantity.advice))
+        # A field is asked for by its number, whose entries have types and codes of their own.
         else:
             # Older versions of the binding know no scopes.
             function = f"field {name} of nvmlDeviceGetFieldValues"
             (value,) = self.fields([(name, *arguments) if arguments else name], quantity.what)
+        # Success and nothing written looks like a 0, and "unknown" like the largest number.
         if not quantity.smallest <= value <= quantity.largest or value in UNKNOWN:
             raise self.implausible(quantity.what, str(value), function)
         return value
@@ -407,9 +420,12 @@ class NvmlDevice:
     def _field_number(self, entry: Any, what: str) -> int:
         """Return the number in one entry of field values, which has a return code of its own."""
         function = f"field {entry.fieldId} of nvmlDeviceGetFieldValues"
+        # The call succeeds although single fields fail, each with its own code.
         if entry.nvmlReturn != 0:
             error = nvml_error(entry.nvmlReturn, "no value", function, self.who, what)
+            # Libraries disagree about the code for a field that they do not know.
             raise GpuNotSupported(str(error)) if entry.nvmlReturn in _UNKNOWN_FIELD else error
+        # A type that this table lacks may also be an entry never written.
         member = _INTEGERS.get(entry.valueType)
         number = int(getattr(entry.value, member)) if member else None
         if number is None or number in UNKNOWN:
@@ -418,9 +434,8 @@ class NvmlDevice:
 
     def _current_handle(self) -> Any:
         NVML.ensure_initialised()
-        if (
-            self._generation != NVML.generation
-        ):  # in a forked child: handles belong to the process that got them
+        # A forked child: handles belong to the process that got them.
+        if self._generation != NVML.generation:
             with self._lock:
                 self._handle = NVML.call(
                     "nvmlDeviceGetHandleByUUID", self.uuid, who=self.who, what="find it again"
@@ -485,20 +500,24 @@ def find_device(which: str) -> NvmlDevice:
         GpuError: If there is no such GPU, or it cannot be opened.
         GpuNotSupported: If it is a MIG instance or a vGPU.
     """
+    # A MIG instance has a UUID of its own, which NVML takes, and no clock.
     if which.upper().startswith("MIG-"):
         raise GpuNotSupported(f"nvml:{which}: {_MIG}")
     pci = _PCI.fullmatch(which)
     if pci:
         who = f"nvml:{which}"
+        # The library wants the full form, with a domain of 4 or 8 digits and the function.
         bus_id = f"{pci[1] or '0000'}:{pci[2]}.0"
         handle = NVML.call("nvmlDeviceGetHandleByPciBusId", bus_id, who=who, what="find it")
         device = _device(which, handle)
     elif re.fullmatch("[0-9]{1,4}", which):
+        # An index that is out of range gets a list of what there is, instead of NVML's error.
         if int(which) >= _count():
             raise _not_found(which)
         device = _at(int(which))
     else:
         device = _with_uuid(which)
+    # Only now: UUID, address and index may all name one.
     _reject_vgpu(device)
     return device
 
@@ -527,6 +546,7 @@ def _with_uuid(which: str) -> NvmlDevice:
             if which and device.uuid.lower().startswith(which.lower()):
                 devices.append(device)
         except GpuError as error:
+            # Other errors say nothing about the GPU that is looked for; a lost one may be it.
             lost = error if isinstance(error, GpuLost) else lost
     if not devices and lost:
         raise GpuLost(
@@ -556,6 +576,7 @@ def _device(which: str, handle: Any) -> NvmlDevice:
 
 
 def _reject_vgpu(device: NvmlDevice) -> None:
+    # In a virtual machine a vGPU opens like a GPU, and only this mode tells.
     mode = "nvmlDeviceGetVirtualizationMode", "read its virtualization mode"
     if device.answer(*mode) == _VGPU:
         raise GpuNotSupported(

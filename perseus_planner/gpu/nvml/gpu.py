@@ -81,17 +81,20 @@ def find_warnings(
     Raises:
         GpuLost: If the GPU has fallen off the bus.
     """
+    # Readings of the whole GPU do not tell what one instance of it used.
     if is_mig_on(device):
         yield (
             "MIG is on: clock, power and energy are those of the whole GPU, which all its "
             "instances share; turn it off (`nvidia-smi -mig 0`) before profiling"
         )
+    # A profile moves clocks and limits for a kind of work, under the planner's own.
     profiles = read_or_none(lambda: _enforced_profiles(device))
     if profiles:
         yield (
             f"workload power profiles are active ({', '.join(profiles)}), which change clocks and "
             "power; clear them (see `nvidia-smi power-profiles -h`), or always train with the same"
         )
+    # Power is filled up to the floor by work without use, so low clocks save less or nothing.
     floor_w = smoothing_floor_w(device)
     if floor_w is not None:
         floor = f"{floor_w} W" if floor_w else "a floor"
@@ -99,17 +102,20 @@ def find_warnings(
             f"power smoothing is on, which keeps power above {floor}, so that lower clocks may "
             "save nothing; turn it off (see `nvidia-smi power-smoothing -h`) if you may"
         )
+    # Here power does not follow the work, so neither does what a profile would say.
     if is_charge_smoothing_on(device):
         yield (
             "power smoothing by state of charge is on, by which power follows an energy store and "
             "not only the work, so that lower clocks may save nothing; turn it off (see "
             "`nvidia-smi power-smoothing -h`) if you may"
         )
+    # Without a process that holds the driver, it unloads, and forgets what was locked.
     if device.answer("nvmlDeviceGetPersistenceMode", "read its persistence mode") == 0:
         yield (
             "persistence mode is off: locked clocks are lost when the driver unloads between "
             "jobs; turn it on (`nvidia-smi -pm 1`, or the daemon nvidia-persistenced)"
         )
+    # Under a lower limit the same clock may take longer than it did when it was profiled.
     if limit_and_default_w is not None and limit_and_default_w[0] < limit_and_default_w[1]:
         limit_w, default_w = limit_and_default_w
         yield (
@@ -117,6 +123,7 @@ def find_warnings(
             "high clocks may not be reached; train under the same limit, or restore the default "
             f"(`nvidia-smi -pl {default_w:g}`)"
         )
+    # Bits without a name slow the GPU down all the same, which a profile must not hide.
     reasons = read_or_none(lambda: device.number(_REASONS)) or 0
     unknown = reasons & ~(_OTHER_BITS | sum(_REASON_BITS))
     if unknown:
@@ -125,6 +132,7 @@ def find_warnings(
             "so that no profile says when it held; `nvidia-smi -q -d PERFORMANCE` may name it; "
             "update the planner"
         )
+    # A superchip's module draws the power of its CPU as well.
     if of_module:
         yield (
             f"{' and '.join(of_module)} can only be read for the whole module, including the CPU; "
@@ -141,17 +149,22 @@ def _enforced_profiles(device: NvmlDevice) -> list[str]:
     profiles = NVML.structure("c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t")
     function = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
     device.call(function, ctypes.byref(profiles), what="read its workload power profiles")
+    # The mask has several words of 32 bits; the library writes all ones where it knows none.
     words = list(profiles.enforcedProfilesMask.mask)
     if all(word in UNKNOWN for word in words):
         return []
+    # The binding's names for the numbers; a newer driver has numbers without one.
     names = {
         number: name
         for name, number in NVML.constants(_PROFILE).items()
         if not name.startswith(_OPERATION)
     }
-    numbers = (
-        32 * place + bit for place, word in enumerate(words) for bit in range(32) if word >> bit & 1
-    )
+    numbers = [
+        32 * number + bit
+        for number, word in enumerate(words)
+        for bit in range(32)
+        if word >> bit & 1
+    ]
     return [names.get(number, f"number {number}") for number in numbers]
 
 
@@ -202,8 +215,8 @@ _WITHOUT_LIMIT = (
 )
 
 _MAX_MW = 100_000_000
-_SAME_LIMIT_W = 0.5  #: drivers round
 """Larger numbers cannot be a power: no board draws 100 kW."""
+_SAME_LIMIT_W = 0.5  #: drivers round
 
 _ENERGY_MJ = NvmlQuantity(
     "read its energy counter",
@@ -282,6 +295,7 @@ class NvmlReader(RealGpu):
     def driver(self) -> str:
         """Version of the NVIDIA driver."""
         function = "nvmlSystemGetDriverVersion"
+        # Asked of the library, not of a GPU, so it is not a call of the device.
         what = "read the driver's version"
         version = str(NVML.call(function, who=self._device.who, what=what)).strip()
         if not version:
@@ -316,6 +330,7 @@ class NvmlReader(RealGpu):
         # Any other reason explains a low clock, also one that only a newer driver knows.
         if self._device.number(_REASONS) & ~_CLOCKS_WERE_SET_BIT:
             return
+        # Read now: the reasons above hold for this moment.
         clock_mhz = self.clock_mhz()
         highest_mhz = self.supported_clocks_mhz[0]
         at_most = "although it works and nothing throttles it: a program has locked it"
@@ -358,8 +373,10 @@ class NvmlReader(RealGpu):
         function = "nvmlDeviceGetPowerManagementLimitConstraints"
         what = "read its range of power limits"
         smallest_mw, largest_mw = self._device.call(function, what=what, advice=_WITHOUT_LIMIT)
+        # The binding hands through what the library wrote, which may be nothing.
         if not 0 < smallest_mw <= largest_mw <= _MAX_MW:
             raise self._device.implausible(what, f"{smallest_mw} to {largest_mw} mW", function)
+        # The driver refuses limits below what smoothing keeps.
         floor_mw = 1000 * (smoothing_floor_w(self._device) or 0)
         return _watts(min(max(smallest_mw, floor_mw), largest_mw)), _watts(largest_mw)
 
@@ -391,6 +408,7 @@ class NvmlReader(RealGpu):
 
     def _check_limit_was_set(self, limit_w: float) -> None:
         """Check that the power limit is the one that was just set, as far as NVML tells."""
+        # Slurm, DCGM or another user may set it again at once; NVML then has returned success.
         set_mw = read_or_none(lambda: self._device.number(_SET_LIMIT_MW))
         if set_mw is not None and abs(_watts(set_mw) - limit_w) > _SAME_LIMIT_W:
             raise GpuError(
@@ -431,9 +449,8 @@ class NvmlReader(RealGpu):
         counts.
         """
         what = "read for how long it was throttled"
-        if (
-            self._counted is None
-        ):  # asked one by one: a library may refuse all fields because of an unknown one
+        # Asked one by one: a library may refuse all fields because of an unknown one.
+        if self._counted is None:
             self._counted = tuple(field for field in _REASON_FIELDS if self._counts(field, what))
         if not self._counted:
             return {}
@@ -560,6 +577,8 @@ def open_cuda(which: str) -> NvmlGpu:
         raise GpuError(
             f"cuda:{which}: {which!r} is not a CUDA ordinal; write cuda:0, or nvml: and a UUID"
         )
+    # Ordinals count what CUDA_VISIBLE_DEVICES leaves, in CUDA's order. Only UUIDs mean the same to
+    # NVML.
     device = _uuid(int(which))
     if f"nvml:GPU-{device}" not in {gpu.text for gpu in visible_gpus()}:
         raise GpuNotSupported(
@@ -591,6 +610,7 @@ def count_devices() -> int:
 
 def _count(driver: CudaDriver) -> int:
     count = ctypes.c_int()
+    # Without a device the driver cannot be initialised: that is a count of 0, and no error.
     if driver.call("cuInit", 0, allowed=_NO_DEVICE) == 0:
         driver.call("cuDeviceGetCount", ctypes.byref(count))
     return count.value
@@ -604,6 +624,7 @@ def _uuid(ordinal: int) -> uuid.UUID:
         driver = CudaDriver(*_NEEDED)
         # The newer function returns a separate UUID for a MIG instance.
         name = driver.first_of("cuDeviceGetUuid_v2", "cuDeviceGetUuid")
+        # Beyond the count the driver would answer with a number only.
         count = _count(driver)
         if ordinal < count:
             driver.call("cuDeviceGet", ctypes.byref(device), ordinal)

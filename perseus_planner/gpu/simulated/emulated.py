@@ -67,13 +67,17 @@ class StateFile:
         self._name = name
         self._file = quote(name, safe="")
         self._folder = self._owners = -1
+        # Both are set before anything can fail, so that `close` finds them.
         with self._explained():
             self._folder = _open_user_folder()
             self._owners = self._open(f"{self._file}.open", _CREATE)
             try:
+                # Whoever gets the lock alone is the first: state that a dead process left is begun
+                # anew.
                 fcntl.flock(self._owners, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # all processes that have it open share its lock
                 fcntl.flock(self._owners, fcntl.LOCK_SH)
+                # Empty if the first process has died between its lock and its first state.
                 if self.read():
                     return
             self.change(first)
@@ -103,6 +107,7 @@ class StateFile:
         """
         with self._locked() as lock:
             until_s = _time_s(os.pread(lock, _TIME_BYTES, 0))
+            # Calls wait for each other, as in a driver with one lock for the node.
             start_s = until_s if now_s < until_s < now_s + _MAX_QUEUE_S else now_s
             os.pwrite(lock, repr(start_s + duration_s).ljust(_TIME_BYTES).encode(), 0)
         return start_s + duration_s
@@ -148,6 +153,7 @@ class StateFile:
             return b""
 
     def _write(self, file: str, content: bytes) -> None:
+        # Written beside it and renamed, so that readers see the old or the new state.
         with os.fdopen(self._open("next", _CREATE | os.O_TRUNC), "wb") as opened:
             opened.write(content)
         os.replace("next", file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -173,6 +179,7 @@ def _open_user_folder() -> int:
         path = folder / f"emulated.{user}"
         with suppress(FileExistsError):
             path.mkdir(0o700)
+        # The check is of what was opened: another could be put at this path in between.
         descriptor = os.open(path, _READ | os.O_DIRECTORY)
     status = os.fstat(descriptor)
     if status.st_uid != user or status.st_mode & 0o077:
@@ -212,11 +219,14 @@ class _RunningChip(Chip):
         """
         if self.work is not None:
             load, left, slower, hotter = self.work
+            # Whatever happened since the last look is caught up with in one go.
             within_s = now_s - self.origin_s - self.now_s
             left = self.execute(Load(*load), left, slower, hotter, within_s)
             self.work = (load, left, slower, hotter)
             if left <= 0:
-                self.work, self.ended_s = None, self.now_s
+                self.work = None
+                self.ended_s = self.now_s
+        # A GPU without work waits for its neighbour, which takes more power than being idle.
         if self.work is None:
             self.block(now_s - self.origin_s - self.now_s)
 
@@ -224,10 +234,12 @@ class _RunningChip(Chip):
         """Return when the work ends or ended, or the GPU falls off the bus, in seconds of the
         monotonic clock.
         """
+        # Run on to its end in this copy only: what it computes is known, if no clock changes until
+        # then.
         if self.work is not None:
-            load, *rest = self.work
+            load, *progress = self.work
             with suppress(GpuLost):
-                self.execute(Load(*load), *rest)
+                self.execute(Load(*load), *progress)
             self.ended_s = self.now_s
         return self.origin_s + self.ended_s
 
@@ -257,9 +269,11 @@ class EmulatedGpu(SimulatedGpu):
         super().__init__(model, seed, options)
         self.number = number
         self._made_by = f"{self.driver}, boot {boot_id()}"
+        # The power sensor shows instant power, as the module's docstring says.
         instant = replace(self.model, sensor_s=0.0)
         self._chip_arguments = (self._made_by, instant, options, self._counter_phase_s())
         self._shared = StateFile(self.uuid, self._first_state)
+        # The chip's time may have begun in another process.
         self._origin_s = self._restored(self._shared.read()).origin_s
 
     @property
@@ -289,6 +303,7 @@ class EmulatedGpu(SimulatedGpu):
 
     def start(self, work: OpCost | Load) -> None:
         """Launch `work`, and drop what is left of earlier work."""
+        # Before the shared file is waited for: work begins when it is launched.
         now_s = time.monotonic()
         self._count_call()
 
@@ -315,6 +330,7 @@ class EmulatedGpu(SimulatedGpu):
         version = None
         end_s = 0.0
         while True:
+            # Another process may set the clock meanwhile, which moves the end.
             if (latest := self._shared.version()) != version:
                 version = latest
                 end_s = self._restored(self._shared.read()).end_s()
@@ -322,6 +338,7 @@ class EmulatedGpu(SimulatedGpu):
             if late_s >= 0:
                 self._count_call()
                 return late_s
+            # Sleeps end late by chance, so the last moment is polled.
             if late_s < -_BUSY_S:
                 time.sleep(min(-late_s - _BUSY_S, _SLICE_S))
 
@@ -360,6 +377,7 @@ class EmulatedGpu(SimulatedGpu):
 
     def _first_state(self, state: bytes) -> bytes:
         """Return the state of a GPU that no process had open; `state` is its last one."""
+        # What another version wrote, or what was set before the node was booted, is gone.
         chip = self._restored(state if self._is_own(state) else b"{}")
         chip.work = None  # the process that launched it has died
         with suppress(GpuLost):  # the GPU is there again

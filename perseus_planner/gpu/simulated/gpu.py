@@ -99,6 +99,7 @@ class Chip:
         self.reasons: tuple[str, ...] = ()  #: throttle reasons of what was done last
         self.throttled_s = dict.fromkeys(COUNTED, 0.0)  #: seconds of throttling by reason
         self.temperature_c = options.air_c + model.warming_k_per_w * model.idle_power_w
+        # State that is gone on from replaces what a new chip begins with.
         vars(self).update(saved or {})
 
     def saved(self) -> dict[str, Any]:
@@ -110,6 +111,8 @@ class Chip:
         average_s = self._model.sensor_s
         if not average_s:
             return self.power_w
+        # The sensor shows the energy of the last `sensor_s`, divided by it; its beginning lies
+        # between two moments that are remembered.
         (early_s, early_j), (late_s, late_j) = self.past[:2]
         share = (self.now_s - average_s - early_s) / (late_s - early_s)
         return (self.energy_j - (early_j + share * (late_j - early_j))) / average_s
@@ -129,8 +132,10 @@ class Chip:
         Raises:
             GpuLost: If the GPU falls off the bus meanwhile.
         """
+        # In pieces during which nothing that power depends on changes.
         while duration_s > 0:
             piece_s = min(duration_s, self._constant_s(self._model.idle_power_w))
+            # An idle GPU drops to its lowest clock unless one is locked.
             clock_mhz = self._effective_lock_mhz() or self._model.clocks_mhz[-1]
             self._spend(piece_s, self._model.idle_power_w, clock_mhz, ())
             duration_s -= piece_s
@@ -154,6 +159,7 @@ class Chip:
             whole_s = once_s * repetitions
             piece_s = min(self._constant_s(power_w), ends_s - self.now_s)
             self._spend(min(whole_s, piece_s), power_w, clock_mhz, reasons)
+            # Exactly 0 at the end: a rounding error would leave another, endless piece.
             repetitions = repetitions - piece_s / once_s if piece_s < whole_s else 0.0
         return repetitions
 
@@ -163,23 +169,31 @@ class Chip:
 
     def _run_at(self, load: Load, power: float) -> tuple[float, float, tuple[str, ...]]:
         """Return the clock and the power at which `load` runs now, and the throttle reasons."""
+        # Without a lock a busy GPU runs at its highest clock.
         wanted_mhz = float(self._effective_lock_mhz() or self._model.clocks_mhz[0])
         reasons = []
+        # Heat from elsewhere, as a fault says, also moves the clock.
         if self._faults.throttled_at(self.now_s):
             wanted_mhz *= _THROTTLED
             reasons.append("hw-thermal")
+        # A real GPU holds itself a little below the limit that is set.
         set_w = math.inf if self.limit_w is None else self._model.held_share * self.limit_w
+        # The stricter one decides, and is the reason that is told.
         limit_w, reason = min(
             (min(load.power_limit_w, set_w), "sw-power-cap"),
             (self._thermal_limit_w(), "sw-thermal"),
         )
+        # Static power rises with the temperature: leakage.
         warmth = 1 + self._options.drift * self._model.leakage_per_k * (
             self.temperature_c - REFERENCE_C
         )
         limited = replace(load, static_w=load.static_w * warmth, power_limit_w=limit_w)
+        # A limit lowers the clock until the power fits, and only then is there a reason to tell.
         clock_mhz = limited.achieved_mhz(wanted_mhz)
         if clock_mhz < wanted_mhz:
             reasons.append(reason)
+        # Noise multiplies the power, but takes it neither above the limit nor below what leaks
+        # anyway.
         power_w = max(limited.static_w, min(limited.free_power_w(clock_mhz) * power, limit_w))
         return clock_mhz, power_w, tuple(reasons)
 
@@ -200,8 +214,10 @@ class Chip:
         """
         now_s = self.now_s
         settled_s = self.before[0]
+        # Faults and a clock that settles change it at a known time.
         ends_s = min(self._faults.next_s(now_s), settled_s if settled_s > now_s else math.inf)
         is_settled = abs(self._end_c(power_w) - self.temperature_c) < _SETTLED_K
+        # Temperature moves all the time: in pieces so short that it is as good as constant.
         return min(ends_s - now_s, math.inf if is_settled else _PIECE * self._model.warming_s)
 
     def _end_c(self, power_w: float) -> float:
@@ -211,18 +227,21 @@ class Chip:
     def _spend(
         self, duration_s: float, power_w: float, clock_mhz: float, reasons: tuple[str, ...]
     ) -> None:
+        # Energy so far, then what the counter shows of it, then what the sensor will look back at.
         options = self._options
         average_s = self._model.sensor_s
         start_s = self.now_s
         start_j = self.energy_j
         self.now_s = start_s + duration_s
         self.energy_j = start_j + power_w * duration_s
+        # The counter shows energy up to its last move only, and stands still from a fault on.
         moved_s = self.now_s
         if options.step_s:
             moved_s -= (self.now_s - self._phase_s) % options.step_s
         shown_s = min(moved_s, self._faults.counter_stuck_at_s)
         if shown_s > start_s:
             self.counter_j = start_j + power_w * (shown_s - start_s)
+        # As far back as the sensor averages, and one moment before that to interpolate from.
         if average_s:
             self.past.append((self.now_s, self.energy_j))
             while len(self.past) > 2 and self.past[1][0] <= self.now_s - average_s:
@@ -232,10 +251,12 @@ class Chip:
         self.reasons = reasons
         for reason in reasons:
             self.throttled_s[reason] += duration_s
+        # Towards its end value, as an exponential with the time constant of the core.
         end_c = self._end_c(power_w)
         self.temperature_c = end_c + (self.temperature_c - end_c) * math.exp(
             -duration_s / self._model.warming_s
         )
+        # Last, so that the energy until then is counted.
         if self.now_s >= self._faults.lost_at_s:
             raise GpuLost(f"simulated {self._model.name} is lost: {LOST}")
 
@@ -244,9 +265,8 @@ class Chip:
 # unpublished measurement). The ends are chosen to give the measured mean of 6 ms.
 _QUANTILES = (0.0, 0.5, 0.99, 1.0)
 _CALL_S = (1.8e-3, 4.5e-3, 13e-3, 14e-3)
-_LASTING = (
-    0.25  # share of the noise of one computation that remains however often a call repeats it
-)
+#: Share of the noise of one computation that remains however often a call repeats it.
+_LASTING = 0.25
 _LARGEST = 3.0  # standard deviations
 
 
@@ -370,9 +390,8 @@ class SimulatedGpu(ClosedOnExit):
         Raises:
             GpuError: If the clock is not supported.
         """
-        if (
-            clock_mhz not in self.supported_clocks_mhz
-        ):  # which raises GpuNotSupported if a fault says so
+        # Asking for the list raises GpuNotSupported if a fault says so.
+        if clock_mhz not in self.supported_clocks_mhz:
             check_clock(self, clock_mhz)
         self._set(lambda chip: chip.lock(clock_mhz))
 
@@ -463,6 +482,7 @@ class SimulatedGpu(ClosedOnExit):
         """Count a call of `function`, one of `FUNCTIONS` or empty, and raise an error if a fault
         demands it.
         """
+        # Counted first, so that a fault after n calls holds for all kinds of calls.
         self._calls += 1
         if (
             self._calls > self._faults.lost_after_calls
@@ -482,6 +502,7 @@ class SimulatedGpu(ClosedOnExit):
                 f"{self.name} does not let this process set anything, as its fault says; open it "
                 "without not-permitted"
             )
+        # As a real driver: the setting holds when the call returns, not when it begins.
         now_s = self.now_s()
         self._pass(self._call_end_s(now_s, self._call_s()) - now_s)
         self._change(change)
@@ -512,6 +533,7 @@ class SimulatedGpu(ClosedOnExit):
         """Return how long the next call that sets something takes, without waiting for others,
         seconds.
         """
+        # A fixed duration, for tests and for other drivers.
         if self.options.call_s is not None:
             return self.options.call_s
         return float(
@@ -522,13 +544,18 @@ class SimulatedGpu(ClosedOnExit):
         """Return the factors by which noise multiplies the time and the power of a call."""
         options = self.options
         setting = (work, chip.locked_mhz, chip.limit_w)
-        one, two, odd, size = self._uniform(*setting, self._times_before(setting))
+        # Numbers from the seed and the setting, so that equal calls in another order have equal
+        # noise.
+        first, second, odd, size = self._uniform(*setting, self._times_before(setting))
+        # Repetitions average noise out, except what belongs to this setting.
         deviation = options.noise * max(_LASTING, 1 / math.sqrt(max(1, repetitions)))
         # The Box-Muller transform gives two independent normal numbers.
-        length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - one)))
+        # Cut off at `_LARGEST` deviations: a share of noise must not make a time negative.
+        length = deviation * min(_LARGEST, math.sqrt(-2 * math.log(1 - first)))
+        # Now and then something else runs, too.
         slower = 1.05 + 0.25 * size if odd < options.outliers else 1.0
-        return slower * (1 + length * math.cos(math.tau * two)), 1 + length * math.sin(
-            math.tau * two
+        return slower * (1 + length * math.cos(math.tau * second)), 1 + length * math.sin(
+            math.tau * second
         )
 
     def _times_before(self, key: object) -> int:
@@ -538,6 +565,7 @@ class SimulatedGpu(ClosedOnExit):
 
     def _uniform(self, *key: object) -> tuple[float, ...]:
         """Return four numbers in [0, 1) that depend only on the seed and `key`, in any process."""
+        # By a hash and not by a generator, whose numbers would depend on the order of calls.
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=32).digest()
         return tuple(int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
 

@@ -79,10 +79,14 @@ class Load:
         If the limit is below the static power, the GPU runs at a hundredth of the clock that is
         set.
         """
+        # Never 0: time is work divided by the clock.
         low = clock_mhz / 100
         high = clock_mhz
+        # The common case, without a limit in the way.
         if self.free_power_w(high) <= self.power_limit_w:
             return high
+        # Power rises with the clock, so bisection finds where the limit is met, here to a
+        # billionth.
         while high - low > 1e-9 * clock_mhz:
             middle = (low + high) / 2
             if self.free_power_w(middle) <= self.power_limit_w:
@@ -100,6 +104,7 @@ class Load:
         if self.megacycles == self.memory_s == 0.0:  # an empty stage
             return self.static_w
         arithmetic_s = self.megacycles / clock_mhz
+        # Each kind of power counts for its share of the time.
         w_per_mhz = (
             self.arithmetic_w_per_mhz * arithmetic_s + self.memory_w_per_mhz * self.memory_s
         ) / (arithmetic_s + self.memory_s)
@@ -150,6 +155,7 @@ class GpuModel:
         saves is not known, and left out.
         """
         top_mhz = self.memory_clocks_mhz[0]
+        # Waiting for memory takes longer in proportion as its clock is lower.
         return self._load(
             work.bytes / (self.memory_share * self.bytes_per_s) * top_mhz / (memory_mhz or top_mhz),
             work.flops / self.flops_per_cycle / 1e6,
@@ -174,7 +180,9 @@ class GpuModel:
                 (assumed).
             idle_s: Seconds in which the GPU waits for its host, at its static power.
             intensity: Power of the arithmetic above static power, as a share of that of products.
+        # What does not follow the clock: the memory's part of the roofline.
         """
+        # What does not follow the clock: the memory's part of the roofline.
         fixed_s = memory_s + exchange_s + idle_s
         activity = (memory_s + 0.5 * exchange_s) / fixed_s if fixed_s > 0 else 0.0
         return self._load(
@@ -188,6 +196,7 @@ class GpuModel:
         """Return one second of waiting for a message. The GPU polls, which takes more power at a
         higher clock.
         """
+        # At the top clock it has to draw what the catalog says, so the formula is solved for `m`.
         top_mhz = self.clocks_mhz[0]
         above_static_w = self.blocking_power_w - self.static_power_w
         return self._load(
@@ -252,9 +261,14 @@ def _model(
     **_: Any,
 ) -> GpuModel:
     """Return a GPU of `gpus.yaml`, which says what the arguments are."""
-    (top_mhz, least_mhz, step_mhz), limit_w = clocks_mhz, power_limits_w[1]
+    top_mhz, least_mhz, step_mhz = clocks_mhz
+    limit_w = power_limits_w[1]
+    # Down to the lowest clock that a whole number of steps reaches.
     steps = range(int((top_mhz - least_mhz) / step_mhz) + 1)
+    # Where nobody measured it: the ratio of the A100's 65 W at work to its 50 W at idle.
     static_w = 65 / 50 * idle_power_w if static_power_w is None else static_power_w
+    # The catalog names the clock, as a share of the top one, at which heavy work meets the limit.
+    # The formula for P(f) is solved there for the power of a MHz.
     voltage = 1 + _SLOPE * max(0.0, capped_at - _RIDGE)
     w_per_mhz = (limit_w - static_w) / (capped_at * top_mhz * voltage**2)
     return GpuModel(
@@ -264,7 +278,9 @@ def _model(
         power_limits_w=(float(power_limits_w[0]), float(limit_w)),
         idle_power_w=float(idle_power_w),
         static_power_w=static_w,
+        # Likewise: the ratio of the A100's 85 W while it polls to its 50 W at idle.
         blocking_power_w=85 / 50 * idle_power_w if blocking_power_w is None else blocking_power_w,
+        # Of the datasheet's peak, the share that long matrix products reach.
         flops_per_cycle=efficiency * peak_tflops * 1e12 / (peak_mhz * 1e6),
         bytes_per_s=bytes_per_s,
         memory_share=memory_share,
@@ -272,6 +288,7 @@ def _model(
         memory_w_per_mhz=_MEMORY_ACTIVITY * w_per_mhz,
         ridge_mhz=_RIDGE * top_mhz,
         voltage_slope_per_mhz=_SLOPE / top_mhz,
+        # The assumptions listed above, the same for all GPUs.
         leakage_per_k=0.005,
         warming_k_per_w=45 / limit_w,
         warming_s=36.0,
@@ -287,6 +304,7 @@ _SPEEDS, _ROWS = yaml.load_all(
 
 
 def _with_speed(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    # From the general to the particular: a later entry overrides an earlier one.
     every = _SPEEDS["every"]
     generation = _SPEEDS[row["generation"]]
     system = {**every["system"], **generation["system"], **row["system"]}

@@ -66,6 +66,8 @@ class Faults:
         """
         for pattern, (name, read) in _FAULTS.items():
             if match := re.fullmatch(pattern, text):
+                # Faults of a list add up; of moments the earlier one comes first, and permission
+                # once taken is gone (False < True).
                 before = getattr(self, name)
                 value = read(*match.groups())
                 both: Any = (*before, value) if isinstance(before, tuple) else min(before, value)
@@ -200,6 +202,7 @@ def _parsed(text: str, default: SimulationOptions) -> tuple[int, SimulationOptio
     for option in text.split("&") if text else ():
         name, _, value = option.partition("=")
         if name == "fault":
+            # The only option that may be repeated.
             faults.append(value)
         elif name not in ("seed", *_OPTIONS):
             raise GpuError(
@@ -209,6 +212,7 @@ def _parsed(text: str, default: SimulationOptions) -> tuple[int, SimulationOptio
             raise GpuError(f"option {name!r} is repeated; write it once")
         else:
             values[name] = value
+    # The seed is a whole number; what follows is read by the rules of its field.
     seed = values.pop("seed", "0")
     if not re.fullmatch("-?[0-9]{1,18}", seed):
         raise GpuError(f"{seed!r} is not a seed: write a whole number, such as 3")
@@ -236,6 +240,7 @@ def format_number(value: float) -> str:
 
 
 def _number(name: str, rule: Rule, text: str) -> Any:
+    # Times may have a unit; other numbers must not.
     if name.endswith("_s") and re.search("[a-z]", text):
         return _seconds(text)
     value = rule.parse(text)
