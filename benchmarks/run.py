@@ -23,6 +23,7 @@ import frontier_times
 import hook_cost
 import inference_caps
 import iteration_times
+import jitter_parts
 import large_jobs
 import large_pipeline
 import learning_training
@@ -93,6 +94,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     small_optima.NUMBER: small_optima.measure,
     by_time.NUMBER: by_time.measure,
     measured_again.NUMBER: measured_again.measure,
+    jitter_parts.NUMBER: jitter_parts.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -163,10 +163,10 @@ def profile(
     target = output or _profile_of(job, settings)
     # Refused before measuring, which takes long.
     check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
-    stages = _stages(wanted, settings)
+    again = _again(rows.for_plan, sweep, target)
+    stages = _stages(wanted, settings, again)
     with console.progress("Profiling") as progress:
         try:
-            again = _again(rows.for_plan, sweep, target)
             settings_of_sweep = _sweep_settings(sweep)
             if again is not None:
                 settings_of_sweep = replace(settings_of_sweep, control=again.profile.control)
@@ -211,12 +211,17 @@ class _Stages(NamedTuple):
     stage: str | None = None
 
 
-def _stages(options: StageOptions, settings: Settings | None) -> _Stages:
+def _stages(
+    options: StageOptions, settings: Settings | None, again: Again | None = None
+) -> _Stages:
     values: dict[str, Any] = {"gpu": "cuda", "tensor_parallel": 1}
     for name in _Stages._fields:
         for source in (settings, options):
             if (value := getattr(source, name, None)) is not None:
                 values[name] = value
+    # What is measured again has as many stages as the first time.
+    if again is not None:
+        values.setdefault("stages", again.profile.stages)
     if "stages" not in values:
         raise UsageError("the number of pipeline stages is missing; give --stages S")
     COUNT.check(values["stages"], "stages")

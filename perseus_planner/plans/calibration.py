@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, combinations
 from statistics import fmean
@@ -24,6 +24,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.job import Correction, Job, job_document, read_settings
 from perseus_planner.plans.replay import replay
+from perseus_planner.profiles.jitter import Jitter, Tail
 from perseus_planner.profiles.profiles import Profile, profile_document
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ class MeasuredPlan(NamedTuple):
     plan: Plan
     time_s: float  #: mean, seconds
     source: str  #: the name of the measured time in error messages
-    #: relative standard deviation of the time of a computation from iteration to iteration, each
-    #: for itself; None if it is not known.
-    jitter: float | None = None
+    #: of its computations, from iteration to iteration; None if it is not known.
+    jitter: Jitter | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Calibration:
     #: there is only one plan.
     left_out_error: float | None = None
     plans: tuple[CalibratedPlan, ...] = ()  #: the plans, each once
-    #: jitter of computations, a relative standard deviation; None if no run shows it.
-    jitter: float | None = None
+    #: jitter of computations; None if no run shows it.
+    jitter: Jitter | None = None
 
     @property
     def overhead_share(self) -> float:
@@ -202,8 +202,11 @@ def _changes(result: Calibration, correction: Correction | None) -> dict[str, ob
     """
     changes: dict[str, object] = {_KEY: result.overhead_s}
     if result.jitter is not None:
-        # Nothing is written for a jitter of 0, which is a file's default.
-        changes["jitter"] = result.jitter or None
+        # Nothing is written for a part of 0, which is a file's default.
+        tail = result.jitter.tail
+        changes["jitter"] = result.jitter.own or None
+        changes["jitter_common"] = result.jitter.common or None
+        changes["jitter_tail"] = None if tail is None else asdict(tail)
     if correction is not None:
         entries = {
             "hop_latency_s": correction.hop_latency_s,
@@ -313,10 +316,24 @@ def _means(measured: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     ]
 
 
-def _jitter(measured: Sequence[MeasuredPlan]) -> float | None:
+def _jitter(measured: Sequence[MeasuredPlan]) -> Jitter | None:
     """Return the jitter of all runs together, rounded."""
-    squares = [run.jitter**2 for run in measured if run.jitter is not None]
-    return round(math.sqrt(fmean(squares)), _DIGITS_OF_JITTER) if squares else None
+    known = [run.jitter for run in measured if run.jitter is not None]
+    if not known:
+        return None
+
+    def rounded(value: float) -> float:
+        return round(value, _DIGITS_OF_JITTER)
+
+    own = math.sqrt(fmean(jitter.own**2 for jitter in known))
+    common = math.sqrt(fmean(jitter.common**2 for jitter in known))
+    tails = [jitter.tail for jitter in known if jitter.tail is not None]
+    # A run without a tail has none of its computations in one.
+    share = math.fsum(tail.share for tail in tails) / len(known)
+    if rounded(share) == 0.0:
+        return Jitter(rounded(own), rounded(common))
+    longer = math.fsum(tail.share * tail.factor for tail in tails) / len(known)
+    return Jitter(rounded(own), rounded(common), Tail(rounded(share), rounded(longer / share)))
 
 
 def _check_time(measured: MeasuredPlan, replayed_s: float) -> None:

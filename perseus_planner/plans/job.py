@@ -41,6 +41,7 @@ from perseus_planner.profiles.groups import (
     waiting_longer,
     within_power_limit,
 )
+from perseus_planner.profiles.jitter import Tail
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
@@ -137,6 +138,9 @@ class Settings(Checked, error=JobError):
     correction: Correction = field(default_factory=Correction)
     #: calibrated jitter of computations, a relative standard deviation; replaces the profile's.
     jitter: Share | None = None
+    #: the same of what all computations of a GPU have in common in an iteration.
+    jitter_common: Share | None = None
+    jitter_tail: Tail | None = None  #: the few that take much longer; replaces the profile's
     #: by how much equal GPUs differ, relative; replaces the profile's.
     gpu_spread: Share | None = None
     clock_change: ClockChange | None = None  #: the cost of a clock change; replaces the profile's
@@ -442,7 +446,14 @@ def _laid_out(profile: Profile, settings: Settings, schedule: Schedule) -> Profi
 def _loaded(path: Path, power_w: Power | None, settings: Settings) -> Profile:
     """Return the profile at `path`, with the fields that the job replaces."""
     # What the job says replaces what the profile says.
-    names = ("overhead_s", "jitter", "gpu_spread", "clock_change")
+    names = (
+        "overhead_s",
+        "jitter",
+        "jitter_common",
+        "jitter_tail",
+        "gpu_spread",
+        "clock_change",
+    )
     instead = {name: getattr(settings, name) for name in names}
     given = {name: value for name, value in instead.items() if value is not None}
     return replace(Profile.load(path, blocking_power_w=power_w), **given)

@@ -25,6 +25,7 @@ from perseus_planner.base.tables import WHOLE, Column, Sheet, lay_out, make_fram
 from perseus_planner.base.units import Count, Offset, Watts
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of
+from perseus_planner.profiles.jitter import Tail  # noqa: TC001 -- fields are read by their types
 from perseus_planner.profiles.measurement import ClockChange, Measurement, changes_per_rank
 from perseus_planner.profiles.modes import OWN, in_mode, mode_of
 from perseus_planner.schedules import Computation, Schedule
@@ -87,6 +88,10 @@ class OnTime:
     has_errors: bool
     #: the jitter of computations that it is on time with, a relative standard deviation.
     jitter: float = 0.0
+    #: the same of what all computations of a GPU have in common in an iteration.
+    jitter_common: float = 0.0
+    #: the few computations that take much longer, with which it is on time as well.
+    jitter_tail: Tail | None = None
     #: by how much the GPUs of a stage may differ from the profiled ones, a relative standard
     #: deviation; 0.0 in plans of 0.4.
     gpu_spread: float = 0.0

@@ -89,7 +89,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
 
     Raises:
         ProfileError: If there are none, one lacks its stage, or they differ in `gpus_per_stage`,
-            `overhead_s`, `jitter`, `gpu_spread`, `clock_change` or `control`.
+            `overhead_s`, the three parts of jitter, `gpu_spread`, `clock_change` or `control`.
     """
     first = _first(profiles)
     measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
@@ -108,6 +108,8 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
             "gpus_per_stage",
             "overhead_s",
             "jitter",
+            "jitter_common",
+            "jitter_tail",
             "gpu_spread",
             "clock_change",
             "control",

@@ -40,6 +40,7 @@ from perseus_planner.profiles.csv_file import (
     unit_of,
     word_of,
 )
+from perseus_planner.profiles.jitter import Tail
 from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
 from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.plausible import (
@@ -69,6 +70,8 @@ _EVIDENCE = (
     "shared_time_error",
     "shared_energy_error",
     "jitter",
+    "jitter_common",
+    "jitter_tail",
     "gpu_spread",
 )
 ASSUMED_SPREAD = 0.01
@@ -121,6 +124,11 @@ class Profile(Checked, error=ProfileError):
     #: calibration: the relative standard deviation of a computation's time from one time it runs
     #: to the next, each for itself; 0.0 if it was not measured.
     jitter: Share = 0.0
+    #: calibration: the relative standard deviation of what all computations of a GPU have in common
+    #: in an iteration; 0.0 if it was not measured.
+    jitter_common: Share = 0.0
+    #: calibration: the few computations that take much longer; None if it saw none.
+    jitter_tail: Annotated[Tail, CheckedBy(_checked_tail)] | None = None
     #: by how much equal GPUs differ: the relative standard deviation of the times of all rows of a
     #: stage together, its highest clock's too, on another GPU than the one that was profiled. None
     #: if it was not measured; see `assumed_spread`.
@@ -468,6 +476,12 @@ def _checked_change(value: Any, where: str, error: type[PlannerError]) -> ClockC
     )
 
 
+def _checked_tail(value: Any, where: str, error: type[PlannerError]) -> Tail:
+    if isinstance(value, Tail):
+        return value
+    raise error(f"{where}: {shown(value)} is not a Tail; give one, such as Tail(0.01, 1.3)")
+
+
 def _checked_modes(value: Any, where: str, error: type[PlannerError]) -> Modes | None:
     if value is None or isinstance(value, Modes):
         return value
@@ -686,6 +700,8 @@ def _load_yaml(path: Path, power_w: float | tuple[float, ...] | None) -> Profile
     rest = {key: value for key, value in document.values.items() if key in rules(Profile)}
     if rest.get("clock_change") is not None:
         rest["clock_change"] = document.part("clock_change", ClockChange)
+    if rest.get("jitter_tail") is not None:
+        rest["jitter_tail"] = document.part("jitter_tail", Tail)
     # Each value is checked by itself first, as its line is known then.
     for key, value in rest.items():
         _check(key, value, document.where(key))

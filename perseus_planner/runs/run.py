@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import fsum
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import RunError
@@ -22,6 +21,7 @@ from perseus_planner.plans.calibration import MeasuredPlan
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs import recording
 from perseus_planner.runs.account import Account, Entry, fold
+from perseus_planner.runs.jitter import jitter_of
 from perseus_planner.runs.recording import (
     COMPUTATIONS,
     ITERATIONS,
@@ -46,7 +46,6 @@ _REMEDY = (
     "copy the files of all nodes into one folder, or try again when each rank has ended an "
     "iteration"
 )
-_OUTLIER = 0.3  #: of a logarithm; no margin is worth while for longer computations
 _COMPARED_S = 60.0
 """Shortest time in which counter and sensor of a run are compared, seconds: a hundred readings of
 the sensor.
@@ -327,37 +326,7 @@ def calibration_of(run: Run) -> MeasuredPlan:
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]
     plan = max(plans, key=lambda plan: plan.time_s)
-    return MeasuredPlan(plan, time_s, str(run.folder), _jitter(run.ranks, version))
-
-
-def _jitter(ranks: Sequence[RankRecord], version: int) -> float | None:
-    """Return how much computations vary, each about its own median, and about that of its
-    iteration on its rank; changes that came late do not count, and outliers count as `_OUTLIER`.
-    """
-    squares = 0.0
-    freedom = 0
-    for rank in ranks:
-        of_iterations: dict[int, list[float]] = {}
-        durations_s: dict[str, dict[int, float]] = {}
-        for number in [row.iteration for row in rank.counted(version)]:
-            for record in rank.computations.get(number, ()):
-                # Late changes make a computation longer for a known reason, which is not jitter.
-                if record.duration_s > 0.0 and not (record.is_late or record.is_overtaken):
-                    durations_s.setdefault(str(record.computation), {})[number] = record.duration_s
-        # The median, as a few long ones are no measure of the usual time.
-        for of_computation in durations_s.values():
-            middle_s = median(of_computation.values())
-            for iteration, duration_s in of_computation.items():
-                of_iterations.setdefault(iteration, []).append(math.log(duration_s / middle_s))
-        # What an iteration has in common on a rank is not jitter of single computations.
-        for logs in of_iterations.values():
-            middle = median(logs)
-            # Outliers count in part only, as no margin could cover them.
-            squares += sum(min(abs(log - middle), _OUTLIER) ** 2 for log in logs)
-            # Each median that was taken out is a degree of freedom less.
-            freedom += len(logs) - 1
-        freedom -= len(durations_s)
-    return math.sqrt(squares / freedom) if freedom > 0 else None
+    return MeasuredPlan(plan, time_s, str(run.folder), jitter_of(run.ranks, version))
 
 
 def _check_names(folder: Path) -> None:

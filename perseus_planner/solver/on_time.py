@@ -32,6 +32,7 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpus
+from perseus_planner.profiles.jitter import Jitter
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.modes import baseline
@@ -226,9 +227,10 @@ class OnTimePlanner:
     @cached_property
     def _jitter(self) -> Floats | None:
         """How many times as long each computation takes, in each of some iterations."""
-        jitter = self.curve.profile.jitter
-        shape = (len(self.curve.dag.computations), _ITERATIONS)
-        return np.exp(jitter * np.random.default_rng(0).standard_normal(shape)) if jitter else None
+        jitter = Jitter.of(self.curve.profile)
+        count = len(self.curve.dag.computations)
+        rank_of = self.curve.dag.iteration.rank_of[:count]
+        return jitter.draw(rank_of, _ITERATIONS) if jitter else None
 
     @cached_property
     def _jittered(self) -> Integers:
@@ -326,6 +328,8 @@ class OnTimePlanner:
         with all clocks at their maximum, with jitter.
         """
         base = np.log(self._at_maximum.time_s)
+        # Tails are too rare for a margin on all computations: repairs find those that are late.
+        steady = Jitter.of(self.curve.profile).steady
         index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
         doubts: dict[Key, Floats] = {}
         for key, rows in self._mean.profile.measurements.items():
@@ -333,7 +337,7 @@ class OnTimePlanner:
                 doubts[key] = np.zeros(len(rows))
                 continue
             logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
-            doubts[key] = np.hypot(np.std(logs - base, axis=1), self.curve.profile.jitter)
+            doubts[key] = np.hypot(np.std(logs - base, axis=1), steady)
             doubts[key][0] = 0.0
         return doubts
 
@@ -555,6 +559,8 @@ class OnTimePlanner:
             interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
             has_errors=self.estimate is not None and self.estimate.has_errors,
             jitter=self.curve.profile.jitter,
+            jitter_common=self.curve.profile.jitter_common,
+            jitter_tail=self.curve.profile.jitter_tail,
             gpu_spread=self.curve.profile.assumed_spread,
             is_spread_assumed=self.curve.profile.gpu_spread is None,
             time_scale=self._scales[0],

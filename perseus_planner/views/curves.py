@@ -29,6 +29,7 @@ from perseus_planner.views.context import (
 
 if TYPE_CHECKING:
     from perseus_planner.plans.calibration import Calibration
+    from perseus_planner.profiles.jitter import Jitter
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.solver.frontier import Frontier
@@ -166,6 +167,16 @@ def profile_text(summary: ProfileSummary) -> str:
     ).text()
 
 
+def jitter_text(jitter: Jitter) -> str:
+    """Return the sentence that says the three parts of jitter."""
+    parts = [f"{100 * jitter.own:.2f} % each by itself"]
+    parts.append(f"{100 * jitter.common:.2f} % that a GPU's have in common in an iteration")
+    if jitter.tail is not None:
+        longer = 100 * (jitter.tail.factor - 1)
+        parts.append(f"and {100 * jitter.tail.share:.2f} % of them take {longer:.0f} % longer")
+    return f"Jitter of computations: {', '.join(parts)}."
+
+
 def calibration_text(result: Calibration) -> str:
     """Return the text that `planner calibrate` prints: the overhead and the predicted time,
     before and now.
@@ -179,7 +190,7 @@ def calibration_text(result: Calibration) -> str:
         f"Overhead: {overheads[0]} before, {overheads[1]} now.",
     ]
     if result.jitter is not None:
-        lines.append(f"Jitter of computations: {100 * result.jitter:.2f} %.")
+        lines.append(jitter_text(result.jitter))
     if result.hop_latency_s:
         lines.append(
             f"Latency of each transfer between stages: {si(result.hop_latency_s, 's', 6)}."

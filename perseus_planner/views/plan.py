@@ -332,7 +332,7 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             f"time (standard deviation): {source}."
         )
     # Without jitter, each computation counts as if it took its mean time.
-    if not sure.jitter:
+    if not (sure.jitter or sure.jitter_common or sure.jitter_tail):
         notes.append(
             "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."
         )

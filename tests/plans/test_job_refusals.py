@@ -21,7 +21,8 @@ JOB = (
 )
 KNOWN = (
     "blocking_power_w, clock_change, correction, format, gpu, gpu_power_limit_w, gpu_spread, "
-    "jitter, layout, microbatch_group, microbatches, operations, overhead_s, profile, ranks, "
+    "jitter, jitter_common, jitter_tail, layout, microbatch_group, microbatches, "
+    "operations, overhead_s, profile, ranks, "
     "replicas, samples_per_iteration, schedule, slow_stages, stage, stages, tensor_parallel, "
     "tokens_per_iteration, transfer, variants, version, virtual_stages"
 )

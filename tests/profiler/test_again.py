@@ -244,7 +244,8 @@ def test_the_commands_measure_again_and_plan_from_what_was_joined(tmp_path: Path
     done(solving)
     assert "rows again, its own and their neighbours" in done(planning)
     before = Profile.load(profile)
-    done(f"{profiling} '{noisy}&seed=1' --for {chosen}")
+    # The stages are those of the profile, and need no option.
+    done(f"profile -o {profile} --gpu '{noisy}&seed=1' --for {chosen}")
     after = Profile.load(profile)
     assert after.conditions[MEASURED_AGAIN].endswith("for a plan")
     assert after.digest != before.digest

@@ -55,7 +55,8 @@ BAD_YAMLS = {
         YAML + "zebra: 70\n",
         "p.yaml, line 5: unknown key 'zebra'; remove it; known keys are blocking_power_w, "
         "clock_change, conditions, format, gpu, gpu_spread, gpus_per_stage, iteration, jitter, "
-        "measurements, modes, origin, overhead_s, shared_energy_error, shared_time_error, version",
+        "jitter_common, jitter_tail, measurements, modes, origin, overhead_s, shared_energy_error, "
+        "shared_time_error, version",
     ),
     "key twice": (
         YAML + "blocking_power_w: 70\n",

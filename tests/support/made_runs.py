@@ -24,6 +24,7 @@ BEGIN_NS = 10**12  #: of the first iteration, on the monotonic clock
 EPOCH_NS = 1_700_000_000 * 10**9  #: what is added to that
 
 Edit = Callable[[int, ControlChange], ControlChange | None]
+Times = Callable[[Plan, int, int, int], IterationTimes]
 
 
 def ns(seconds: float) -> int:
@@ -104,6 +105,7 @@ def write_run(
     own_plans: bool = False,
     gpu: str = "",
     service_version: int | None = None,
+    times: Times | None = None,
 ) -> list[Telemetry]:
     """Write an attempt in which every rank follows the plan.
 
@@ -120,6 +122,7 @@ def write_run(
         own_plans: See `Telemetry`.
         gpu: What the controller has opened on each rank.
         service_version: What a service counts the plan by.
+        times: What `timed` is given -> the times of an iteration on a rank; None for `timed`.
     """
     ranks, period_ns, made = len(plan.schedule.ranks), ns(plan.time_s) + 1000, []
     attempt = Attempt.next_in(folder, datetime(2026, 1, 1))
@@ -154,7 +157,7 @@ def write_run(
         for i in range(first, first + iterations):
             begin_ns = BEGIN_NS + i * period_ns
             edited = [edit(i, change) for change in changes(plan, rank, begin_ns)]
-            ran = timed(plan, rank, i, begin_ns)
+            ran = (times or timed)(plan, rank, i, begin_ns)
             telemetry.on_end(i, program, (deviations or {}).get(i))
             telemetry.update([ran], [*filter(None, edited), reading(ran.end_ns)])
         telemetry.close()
