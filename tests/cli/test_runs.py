@@ -25,7 +25,7 @@ from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.runtime.marks import IterationTimes
-from perseus_planner.runtime.sending import Plans
+from perseus_planner.runtime.switching import Plans
 from perseus_planner.views.figures import chart_run_beside_plan, draw_gantt
 from perseus_planner.views.run import predict_records, run_text, summarize_run
 
@@ -274,7 +274,7 @@ def test_calibrate_takes_the_jitter_of_computations_from_a_run(
         # Most times are equal, so all that are longer are a tail.
         assert jitter < 0.005
         assert profile.jitter_tail is not None
-        assert profile.jitter_tail.share == pytest.approx(tails, rel=0.3)
+        assert profile.jitter_tail.share == pytest.approx(tails, rel=0.5)
         assert profile.jitter_tail.factor == pytest.approx(1.1, rel=0.03)
     else:
         assert jitter == pytest.approx(0.03, rel=0.15)
