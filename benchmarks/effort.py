@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perseus_planner.solver import budget, labels, planner, rounding
+from perseus_planner.solver import budget, labels, polish, rounding
 
 LESS = (
     (budget, "_EFFORT", (300_000, 100, 1_500)),
@@ -12,7 +12,7 @@ LESS = (
     (budget, "_PAIRS", 4),
     (rounding, "_EFFORT", (100_000, 300, 2_000)),
     (rounding, "_ANCHOR_EFFORT", (20_000, 20, 200)),
-    (planner, "_MOVES", (300, 20_000)),
+    (polish, "_MOVES", (300, 20_000)),
     (labels, "_LABELS", 30),
     (labels, "_PART_LABELS", 15),
 )  #: module, name and value of each limit
