@@ -20,7 +20,6 @@ from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import FACTOR, Rule
 
 if TYPE_CHECKING:
-    from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
 
 _PART = Rule(
@@ -48,11 +47,6 @@ class Jitter:
     #: relative standard deviation of what all computations of a GPU have in common in an iteration.
     common: float = 0.0
     tail: Tail | None = None  #: the computations that take much longer; None if there are none
-
-    @classmethod
-    def of(cls, profile: Profile) -> Jitter:
-        """Return the jitter that a profile says."""
-        return cls(profile.jitter, profile.jitter_common, profile.jitter_tail)
 
     def __bool__(self) -> bool:
         return self.own > 0.0 or self.common > 0.0 or self.tail is not None

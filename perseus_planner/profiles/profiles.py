@@ -40,7 +40,7 @@ from perseus_planner.profiles.csv_file import (
     unit_of,
     word_of,
 )
-from perseus_planner.profiles.jitter import Tail
+from perseus_planner.profiles.jitter import Jitter, Tail
 from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
 from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.plausible import (
@@ -243,6 +243,11 @@ class Profile(Checked, error=ProfileError):
         given = {name: getattr(self, name) for name in names if name != "modes" or self.modes}
         fields_text = repr(given)
         return sha256(b"profile 2", self._csv(evidence=False), fields_text.encode())
+
+    @property
+    def all_jitter(self) -> Jitter:
+        """The three parts of the jitter of a run together."""
+        return Jitter(self.jitter, self.jitter_common, self.jitter_tail)
 
     @cached_property
     def is_exact(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from perseus_planner.profiles.jitter import Jitter, Tail
 
 if TYPE_CHECKING:
-    from perseus_planner.runs.run import RankRecord
+    from perseus_planner.runs.records import ComputationRecord
 
 _OUTLIER = 0.3  #: of a logarithm; no margin is worth while for longer computations
 # Of a normal distribution, one value in 30,000 is so far above the middle.
@@ -20,25 +20,23 @@ _LEAST_TAIL = 3  #: computations; fewer do not tell a share
 _NORMAL_MAD = 1.4826  #: standard deviation of a normal distribution over its median deviation
 _MEDIAN_COSTS = math.pi / 2  #: variance of a median over that of a mean, of a normal distribution
 
+Recorded = Mapping[int, Mapping[int, Sequence["ComputationRecord"]]]
+"""Rank -> iteration that counts -> its computations."""
 Logs = Mapping[int, Mapping[int, Sequence[float]]]
 """Rank -> iteration -> the logarithms of its computations' times over their usual ones."""
 
 
-def jitter_of(ranks: Sequence[RankRecord], version: int) -> Jitter | None:
+def jitter_of(recorded: Recorded) -> Jitter | None:
     """Return how much computations vary, each about its own median; None if too few were recorded.
 
     Changes that came late do not count.
-
-    Args:
-        ranks: what the ranks of the run recorded.
-        version: of the plan by which they ran.
     """
     logs: dict[int, dict[int, list[float]]] = {}
     freedom = 0
-    for rank in ranks:
+    for rank, iterations in recorded.items():
         durations_s: dict[str, dict[int, float]] = {}
-        for number in [row.iteration for row in rank.counted(version)]:
-            for record in rank.computations.get(number, ()):
+        for number, records in iterations.items():
+            for record in records:
                 # Late changes make a computation longer for a known reason, which is not jitter.
                 if record.duration_s > 0.0 and not (record.is_late or record.is_overtaken):
                     durations_s.setdefault(str(record.computation), {})[number] = record.duration_s
@@ -48,7 +46,7 @@ def jitter_of(ranks: Sequence[RankRecord], version: int) -> Jitter | None:
             middle_s = median(of_computation.values())
             for iteration, duration_s in of_computation.items():
                 of_rank.setdefault(iteration, []).append(math.log(duration_s / middle_s))
-        logs[rank.rank] = of_rank
+        logs[rank] = of_rank
         # Each median that was taken out is a degree of freedom less, those of iterations as well.
         freedom += sum(len(own) - 1 for own in of_rank.values()) - len(durations_s)
     return parts_of(logs, freedom) if freedom > 0 else None

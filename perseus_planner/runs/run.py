@@ -326,7 +326,13 @@ def calibration_of(run: Run) -> MeasuredPlan:
     pipelines = sorted({rank.pipeline for rank in run.ranks if rank.iterations_by(version)})
     plans = [run.plan(version, pipeline) for pipeline in pipelines]
     plan = max(plans, key=lambda plan: plan.time_s)
-    return MeasuredPlan(plan, time_s, str(run.folder), jitter_of(run.ranks, version))
+    recorded = {
+        rank.rank: {
+            row.iteration: rank.computations.get(row.iteration, ()) for row in rank.counted(version)
+        }
+        for rank in run.ranks
+    }
+    return MeasuredPlan(plan, time_s, str(run.folder), jitter_of(recorded))
 
 
 def _check_names(folder: Path) -> None:

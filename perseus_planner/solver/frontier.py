@@ -36,7 +36,6 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out, make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import all_maximum, baseline_name, origin_text
-from perseus_planner.profiles.jitter import Jitter
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.modes import OWN, mode_of
 from perseus_planner.profiles.profiles import Profile
@@ -644,7 +643,7 @@ class Frontier(TimeEnergyCurve):
             return False
         PROBABILITY.check(on_time, "on_time")
         profile = self.profile
-        return profile.assumed_spread > 0.0 or bool(Jitter.of(profile)) or not profile.is_exact
+        return profile.assumed_spread > 0.0 or bool(profile.all_jitter) or not profile.is_exact
 
     def _no_slower_than_saves(self, deadline_s: float, **limits: Any) -> Plan:
         """Return the plan for a deadline, or an earlier one at which energy is least, in the modes

@@ -32,7 +32,6 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpus
-from perseus_planner.profiles.jitter import Jitter
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.modes import baseline
@@ -227,7 +226,7 @@ class OnTimePlanner:
     @cached_property
     def _jitter(self) -> Floats | None:
         """How many times as long each computation takes, in each of some iterations."""
-        jitter = Jitter.of(self.curve.profile)
+        jitter = self.curve.profile.all_jitter
         count = len(self.curve.dag.computations)
         rank_of = self.curve.dag.iteration.rank_of[:count]
         return jitter.draw(rank_of, _ITERATIONS) if jitter else None
@@ -329,7 +328,7 @@ class OnTimePlanner:
         """
         base = np.log(self._at_maximum.time_s)
         # Tails are too rare for a margin on all computations: repairs find those that are late.
-        steady = Jitter.of(self.curve.profile).steady
+        steady = self.curve.profile.all_jitter.steady
         index = {clock: i for i, clock in enumerate(self._draws.clocks_mhz)}
         doubts: dict[Key, Floats] = {}
         for key, rows in self._mean.profile.measurements.items():
