@@ -13,13 +13,8 @@ LESS = (
     (rounding, "_EFFORT", (100_000, 300, 2_000)),
     (rounding, "_ANCHOR_EFFORT", (20_000, 20, 200)),
     (polish, "_MOVES", (300, 20_000)),
-<<<<<<< HEAD
     (labels, "_LABELS", 30),
     (labels, "_PART_LABELS", 15),
-=======
-    (labels, "_LABELS", 100),
-    (labels, "_PART_LABELS", 50),
->>>>>>> c52
 )  #: module, name and value of each limit
 
 FULL = tuple((module, name, getattr(module, name)) for module, name, _ in LESS)

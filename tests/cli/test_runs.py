@@ -25,7 +25,7 @@ from perseus_planner.runs import Run
 from perseus_planner.runs.run import calibration_of
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.runtime.marks import IterationTimes
-from perseus_planner.runtime.switching import Plans
+from perseus_planner.runtime.sending import Plans
 from perseus_planner.views.figures import chart_run_beside_plan, draw_gantt
 from perseus_planner.views.run import predict_records, run_text, summarize_run
 
