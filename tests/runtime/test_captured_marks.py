@@ -218,7 +218,7 @@ def test_the_timers_of_a_captured_iteration_leave_a_mark_after_each_computation(
     rank = PipelineRank(0, 2, 0, (0, 1))
 
     def capture(step: Any, microbatches: int | None) -> Any:
-        return _captured(guard, hook.capturing, [config], rank, 1, 2, step, microbatches)
+        return _captured(guard, hook.capturing, [config], rank, 1, 2, None, step, microbatches)
 
     wrapper_class = graphs.FullCudaGraphWrapper
     monkeypatch.setattr(graphs, "StaticBufferLoader", lambda: None)
