@@ -304,15 +304,22 @@ def print_sizes(root: Path) -> None:
     _print_row("\n(without blanks)", "files", "characters", "lines")
     for title, folders in (("pages", FOLDERS), ("pages of tests", ("tests",))):
         files = [file for folder in folders for file in (root / folder).rglob("*")]
-        texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in PAGES]
-        lines = [line for text in texts for line in text.splitlines() if line.strip()]
-        _print_row(title, len(texts), sum(len("".join(line.split())) for line in lines), len(lines))
+        _print_texts(title, [file for file in files if file.suffix in PAGES])
+    # Kernels are C, of which the rows above know nothing.
+    _print_texts("C of kernels", [*(root / "perseus_planner").rglob("c/*.[ch]")])
 
     graph = import_graph(product)
     rings = [" ".join(ring) for ring in (*circles(graph), *circles(import_graph(tests)))]
     ups = [" -> ".join(pair) for pair in arrows_up(graph)]
     print(f"\ncircles of files: {len(rings)}", *rings, sep="\n  ")
     print(f"arrows up between rooms: {len(ups)}", *ups, sep="\n  ")
+
+
+def _print_texts(title: str, files: Collection[Path]) -> None:
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    characters = sum(len("".join(line.split())) for line in lines)
+    _print_row(title, len(texts), characters, len(lines))
 
 
 def print_legibility(product: Collection[Source]) -> None:
