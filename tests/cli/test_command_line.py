@@ -171,7 +171,8 @@ def test_only_extras_that_exist_are_named_to_install():
         for path in (ROOT / folder).rglob("*.py")
     ):
         text = file.read_text()
-        assert "pip install" not in text or file.name == "errors.py", file
+        # `compiling` names a compiler, which is no extra.
+        assert "pip install" not in text or file.name in ("errors.py", "compiling.py"), file
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "how_to_install":
                 (argument,) = node.args

@@ -288,7 +288,7 @@ def _send(client: Client, path: Path, target: float | None, job: str | None) -> 
     if console.is_json():
         return
     for step in later[:1]:
-        start = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.start_s))
+        start = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(step.start_s))
         more = f", and {len(later) - 1} more after that" if len(later) > 1 else ""
         power_text = "no budget" if step.power_w is None else si(step.power_w, "W")
         click.echo(f"Next: {power_text} from {start}{more}.")

@@ -290,10 +290,9 @@ def _end(report: Report) -> str:
 
 
 def _moment(since_epoch_s: float) -> str:
-    """Write a moment in local time to the second; only the time of day if it is today."""
+    """Write a moment in local time to the second, with its zone, as readers may be in another one;
+    only the time of day if it is today.
+    """
     then = datetime.fromtimestamp(since_epoch_s).astimezone()
-    return (
-        f"{then:%H:%M:%S}"
-        if then.date() == datetime.now().astimezone().date()
-        else f"{then:%Y-%m-%d %H:%M:%S}"
-    )
+    is_today = then.date() == datetime.now().astimezone().date()
+    return f"{then:%H:%M:%S %Z}" if is_today else f"{then:%Y-%m-%d %H:%M:%S %Z}"

@@ -423,7 +423,7 @@ def test_budget_sends_a_schedule_from_the_budget_that_holds_now(service: StandIn
     said = done(f"budget --schedule {tmp_path}/budget.csv --service {service.address}")
     later = [{"start_s": 4e9, "power_w": None}]
     assert service.asked[-1][1:3] == ("/v1/power", {"power_w": 30000.0, "schedule": later})
-    assert re.search(r"Next: no budget from 2096-10-0\d \d\d:06\.\n$", said)
+    assert re.search(r"Next: no budget from 2096-10-0\d \d\d:06 \S+\.\n$", said)
     (tmp_path / "carbon.csv").write_text("start,carbon\n0,200\n4000000000,500\n")
     done(
         f"budget --job gpt3 --schedule {tmp_path}/carbon.csv --target 8 --service {service.address}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -385,3 +386,17 @@ def test_the_page_of_a_job_and_the_list_say_the_state_that_the_command_says(
         card = of_all.locator("#all-cards li", has_text="Power, all GPUs")
         assert "without 1\u00a0job not heard of" in card.inner_text()
         assert service.status("other").state.name == "not known"
+
+
+def test_moments_are_told_with_their_zone(monkeypatch: pytest.MonkeyPatch):
+    """Who reads them is often elsewhere than who runs the command."""
+    from perseus_planner.extensions.service.text import _moment
+
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        assert _moment(1_700_000_000.0) == "2023-11-14 23:13:20 CET"
+        assert _moment(time.time()).endswith((" CET", " CEST"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
