@@ -326,8 +326,8 @@ def test_straggler_sends_what_its_options_say(
 def test_straggler_says_what_follows(service: StandIn):
     command = f"straggler --job gpt3 --pipeline 3 --slowdown 1.2 --service {service.address}"
     assert done(command) == (
-        "Job gpt3: version 7 of its plans is taken at the next iteration; reports are expected to "
-        "save 812.5 W\n"
+        "Job gpt3: version 7 of its plans is taken at the next iteration; extra beside "
+        "stragglers: 812.5 W\n"
         "pipeline 3 takes 1.2 times as long\nReport k1\n"
     )
     said = json.loads(done(f"{command} --json"))
@@ -468,8 +468,11 @@ def test_status_shows_what_the_service_knows(service: StandIn):
         "slow",
         "iteration",
         "s",
-        "saving",
+        "saves",
         "W",
+        "extra",
+        "W",
+        "state",
     ]
     assert "version 7, 8 is being planned, 6 taken since iteration 120" in short[1]
     whole = done(f"status gpt3 --service {service.address}")
@@ -499,6 +502,7 @@ def test_status_shows_what_the_service_knows(service: StandIn):
 def test_a_name_cannot_direct_the_terminal(monkeypatch: pytest.MonkeyPatch):
     evil = "\x1b[2Jgpt\u202e\x07\u2066\x9b"
     monkeypatch.setitem(STATUS["decision"], "reason", evil)
+    monkeypatch.setitem(STATUS, "state", {"name": "fine", "text": evil, "since_s": None})
     unknown = refused(404, f"no job {evil}")
     with stand_in(lambda *asked: unknown if "none" in asked[1] else api(*asked)) as found:
         for options in ("", " gpt3", " --json", " gpt3 --json", " --totals", " --totals --json"):

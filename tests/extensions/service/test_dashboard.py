@@ -471,14 +471,11 @@ def test_nothing_keeps_people_from_using_it(browser: Any, url: str, look: dict[s
 
 
 def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Service):
-    (known,) = (
-        each
-        for each in httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()["jobs"]
-        if each["job"]["name"] == "calm"
-    )
+    listed = httpx.get(f"{url}/v1/jobs", timeout=LONG_S).json()
+    (known,) = (each for each in listed["jobs"] if each["job"]["name"] == "calm")
     many = [{**known, "job": {**known["job"], "name": f"run-{number}"}} for number in range(200)]
     with opened(browser, f"{url}/#/") as page:
-        page.route("**/v1/jobs", lambda route: route.fulfill(json={"jobs": many}))
+        page.route("**/v1/jobs", lambda route: route.fulfill(json={**listed, "jobs": many}))
         page.reload()
         has(page, "#jobs-count", "(200)")
         has(page, "#all-cards li", "200")
@@ -550,7 +547,8 @@ def test_a_part_of_the_curves_is_enlarged_by_dragging_and_left_by_the_list(brows
         {"at_s": begin_s + 60 * minute, "iteration_s": 1.0, "power_w": 2e3, "saved_j": 1e6 * minute}
         for minute in range(100)
     ]
-    history = {"points": points, "events": [{"at_s": begin_s, "text": "began"}], "waiting": []}
+    history = {"points": points, "events": [{"at_s": begin_s, "text": "began"}]}
+    history |= {"waiting": [], "budgets": []}
     with looking(browser, url, viewport={"width": 1440, "height": 900}) as page:
         status = httpx.get(f"{url}/v1/jobs/gpt", timeout=LONG_S).json()
         status["job"]["since_s"] = begin_s
