@@ -171,8 +171,8 @@ class Look:
         for pipeline, pairs in of_pipelines.items():
             for said, those in self.active.items():
                 if pipeline in those:
-                    other_pairs = zip(said, those[pipeline], strict=True)
-                    pairs += [pair for pair in other_pairs if pair[1].about not in changed]
+                    pairs_before = zip(said, those[pipeline], strict=True)
+                    pairs += [pair for pair in pairs_before if pair[1].about not in changed]
                     rest = {**active.pop(said)}
                     del rest[pipeline]
                     active |= {said: rest} if rest else {}
@@ -344,7 +344,8 @@ def decide(
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
-        asked = asked_of_group[group.pipeline, group.earlier] = (time_is_s, *slow.items())
+        asked = (time_is_s, *slow.items())
+        asked_of_group[group.pipeline, group.earlier] = asked
         target_of[asked] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
         has_moved |= time_is_s != group.planned_s
     # Sorted by time, so that equal decisions compare equal whatever order their reports came in.
