@@ -203,9 +203,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                present = {
-                    name for name, _ in message["headers"]
-                }  # the dashboard allows its scripts
+                # An answer may have its own: the dashboard allows its scripts.
+                present = {name for name, _ in message["headers"]}
                 message["headers"] = [
                     *message["headers"],
                     *(header for header in _HEADERS if header[0] not in present),

@@ -297,14 +297,14 @@ class Client:
         """Raise the error for a status that is not a success."""
         try:
             error = response.json()
-            code, message = str(error["code"]), one_line(str(error["detail"]), 400)
+            code = str(error["code"])
+            message = one_line(str(error["detail"]), 400)
             least = error.get("least_power_w", error.get("least_deadline_s"))
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
-        if (
-            response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500
-        ):  # 429: of a proxy
+        # 429 comes from a proxy; both pass, so whoever follows the service tries again.
+        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:
             message += f"; put a token of the service in {TOKEN_VARIABLE}"

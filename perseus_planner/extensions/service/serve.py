@@ -157,6 +157,7 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
     has_taken = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        # Alive, so that no supervisor restarts it; not ready, so that no proxy sends it requests.
         if scope["path"] == "/livez":
             answer = Response(models.to_json(models.Health("ok", __version__)))
         else:
@@ -174,6 +175,8 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
     with _ended_by_sigterm():
         loop.start()
         try:
+            # A socket of its own: uvicorn closes it, and the service goes on listening at the
+            # first.
             server.run(sockets=[listener.socket.dup()])
         finally:
             loop.stop()
@@ -247,8 +250,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(_BACKLOG)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

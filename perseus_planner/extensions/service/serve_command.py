@@ -158,8 +158,9 @@ class LogLine(logging.Formatter):
         line = " ".join(
             f"{key}={_quoted(value) if key in quoted else value}" for key, value in fields
         )
+        # A traceback quotes what others sent as well.
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
-        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        safe = (row if row.isprintable() else _quoted(row)[1:-1] for row in trace)
         return "\n  ".join([line, *safe])
 
 
