@@ -182,7 +182,8 @@ class _EmulatedStage:
         """Handle the return of the loss function of an engine."""
         if self._is_counting or self._uncounted is None:
             return
-        (inputs, named), self._uncounted = self._uncounted, None
+        inputs, named = self._uncounted
+        self._uncounted = None
         cost = self._count(inputs, named, lambda output: function(output, *args[1:], **kwargs))
         self._costs[self._mode(), _shapes(inputs, named)] = cost
         _start(self._gpu, cost.forward)

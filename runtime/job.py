@@ -281,7 +281,8 @@ class Node:
         elif not self.leads:
             newer = self._memory.read(self._version)
             if newer is not None:
-                self._version, self.state = newer[0], decode(newer[1], NodeState)
+                self.state = decode(newer[1], NodeState)
+                self._version = newer[0]  # after it: what cannot be read is not passed over
         return self.state
 
 
