@@ -162,6 +162,7 @@ def attach(controller: NodeController, gpu: str, control: Control, stack: ExitSt
         request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher())
         connection = stack.enter_context(Connection(address, request))
         reply = connection.attach(ATTACH_S)
+        # With the process, as one that is forked from this one is not attached.
         attached = os.getpid(), id(connection)
         _attached.add(attached)
         stack.callback(_attached.discard, attached)
@@ -255,6 +256,7 @@ class Reattachment:
         return None
 
     def _connect(self, address: str) -> None:
+        # What was requested of the lost controller is not for the new one to set.
         self._connection.request[0] = NO_REQUEST
         try:
             self._connection.connect(address)

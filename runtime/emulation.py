@@ -146,6 +146,8 @@ class _EmulatedStage:
                 receiver = (stage.receiver, "set_input_tensor")
                 stack.enter_context(followed_attribute(*receiver, self._receive))
             if stage.loss is not None:
+                # The loss is computed outside of the module, so a call is counted once its loss is
+                # known.
                 function = getattr(*stage.loss)
                 after = partial(self._after_loss, function)
                 stack.enter_context(followed_attribute(*stage.loss, after=after))

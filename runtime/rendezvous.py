@@ -110,6 +110,7 @@ class Rendezvous:
         self._now_s = now_s
         self._board = Board(job.store)
         self._own_board = Board(job.own_store)
+        # All ranks ask one store, so each asks the less often the more there are.
         self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
         self.node = Node(self._own_board, "", False, stack)
         self._wait_s = min(RENDEZVOUS_S, job.longest_wait_s)
@@ -219,11 +220,13 @@ class Rendezvous:
         """Wait until all ranks that came in time are at a barrier, or one refuses; after
         `timeout_s` seconds, go on.
         """
+        # A rank that came late is not counted, and waits for nobody.
         if self._job.rank not in self.part.ranks:
             return
         deadline_s = self._now_s() + timeout_s
         self._job.store.add(f"join/{barrier}", 1)
         yield from self._led(lambda state: barrier in state.passed, deadline_s)
+        # The leader counts for its node; a rank whose leader is silent counts itself.
         state = self.node.state
         if barrier not in state.passed and state.refusal is None:
             refusal = yield from self._count(barrier, self.part.present, deadline_s)

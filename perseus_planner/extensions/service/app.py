@@ -431,6 +431,8 @@ def _route(
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
     `also` answers.
     """
+    # Any route may refuse a request by its token, its site, its body or its values, and fail while
+    # nothing can be written.
     statuses = sorted({401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
         status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses

@@ -172,6 +172,7 @@ class Client:
             None if it is not within `wait_s` seconds.
         """
         params: dict[str, Any] = {"after": after, "wait_s": wait_s}
+        # A service that numbers anew would otherwise be asked for a version that comes much later.
         if after and self._epochs.get(job):
             params["epoch"] = self._epochs[job]
         timeout_s = wait_s + self._timeout_s
@@ -180,6 +181,7 @@ class Client:
         try:
             self.lease_s = max(float(response.headers[LEASE]), 0.0)
         except (KeyError, ValueError):
+            # Without the header, the plans hold until others come.
             self.lease_s = None
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None

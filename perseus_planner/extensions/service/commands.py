@@ -160,6 +160,8 @@ class NewReport:
         named = [name for name in _SCOPES[1:] if getattr(self, name) is not None]
         if self.pipeline is not None and not named:
             return Scope("pipeline", str(self.pipeline))
+        # A stage exists in each pipeline, and needs one; all others say by themselves where they
+        # are.
         if len(named) != 1 or (self.pipeline is not None and named != ["stage"]):
             raise UsageError(
                 "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"
@@ -288,11 +290,14 @@ def _send(client: Client, path: Path, target: float | None, job: str | None) -> 
     from perseus_planner.base.prefixes import si
     from perseus_planner.extensions.service.models import split_at
 
+    # What holds now is the budget itself; the service keeps what is to come, and what has passed is
+    # of no use to it.
     now, later = split_at(read_budgets(path, target), time.time())
     power_w = None if now is None else now.power_w
     _print_answers(client.set_power(power_w, job, later))
     if console.is_json():
         return
+    # The next one alone shows whether moments and units were read as meant.
     for step in later[:1]:
         start = time.strftime("%Y-%m-%d %H:%M", time.localtime(step.start_s))
         more = f", and {len(later) - 1} more after that" if len(later) > 1 else ""

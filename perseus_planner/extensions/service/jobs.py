@@ -501,10 +501,11 @@ def answer_to(
 
 def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
     """Say when a report begins and what holds until then; empty if it has begun."""
+    iteration = _iteration(state, now_s)
     if report.begins_iteration is None:
         left_s = report.begins_s - now_s
         waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
-    elif (iteration := _iteration(state, now_s)) is None:
+    elif iteration is None:
         waits = (
             f"it begins with iteration {report.begins_iteration}, and the job has not reported "
             "its iteration yet"

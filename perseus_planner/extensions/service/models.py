@@ -623,6 +623,9 @@ class ReportRequest:
         """
         if self.key is not None and header_key is not None and self.key != header_key:
             raise UsageError("key: differs from the header Idempotency-Key; send one of them")
+        # Times count from the arrival, by the clock of the service; that of the source may be
+        # wrong. An observation is never in the future, where it would keep later ones from
+        # counting.
         begins_s = now_s + (self.in_s or 0.0)
         kept = {
             "key": self.key or header_key or uuid.uuid4().hex,

@@ -202,10 +202,12 @@ def _written(unsolved: Unsolved, folder: Path) -> Settings:
     document = folder / "profile.yaml"
     document.write_text(unsolved.profile_yaml, encoding="utf-8", newline="")
     table = profile_document(document).values["measurements"]
+    # The text comes from a client, and must not make this machine read or write a file elsewhere.
     if not isinstance(table, str) or not _FILE_NAME.fullmatch(table) or table == document.name:
         raise ProfileError(
             "profile.yaml: measurements: is not a plain file name; write profile.csv there"
         )
+    # As it was sent, line ends included.
     (folder / table).write_text(unsolved.profile_csv, encoding="utf-8", newline="")
     schedule: str | Path = unsolved.schedule
     if schedule not in schedule_names():

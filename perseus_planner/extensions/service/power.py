@@ -167,8 +167,14 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
     """Return the least number above `low` that fits, to the last bit; `high` and all numbers
     above it fit.
     """
-    while low < (middle := (low + high) / 2.0) < high:
-        low, high = (low, middle) if fits(middle) else (middle, high)
+    # Between neighbours among floats, their middle is rounded to one of them, which ends this.
+    middle = (low + high) / 2.0
+    while low < middle < high:
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+        middle = (low + high) / 2.0
     return high
 
 
@@ -184,7 +190,9 @@ def share_power(draft: Draft, job: str | None) -> None:
         InfeasiblePower: If the budgets cannot be met.
     """
     power_w = draft.budget.power_w
+    # A budget of all jobs makes each depend on all others; without one, a job is within its own.
     states = draft.jobs().values() if job is None or power_w is not None else [draft.state(job)]
+    # A silent job has no share of the common budget, and keeps to its own.
     silent = [state for state in states if state.silent_since_s is not None]
     shared = with_shares(power_w, [state for state in states if state.silent_since_s is None])
     for state in (*shared, *with_shares(None, silent)):

@@ -110,6 +110,7 @@ def serve(
     _log_to_stderr(log_level, JsonLine() if log_format == "json" else LogLine())
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
+    # Bound before the database is opened, as a service that stands by answers at the address too.
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
     with (
         listening(address, read_tokens(tokens)) as listener,
