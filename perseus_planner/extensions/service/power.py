@@ -225,10 +225,10 @@ def begin_budgets(draft: Draft, names: Iterable[str], wall_s: float) -> None:
         wall_s: Seconds since the epoch, by the machine's clock.
     """
     budgets: dict[str | None, PowerBudget] = {None: draft.budget}
-    for name in names:
-        state = draft.find(name)
+    for job in names:
+        state = draft.find(job)
         if state is not None:
-            budgets[name] = state.budget
+            budgets[job] = state.budget
     for name, before in budgets.items():
         step, _ = split_at(before.schedule, wall_s)
         # Nothing has begun yet, or it has begun before.
