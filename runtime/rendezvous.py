@@ -289,7 +289,7 @@ class Rendezvous:
         until_s = max(self._now_s(), deadline_s) + COLLECT_S
         while True:
             # Read first: as it is written last, a node without a part by then has none.
-            late = self._board.get("join/late", NodePart)  # which is written last
+            late = self._board.get("join/late", NodePart)
             part = self._board.get(f"join/parts/{node}", NodePart) or late
             if part is not None:
                 break

@@ -160,8 +160,7 @@ class NewReport:
         named = [name for name in _SCOPES[1:] if getattr(self, name) is not None]
         if self.pipeline is not None and not named:
             return Scope("pipeline", str(self.pipeline))
-        # A stage exists in each pipeline, and needs one; all others say by themselves where they
-        # are.
+        # A stage exists in each pipeline, so it alone may be named together with one.
         if len(named) != 1 or (self.pipeline is not None and named != ["stage"]):
             raise UsageError(
                 "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"
