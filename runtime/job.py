@@ -78,9 +78,10 @@ def this_job() -> TrainingJob:
 
     if not dist.is_initialized():
         return TrainingJob(dist.HashStore(), 0, 1)
+    # Torch has no public way to it.
     from torch.distributed.distributed_c10d import (
         _get_default_store,
-    )  # torch has no public way to it
+    )
 
     # torchrun may keep the store when it restarts ranks, which must not read what ranks before them
     # have written. Each node counts its own restarts alone, so with several nodes it is the ranks
@@ -175,9 +176,8 @@ class JobWarnings:
 
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)
-        with suppress(
-            RuntimeError
-        ):  # the store may be gone; a repeated warning is better than none
+        # The store may be gone; a repeated warning is better than none.
+        with suppress(RuntimeError):
             return bool(self._job.own_store.compare_set(f"warned/{key}", "", rank).decode() == rank)
         return True
 

@@ -387,9 +387,8 @@ class Telemetry:
         self, times: Iterable[IterationTimes], messages: Iterable[ToRank]
     ) -> list[IterationRecord]:
         """Take in new times and messages, and return the iterations that are complete now."""
-        self._since_epoch_ns = (
-            self._offset_ns()
-        )  # the clock of the node may have been set meanwhile
+        # The clock of the node may have been set meanwhile.
+        self._since_epoch_ns = self._offset_ns()
         for message in messages:
             self._take(message)
         self._times.extend(times)

@@ -60,10 +60,11 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.I
 _OPEN_PATHS = ("/", "/livez", "/readyz", "/healthz", "/v1/me")
 STATIC = "/static/"
 """Where the dashboard's files are, which need no token either."""
+# Browsers send these for pages of other sites, or of another port.
 _ELSEWHERE = (
     "cross-site",
     "same-site",
-)  # browsers send these for pages of other sites, or of another port
+)
 _LEAST_BYTES_A_SECOND = 2**16
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER = ("POST", "/v1/jobs")
@@ -164,9 +165,8 @@ def _tokens(text: str, source: str) -> tuple[Token, ...]:
 
 
 def _token(line: str, where: str) -> Token:
-    match = _LINE.fullmatch(
-        line
-    )  # a line that does not match may hold a secret, so it is not shown
+    # A line that does not match may hold a secret, so it is not shown.
+    match = _LINE.fullmatch(line)
     if match is None:
         raise UsageError(
             f"{where}: is not a token of 16 characters or more, a role and a name, separated by "

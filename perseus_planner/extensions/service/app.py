@@ -174,9 +174,8 @@ class AsyncService:
             self.end_waiting()
             self._clock.stop()
             self._parsers.shutdown(wait=False)
-            self._pool.shutdown(
-                wait=False
-            )  # a registration that is being planned ends with the service
+            # A registration that is being planned ends with the service.
+            self._pool.shutdown(wait=False)
 
     async def call(self, function: Callable[[], R]) -> R:
         """Call a function on a thread."""
@@ -559,9 +558,8 @@ async def report(
     straggler = sent.report(idempotency_key, call.service.now_s())
     answer = await call.live.done(call.service.report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
-        with suppress(
-            HTTPException, UnknownJob
-        ):  # too many wait, or the job has ended: the report was taken
+        # Too many wait, or the job has ended: the report was taken.
+        with suppress(HTTPException, UnknownJob):
             await call.live.newer(job, answer.version - 1, wait_s)
             answer = answer.with_plans_of(call.service.status(job))
     return answer

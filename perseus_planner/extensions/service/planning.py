@@ -49,9 +49,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _FRONTIERS = 32  # frontiers that a process keeps in memory
-_LARGEST_BYTES = (
-    10**8
-)  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+# Of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB.
+_LARGEST_BYTES = 10**8
 _LARGEST_HEADER_BYTES = 4 * 10**6  # some 500,000 computations, each of which takes time to read
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")

@@ -261,9 +261,8 @@ class _Pipeline:
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
-        if (
-            self.takes_s > self.own_s
-        ):  # it is unknown where the time goes, and how slower clocks would affect it
+        # It is unknown where the time goes, and how slower clocks would affect it.
+        if self.takes_s > self.own_s:
             return self.own_s
         return min(straggler_time_s, self.numbers.max_time_s)
 

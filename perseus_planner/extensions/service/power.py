@@ -134,9 +134,8 @@ def _range(demand: Demand) -> _Range:
     energies_j = energies_j[: end + 1]
     # Where the line of each piece meets t = 0: energy is fixed_j + slope_w * t on it.
     fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
-    fixed_j = np.maximum(
-        fixed_j, 1e-12 * energies_j[:-1]
-    )  # positive except for rounding, as power falls
+    # Positive except for rounding, as power falls.
+    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])
     prices = demand.gpus * times_s[1:] ** 2 / (fixed_j * demand.time_s)
     # Rising up to rounding, as the frontier is convex; `searchsorted` relies on it.
     return _Range(demand, times_s, np.maximum.accumulate(prices))

@@ -339,9 +339,8 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
         candidates = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, *_, socket_address = min(
-            candidates, key=lambda each: each[0] != socket.AF_INET
-        )  # IPv4 first, also for "localhost"
+        # IPv4 first, also for "localhost".
+        family, *_, socket_address = min(candidates, key=lambda each: each[0] != socket.AF_INET)
         if only_loopback and not ip_address(socket_address[0]).is_loopback:
             raise UsageError(
                 f"--host {address.host}: other machines can reach it, so clients need tokens; "
@@ -369,9 +368,8 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as bound:
         try:
             _remove_if_left_behind(path)
-            os.fchmod(
-                bound.fileno(), 0o600
-            )  # the file that is bound to takes this mode over, less the umask
+            # The file that is bound to takes this mode over, less the umask.
+            os.fchmod(bound.fileno(), 0o600)
             bound.bind(str(path))
             bound.listen(_BACKLOG)
         except OSError as error:

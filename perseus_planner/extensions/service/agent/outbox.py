@@ -187,9 +187,8 @@ class ServiceSettings:
         frontier = Frontier.load(self.frontier)
         sure = None if plan is None else plan.on_time
         deadline_s = None if plan is None else plan.deadline_s
-        if (
-            sure is not None and sure.limit_ratio is not None
-        ):  # the plan's own is that of estimated times
+        # The plan's own is that of estimated times.
+        if sure is not None and sure.limit_ratio is not None:
             ratio = sure.expected_limit_ratio or sure.limit_ratio
             deadline_s = ratio * frontier.baseline_time_s
         return Registration(
