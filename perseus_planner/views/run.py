@@ -319,7 +319,7 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
         for reason, rows in by_reason.items()
     )
     # The most frequent first, and of equals the earliest.
-    return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))
+    return tuple(sorted(counted, key=lambda entry: (-entry.times, entry.first_iteration)))
 
 
 def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
@@ -796,8 +796,8 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank = [Column("rank", "rank"), *several]
     mean = [
-        Column("window {}", lambda each: each.mean("gpu_s"), "s"),
-        Column("busy {}", lambda each: each.mean("busy_s"), "s"),
+        Column("window {}", lambda row: row.mean("gpu_s"), "s"),
+        Column("busy {}", lambda row: row.mean("busy_s"), "s"),
         Column("energy {}", "energy_j", "J"),
         Column("deg C", "ran.temperature_c", ".0f"),
         Column("  throttled", _throttled, "<"),
@@ -811,7 +811,7 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
         Column("set", "ran.changes_set"),
         Column("late", "ran.changes_late"),
         Column("overtaken", "ran.changes_overtaken"),
-        Column("off clock %", lambda each: _share(each.ran.off_clock_s, each.ran.busy_s), "%"),
+        Column("off clock %", lambda row: _share(row.ran.off_clock_s, row.ran.busy_s), "%"),
     ]
     yield "Ranks, per iteration", lay_out(summary.per_rank, *rank, *mean, digits=3)
     yield "Clocks and their changes", lay_out(summary.per_rank, *rank, *changes, digits=3)

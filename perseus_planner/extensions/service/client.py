@@ -305,7 +305,7 @@ class Client:
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
-        # 429 comes from a proxy; both pass, so whoever follows the service tries again.
+        # 429 comes from a proxy. Neither says that the request is wrong, so it may be tried again.
         if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:

@@ -340,7 +340,9 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         # IPv4 first, also for "localhost".
-        family, *_, socket_address = min(candidates, key=lambda each: each[0] != socket.AF_INET)
+        family, *_, socket_address = min(
+            candidates, key=lambda candidate: candidate[0] != socket.AF_INET
+        )
         if only_loopback and not ip_address(socket_address[0]).is_loopback:
             raise UsageError(
                 f"--host {address.host}: other machines can reach it, so clients need tokens; "
