@@ -95,12 +95,14 @@ class NodeController:
         if self.is_started_here:
             return self.start()
         deadline_s = time.monotonic() + ATTACH_S
-        while (address := self.address()) is None:
+        address = self.address()
+        while address is None:
             if time.monotonic() > deadline_s or self._node.state.refusal is not None:
                 raise GpuError(
                     f"the clock controller of this node was not started within {ATTACH_S:g} s"
                 )
             time.sleep(_POLL_S)
+            address = self.address()
         return address
 
 
@@ -160,6 +162,7 @@ def attach(controller: NodeController, gpu: str, control: Control, stack: ExitSt
         request = AttachRequest(controller.rank, _portable_text(gpu), control, launcher())
         connection = stack.enter_context(Connection(address, request))
         reply = connection.attach(ATTACH_S)
+        # With the process, as one that is forked from this one is not attached.
         attached = os.getpid(), id(connection)
         _attached.add(attached)
         stack.callback(_attached.discard, attached)
@@ -253,6 +256,7 @@ class Reattachment:
         return None
 
     def _connect(self, address: str) -> None:
+        # What was requested of the lost controller is not for the new one to set.
         self._connection.request[0] = NO_REQUEST
         try:
             self._connection.connect(address)
@@ -260,7 +264,9 @@ class Reattachment:
             if self._starting is not None:
                 raise
             return  # it is still the address of the one that has ended
-        self._is_connected, self._starting, self._connected_s = True, None, self._now_s()
+        self._is_connected = True
+        self._starting = None
+        self._connected_s = self._now_s()
 
     def _attached(self) -> Sequence[ToRank] | None:
         messages = self._connection.messages()

@@ -138,8 +138,8 @@ class BackgroundWork:
     def descriptors(self) -> list[int]:
         """Return the descriptors that wake the thread."""
         connections = [] if self._connection is None or self._is_lost else [self._connection]
-        own = [connection.fileno() for connection in connections]
-        return [*own, *self._decider.descriptors()]
+        of_connections = [connection.fileno() for connection in connections]
+        return [*of_connections, *self._decider.descriptors()]
 
     def run_round(self) -> None:
         """Do one round; never raises."""
@@ -208,11 +208,15 @@ class BackgroundWork:
                 self._fail("controller", text)
                 raise ControllerLost(text)
         except GpuError as error:
+            # Noted and not said: what has become of the clocks of the GPU is known once it is
+            # recovered.
             self._note("controller", str(error))
             self._is_lost = True
             self._recovery = connection.recovery
             self._lost_s = time.monotonic()
             return []
+        # What the controller says of itself is acted on here; the rest, samples and changes, goes
+        # to the telemetry.
         for message in messages:
             if isinstance(message, ControlFailure):
                 self._fail("controller", message.text)
@@ -230,6 +234,7 @@ class BackgroundWork:
         """
         assert self._reattachment is not None  # there is a connection
         if self._recovery is not None:
+            # First what has become of the clocks; a new controller may want to set them.
             if not self._recovery.done() and time.monotonic() < self._lost_s + DETACH_S:
                 return []
             self._tell_recovery(self._recovery)
@@ -237,7 +242,8 @@ class BackgroundWork:
         messages = self._reattachment.look()
         if messages is None:
             return []
-        self._is_lost, self._hang_detector = False, _HangDetector()
+        self._is_lost = False
+        self._hang_detector = _HangDetector()
         self._resume("controller")
         return messages
 

@@ -87,9 +87,12 @@ def guarded(segments: Sequence[Segment], guard_s: float) -> list[tuple[int, floa
     computation begins if that is later: changes in the middle of a wait are the safest, and a GPU
     that waits draws about as much at any clock.
     """
+    # The first clock holds from before the iteration on, the last one beyond its end.
     changes_s = [-math.inf]
     for before, after in pairwise(segments):
         rises = after.clock > before.clock
+        # A clock that is too low makes computations late and one that is too high only costs
+        # energy: so both guards err upwards.
         early_s = min(before.end_s, after.begin_s - guard_s)
         late_s = max(after.begin_s, before.end_s + guard_s)
         changes_s.append(early_s if rises else late_s)

@@ -68,7 +68,11 @@ class CapturedPlan(FixedPlan):
                 f"the plan has {len(program.clocks)} computations on this rank, and captured marks "
                 f"have {LatestStarts.MOST_ROWS} at most; follow it by time (follow='time')"
             )
+        # The controller needs a table before the first iteration; later ones come through
+        # `program_of_plans`.
         self._first = self._first or program
+        # Marks of a captured graph say positions alone, so the clocks are in a table that the
+        # controller reads.
         rank = plan.schedule.ranks.index(program.computations)
         costs = whole_costs(program, rank, program.clocks)
         return replace(

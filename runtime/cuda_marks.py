@@ -193,7 +193,8 @@ class DeviceClock:
         `event` itself is needed until the next call.
         """
         self._base_ns += _gap_ns(self._base, event)
-        self._base, spare = event, self._base
+        spare = self._base
+        self._base = event
         return self._base_ns, spare
 
 
@@ -249,7 +250,8 @@ class CudaMarks(Marks):
         self._cuda = cuda
         self._library = library
         self._requests: Sequence[int] = (NO_REQUEST,)
-        self.now, self.write = self._record_event, self._write
+        self.now = self._record_event
+        self.write = self._write
         self._owed: int | None = None  #: a request that is not enqueued yet
         self._free: deque[Any] = deque()
         self._unread: deque[_IterationEvents] = deque()
@@ -371,10 +373,14 @@ class CudaMarks(Marks):
                 if all(event.query() for event in events):
                     raise
                 break  # a side stream is still busy with a part of the iteration
+            # Only now: an iteration that could not be read whole is read again at the next call.
             read = self._unread.popleft()
+            # Gaps are added up from the begin, whose time is corrected by the host's clock; so its
+            # errors do not add up.
             begin_ns, spare = self._clock.advance(first)
             self._free.extend((spare, *later))
             begin_ns, *between_ns, end_ns = accumulate(gaps_ns, initial=begin_ns)
+            # Events come in pairs, the begin and the end of each computation.
             spans_ns = tuple(zip(between_ns[0::2], between_ns[1::2], strict=True))
             times.append(
                 IterationTimes(read.number, begin_ns, spans_ns, end_ns, read.follows_evaluation)

@@ -146,6 +146,8 @@ class _EmulatedStage:
                 receiver = (stage.receiver, "set_input_tensor")
                 stack.enter_context(followed_attribute(*receiver, self._receive))
             if stage.loss is not None:
+                # The loss is computed outside of the module, so a call is counted once its loss is
+                # known.
                 function = getattr(*stage.loss)
                 after = partial(self._after_loss, function)
                 stack.enter_context(followed_attribute(*stage.loss, after=after))
@@ -182,7 +184,8 @@ class _EmulatedStage:
         """Handle the return of the loss function of an engine."""
         if self._is_counting or self._uncounted is None:
             return
-        (inputs, named), self._uncounted = self._uncounted, None
+        inputs, named = self._uncounted
+        self._uncounted = None
         cost = self._count(inputs, named, lambda output: function(output, *args[1:], **kwargs))
         self._costs[self._mode(), _shapes(inputs, named)] = cost
         _start(self._gpu, cost.forward)

@@ -216,11 +216,14 @@ class Ledger(Checked, prefix="ledger, "):
             before_s = time_s
             if is_pause:
                 continue
+            # Nothing for full clocks: such an iteration is its own reference.
             charged_s = 0.0 if full_clocks else time_s - self.reference_s
             if longer_s is not None:
                 charged_s = longer_s
             elif self.unjudged and not full_clocks:
                 charged_s = min(max(charged_s, 0.0), self.unjudged * self.reference_s)
+            # The allowance is a share of what the iteration had taken at full clocks, which is its
+            # time without the charge.
             allowed_s = (share - 1.0) * (time_s - charged_s)
             owed_s = owed_after(owed_s, charged_s - allowed_s, self.burst_s)
         ledger = copy(self)  # on the training thread: what was checked is not checked again
@@ -369,8 +372,8 @@ def is_drawn(iteration: int, every: int) -> bool:
     """Return whether an iteration is an audit, where one of so many is, by its number alone: so
     pipelines that have not told each other agree. No period of the training meets all of them.
     """
-    place = random.Random(iteration // every).randrange(every)
-    return iteration % every == place
+    drawn = random.Random(iteration // every).randrange(every)
+    return iteration % every == drawn
 
 
 class Margin:
@@ -518,7 +521,9 @@ class Audits:
         steps = [abs(later - earlier) for earlier, later in pairwise(planned)]
         variance = _of_median(len(self._before) + len(self._after)) + _of_median(audited)
         noise = _NORMAL / math.sqrt(2) * median(steps) * math.sqrt(variance)
-        differences = [abs(each) for each in _stretches(planned, tuning.around, audited)]
+        differences = [
+            abs(difference) for difference in _stretches(planned, tuning.around, audited)
+        ]
         if len(differences) >= tuning.stretches:
             noise = max(noise, _NORMAL * median(differences))
         return noise + _LEAST_NOISE
@@ -532,9 +537,9 @@ class Audits:
         noise = self._noise()
         # Of all numbers of last audits, those count that tell the most.
         begins = [begin for begin, _ in reversed(self._pairs)]
-        longer = [each for _, each in reversed(self._pairs)]
+        longer = [share for _, share in reversed(self._pairs)]
         most = tuning.outlier
-        counted = [min(max(each / noise, -most), most) for each in longer]
+        counted = [min(max(share / noise, -most), most) for share in longer]
         sure = [total / math.sqrt(n) for n, total in enumerate(accumulate(counted), 1)]
         last = sure.index(max(sure))
         # The bound that is stated counts each audit for the planned iterations since the last one.
@@ -684,8 +689,11 @@ class Guarantee:
                 self._planned_s += judged.full_s
                 self._explained_s += longer_s
             longer_s += judged.full_s * unexplained
+            # What it had taken at full clocks is its time by the ratio of both replays.
             self._ratios.add(time_s * judged.full_s / judged.ran_s / replayed_s)
         self._full_s.add(time_s - (longer_s or 0.0))
+        # The reference moves with the training, whose iterations become longer or shorter for other
+        # reasons than clocks.
         reference_s = self._full_s.value
         assert reference_s is not None
         terms = self._terms(reference_s)

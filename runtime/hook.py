@@ -152,17 +152,22 @@ class Hook:
         self._is_inside = True
         self._iteration = self._iteration + 1 if number is None else number
         program = self._source.program_for(self._iteration)
+        # Most iterations run the program of the one before, which is loaded.
         if program is not self._program:
             self._load(program)
+        # The last one has deviated, which had emptied the order so that all else was noted.
         elif self._deviation is not None and program is not None:
-            self._order, self._count = program.shown, len(program.shown)
+            self._order = program.shown
+            self._count = len(program.shown)
         self._deviation = None
         self._noted = []
+        # Before the marks: the clock takes some time to be in force.
         self._request_first()
         self._lane.spans = self._marks.begin_iteration(
             self._iteration, follows_evaluation=self._has_evaluated
         )
         self._has_evaluated = False
+        # Last, as `_deviate` takes back the request that was just made.
         if (
             program is not None
             and microbatches is not None
@@ -198,8 +203,8 @@ class Hook:
     def _note(self, stage: int, kind: str, microbatch: int) -> None:
         """Note a computation that is not the program's."""
         if self._deviation is None and self._program is not None:
-            place = self._position
-            planned = self._order[place] if place < self._count else "nothing more"
+            position = self._position
+            planned = self._order[position] if position < self._count else "nothing more"
             self._deviate(f"{Computation(stage, kind, microbatch)}, where the plan has {planned}")
         self._noted.append((stage, kind, microbatch))
 
@@ -212,6 +217,8 @@ class Hook:
         if position < self._count:
             self._marks.request(position)
         else:
+            # A program of one computation turns between two requests for the same clock, so that
+            # the controller sees iterations begin.
             self._first = self._turns - self._first
             self._request_first(ends=True)
 
@@ -230,8 +237,11 @@ class Hook:
         if self._deviation is None and self._program is not None and self._position != self._count:
             self._deviate(f"{self._position} computations, and the plan has {self._count}")
         self._marks.end_iteration()
+        # What ran is learnt by the source where no program says it.
         order = self._noted if self._deviation is not None or self._program is None else None
         self._source.on_end(self._iteration, self._program, self._deviation, order)
+        # One whole iteration as planned shows that the program fits again, so clocks are requested
+        # from the next one on.
         if self._deviation is None and self._is_unclocked and self._program is not None:
             self._set_unclocked(False)
         self._request_first(outside=True, ends=True)
@@ -264,7 +274,9 @@ class Hook:
         inside = None if program is None else program.inside
         planned = () if inside is None else inside.captured
         if planned and tuple(planned) != tuple(order):
-            place = next(
+            # The first difference tells the most; if one is only longer than the other, it is where
+            # that ends.
+            position = next(
                 (
                     i
                     for i, pair in enumerate(zip(order, planned, strict=False))
@@ -272,10 +284,10 @@ class Hook:
                 ),
                 min(len(order), len(planned)),
             )
-            found = Computation(*order[place]) if place < len(order) else "nothing more"
-            wanted = planned[place] if place < len(planned) else "nothing more"
+            captured = Computation(*order[position]) if position < len(order) else "nothing more"
+            wanted = planned[position] if position < len(planned) else "nothing more"
             self.stop_following(
-                f"the captured graph runs {found} where the plan has {wanted}; solve for the "
+                f"the captured graph runs {captured} where the plan has {wanted}; solve for the "
                 "schedule and the number of microbatches that you train with"
             )
 
@@ -295,6 +307,7 @@ class Hook:
         self.fault = fault_text(error)
         self._is_inside = False
         goes_on = self._switch is not None and self._keeps_modes
+        # Each alone, so that one that fails does not keep the other from being tried.
         for step in (self._reset, *(() if goes_on else (self._leave_modes,))):
             try:
                 step()
@@ -321,6 +334,7 @@ class Hook:
         if program is None or program is before or before is None:
             return
         self._load(program)
+        # What has run keeps the clocks that it had, as measurements are compared with them.
         ran = before.clocks[:position]
         if program.clocks[:position] != ran:
             self._program = replace(program, clocks=(*ran, *program.clocks[position:]))
@@ -332,6 +346,7 @@ class Hook:
         self._shows_begins = self._awaits or has_table
         self._order = program.shown if program is not None else ()
         self._count = len(self._order)
+        # Without a program modes are left as well, unless they are to be kept.
         if self._switch is not None and program is not None:
             self._switch.load(program.shown, program.modes)
         elif self._switch is not None and not self._keeps_modes:
@@ -345,6 +360,8 @@ class Hook:
         self._lane.order = (*self._order, None)
         if program is not None:
             last = requests[self._first if self._next is None else self._next]
+            # The lane of the training thread writes these without a decision: one for each
+            # computation that ends.
             self._lane.after = (*requests[: self._count], last)
         self._set_unclocked(program is None)
 

@@ -78,9 +78,10 @@ def this_job() -> TrainingJob:
 
     if not dist.is_initialized():
         return TrainingJob(dist.HashStore(), 0, 1)
+    # Torch has no public way to it.
     from torch.distributed.distributed_c10d import (
         _get_default_store,
-    )  # torch has no public way to it
+    )
 
     # torchrun may keep the store when it restarts ranks, which must not read what ranks before them
     # have written. Each node counts its own restarts alone, so with several nodes it is the ranks
@@ -175,9 +176,8 @@ class JobWarnings:
 
     def _is_first(self, key: str) -> bool:
         rank = str(self._job.rank)
-        with suppress(
-            RuntimeError
-        ):  # the store may be gone; a repeated warning is better than none
+        # The store may be gone; a repeated warning is better than none.
+        with suppress(RuntimeError):
             return bool(self._job.own_store.compare_set(f"warned/{key}", "", rank).decode() == rank)
         return True
 
@@ -281,7 +281,8 @@ class Node:
         elif not self.leads:
             newer = self._memory.read(self._version)
             if newer is not None:
-                self._version, self.state = newer[0], decode(newer[1], NodeState)
+                self.state = decode(newer[1], NodeState)
+                self._version = newer[0]  # after it: what cannot be read is not passed over
         return self.state
 
 

@@ -71,16 +71,20 @@ def join_job(
     """
     meeting = Rendezvous(job, warnings, stack)
     attempt = packed = None
+    # Each step that may refuse stands before a barrier: so all ranks begin, or none, with the
+    # reason of the one that refused.
     with meeting.refusing("ranks"):
         rank = _Rank.of(engine, job, options)
         if job.rank == 0:
             attempt, packed = _begun(options, link)
+    # Rank 0 has read the plan alone and sends it, so that no other rank needs the file.
     meeting.finish("ranks", meeting.meet(rank.info, attempt, packed))
     part = meeting.part
     node = meeting.node
     with meeting.refusing("plans"):
         decider = rank.decider_in(meeting)
         program = rank.program_in(meeting, decider)
+    # Without a plan nothing was read that may not fit.
     if part.has_plan:
         meeting.finish("plans", meeting.wait_at("plans", rendezvous.RENDEZVOUS_S))
     with meeting.refusing("gpus"):
@@ -90,11 +94,14 @@ def join_job(
         ranks = len(part.ranks) or job.ranks
         controller = attachment.NodeController(job.rank, node, ranks, options.max_changes_per_s)
         attached = rank.attach(controller, control, stack)
+        # The name of the GPU is known from the controller alone, which had to be attached first.
         if plan is not None and attached.gpu is not None:
             check_gpu(plan, attached.gpu, control)
         seat = Seat(rank.adapter, job, meeting.own, part, control, attached.gpu, options, warnings)
         decider.join(seat)
+    # Longer than one attachment, as a node's first rank starts its controller before.
     meeting.finish("gpus", meeting.wait_at("gpus", 2 * attachment.ATTACH_S))
+    # A GPU that cannot be set is no reason not to train.
     if attached.problem is not None:
         warnings.warn("attach", f"{attached.problem}; training goes on without setting clocks")
     return RankContext(
@@ -147,8 +154,8 @@ class _Rank:
                 adapter.order()
         if job.rank == 0:
             name_untested(adapter.packages)
-        place = position.pipeline, position.peers[0], position.rank
-        info = RankInfo(node_name(), *place, tuple(sorted(options.modes)))
+        position_in_job = position.pipeline, position.peers[0], position.rank
+        info = RankInfo(node_name(), *position_in_job, tuple(sorted(options.modes)))
         return cls(options, decider, adapter, engine is not None, gpu, info)
 
     def decider_in(self, meeting: Rendezvous) -> Decider:
@@ -209,6 +216,7 @@ def peers_in(plan: GivenPlan, job: TrainingJob) -> tuple[int, ...] | None:
         return None
     if ranks == 1 or job.ranks % ranks:
         return None
+    # Stage s of a pipeline stands `apart` ranks behind stage s - 1.
     apart = job.ranks // ranks
     return tuple(range(job.rank % apart, job.ranks, apart))
 
@@ -256,6 +264,8 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     """
     if isinstance(options.decider, Decider):
         return options.decider
+    # By name if one is given; else by what there is to follow: each batch, a plan, or what the
+    # autopilot learns.
     if options.decider is not None:
         name = str(options.decider)
     elif options.work is not None:
@@ -264,15 +274,17 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
         return _PLANS[options.follow or HOOKS]()
     else:
         name = "autopilot"
-    place = extensions.places("deciders").get(name)
-    if place is not None:
-        decider = extensions.load(place)()
+    entry = extensions.places("deciders").get(name)
+    if entry is not None:
+        decider = extensions.load(entry)()
         assert isinstance(decider, Decider)
         return decider
+    # A decider that exists elsewhere is named with what to install; one that exists nowhere may be
+    # a slip.
     if name in extensions.DECIDERS:
         missing = extensions.missing_text(*extensions.DECIDERS[name])
         raise UsageError(f"{missing}, or give planner_runtime a plan")
-    known = extensions.places("deciders")
-    advice = did_you_mean(name, known) or f"give one of {', '.join(known)}"
+    names = extensions.places("deciders")
+    advice = did_you_mean(name, names) or f"give one of {', '.join(names)}"
     advice = extensions.remedy(advice)
     raise UsageError(f"decider: there is no decider {name!r}; {advice}")

@@ -56,8 +56,9 @@ def clock_request(
 
 def parse_clock_request(request: int) -> tuple[int | None, int]:
     """Return the position and the value of a request; (None, 0) for `NO_REQUEST`."""
-    place = (request & ~(_AGAIN | OUTSIDE | BEGUN | BY_TIME)) >> 32
-    return place - 1 if place else None, request & 0xFFFF
+    number = (request & ~(_AGAIN | OUTSIDE | BEGUN | BY_TIME)) >> 32
+    # Positions are packed from 1 on, so that 0 says that nothing is requested.
+    return number - 1 if number else None, request & 0xFFFF
 
 
 def captured_request(position: int) -> int:

@@ -42,9 +42,9 @@ def memory_modes(gpu: str, *clocks_mhz: int) -> Iterator[ModeFunctions]:
     with open_gpu(f"memory:{gpu}") as memory, lease_gpus([memory], power_limit=False):
         for clock_mhz in clocks_mhz:
             check_clock(memory, clock_mhz)
-        of_clocks = {f"mem-{each}": partial(memory.set_clock_mhz, each) for each in clocks_mhz}
+        of_clocks = {f"mem-{clock}": partial(memory.set_clock_mhz, clock) for clock in clocks_mhz}
         functions: ModeFunctions = {OWN: memory.reset_clocks, **of_clocks}
-        yield {name: ModeFunction(each, "stage") for name, each in functions.items()}
+        yield {name: ModeFunction(function, "stage") for name, function in functions.items()}
 
 
 class ModeSwitch:
@@ -121,19 +121,21 @@ def learnt_modes(functions: ModeFunctions, *, may_reorder: bool) -> ModeFunction
         UsageError: If there are none, or it cannot learn one of them.
     """
     refused = () if may_reorder else reordering(functions)
-    learnt = {name: each for name, each in functions.items() if name not in refused}
+    learnt = {name: function for name, function in functions.items() if name not in refused}
+    # Two modes, as the autopilot tries one against what training does now.
     if OWN not in learnt or len(learnt) > 2 or not all(map(is_mode_name, learnt)):
         raise UsageError(
             f"modes: {', '.join(map(str, learnt))} cannot be learnt: give {OWN}, for how training "
             "runs now, and one other, of lower-case letters, digits, - and _"
         )
-    for name, each in learnt.items():
-        if not isinstance(each, ModeFunction):
+    for name, function in learnt.items():
+        if not isinstance(function, ModeFunction):
             continue
+        # Each rank learns alone, and only from times and energy.
         why = {
-            "all ranks of a stage enter it together": each.is_of_group,
-            "it takes memory, which the autopilot does not know": each.takes_memory,
-            f"a {each.shared_by} has it as a whole": each.shared_by in SHARED_BY[2:],
+            "all ranks of a stage enter it together": function.is_of_group,
+            "it takes memory, which the autopilot does not know": function.takes_memory,
+            f"a {function.shared_by} has it as a whole": function.shared_by in SHARED_BY[2:],
         }
         for reason, holds in why.items():
             if holds:

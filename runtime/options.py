@@ -344,7 +344,7 @@ class OptionKeywords(TypedDict, total=False):
 
 def said_options() -> dict[str, Said]:
     """Return how `planner run` says the options that it has, by their names."""
-    return {each.name: each.metadata["said"] for each in fields(Options) if each.metadata}
+    return {option.name: option.metadata["said"] for option in fields(Options) if option.metadata}
 
 
 def check_work(*, plan: object, learn: bool, state: object) -> None:

@@ -116,8 +116,10 @@ class Program:
         plan = self.expected.plan
         forward_of = {} if plan is None else plan.schedule.forward_of
         return tuple(
-            overlapped(forward_of[each], each) if each in forward_of else each
-            for each in self.computations
+            overlapped(forward_of[computation], computation)
+            if computation in forward_of
+            else computation
+            for computation in self.computations
         )
 
     @cached_property
@@ -141,7 +143,9 @@ class Program:
         """
         table = self.table or Table(0)
         of_all = partial(clock_request, table=table.number, by_time=table.by_time)
-        requests = [of_all(i, each) for i, each in enumerate(self.clocks)]
+        requests = [of_all(i, clock) for i, clock in enumerate(self.clocks)]
+        # An equal number would not be seen as a new one, so one computation takes turns between
+        # two.
         if len(requests) == 1:
             requests.append(of_all(0, self.clocks[0], again=True))
         if self.then:
@@ -174,6 +178,8 @@ class Program:
         if order == self.shown or plan is None:
             return
         both = list(zip(order, self.shown, strict=False))
+        # The first difference tells the most; if one order is only longer, it is where the other
+        # ends.
         position = next(
             (i for i, (actual, planned) in enumerate(both) if actual != planned), len(both)
         )

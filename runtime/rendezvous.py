@@ -110,6 +110,7 @@ class Rendezvous:
         self._now_s = now_s
         self._board = Board(job.store)
         self._own_board = Board(job.own_store)
+        # All ranks ask one store, so each asks the less often the more there are.
         self._longest_pause_s = max(_PAUSE_S, job.ranks / _LOOKS_PER_S)
         self.node = Node(self._own_board, "", False, stack)
         self._wait_s = min(RENDEZVOUS_S, job.longest_wait_s)
@@ -177,28 +178,37 @@ class Rendezvous:
         deadline_s = self._now_s() + self._wait_s
         store = self._job.store
         memory_key = f"join/memory/{info.node}"
+        # The first rank of a node to count itself leads it: it waits at the store, and the others
+        # wait at its memory.
         leads = store.add(f"join/nodes/{info.node}", 1) == 1
         if leads:
             self.node = Node(self._own_board, info.node, True, self._stack)
             store.set(memory_key, self.node.addresses)
         if plan is not None:
             store.set("plans/1", plan)
+        # Before it counts itself, so that whoever sees all ranks counted finds all infos.
         self._board.put(f"join/infos/{self._job.rank}", info)
+        # Rank 0 collects; if it does not come, the first rank that has waited long enough does.
         collects = attempt is not None and self._claim()
         store.add("join/ranks", 1)
         if not leads:
             pauses = _pauses(_PAUSE_S)
-            while (addresses := read_key(store, memory_key)) is None and self._now_s() < deadline_s:
+            addresses = read_key(store, memory_key)
+            while addresses is None and self._now_s() < deadline_s:
                 yield next(pauses)
+                addresses = read_key(store, memory_key)
             there = (addresses or b"").decode()
             self.node = Node(self._own_board, info.node, False, self._stack, there)
         if not collects:
             yield from self._led(lambda state: state.part is not None, deadline_s)
+        # Leaders read their part here, and so does a rank whose leader has said nothing in time.
         if self.node.state == NodeState():
             yield from self._read_part(info.node, collects, deadline_s)
         if self.node.state.part is None:  # a rank refuses
             return
         self.own = self.part.ranks.get(self._job.rank) or self._late(info)
+        # From the memory of the node, which its leader has filled; from the store if there is none.
+        # What is newer than the first plan comes as any later plan does.
         if self.part.has_plan and plan is None:
             newest = None if self.node.plans is None else read_plan(self.node.plans, 0)
             if newest is None:
@@ -210,11 +220,13 @@ class Rendezvous:
         """Wait until all ranks that came in time are at a barrier, or one refuses; after
         `timeout_s` seconds, go on.
         """
+        # A rank that came late is not counted, and waits for nobody.
         if self._job.rank not in self.part.ranks:
             return
         deadline_s = self._now_s() + timeout_s
         self._job.store.add(f"join/{barrier}", 1)
         yield from self._led(lambda state: barrier in state.passed, deadline_s)
+        # The leader counts for its node; a rank whose leader is silent counts itself.
         state = self.node.state
         if barrier not in state.passed and state.refusal is None:
             refusal = yield from self._count(barrier, self.part.present, deadline_s)
@@ -246,11 +258,15 @@ class Rendezvous:
     ) -> Generator[float, None, Refusal | None]:
         """Wait until so many ranks are at a barrier; return why one of them refuses."""
         pauses = _pauses(self._longest_pause_s)
-        while (count := self._board.get(f"join/{barrier}", int) or 0) < ranks:
+        count = self._board.get(f"join/{barrier}", int) or 0
+        while count < ranks:
+            # Closing adds more than all ranks, so the count passes `ranks` at once, for everybody
+            # who waits.
             if self._now_s() > deadline_s:
                 self._close(barrier)
             else:
                 yield next(pauses)
+            count = self._board.get(f"join/{barrier}", int) or 0
         return None if count == ranks else self._board.get(f"join/refused/{barrier}", Refusal)
 
     def _close(self, barrier: str) -> None:
@@ -266,12 +282,14 @@ class Rendezvous:
         if refusal is not None:
             self.node.pass_on(refusal=refusal)
             return
+        # Rank 0 may be missing.
         if collects or (self._now_s() > deadline_s and self._claim()):
             self._collect()
         pauses = _pauses(self._longest_pause_s)
         until_s = max(self._now_s(), deadline_s) + COLLECT_S
         while True:
-            late = self._board.get("join/late", NodePart)  # which is written last
+            # Read first: as it is written last, a node without a part by then has none.
+            late = self._board.get("join/late", NodePart)
             part = self._board.get(f"join/parts/{node}", NodePart) or late
             if part is not None:
                 break
@@ -281,6 +299,7 @@ class Rendezvous:
                     "has ended"
                 )
             yield next(pauses)
+        # Into the memory of the node, from which its other ranks take it.
         plans = self.node.plans
         if part.has_plan and plans is not None and self.node.leads:
             packed = read_key(self._job.store, "plans/1")
@@ -296,6 +315,7 @@ class Rendezvous:
         self.positions, parts = node_parts(infos, self._attempt, has_plan=has_plan)
         for node, part in parts.items():
             self._board.put(f"join/parts/{node}" if node else "join/late", part)
+        # Some names are enough: a rack that is off has hundreds.
         absent = [str(rank) for rank, info in enumerate(infos) if info is None]
         if absent:
             named = f"rank{'s' * (len(absent) > 1)} {', '.join(absent[:_NAMED])}"
@@ -326,6 +346,7 @@ def node_parts(
     under an empty name for those who come late.
     """
     there = {rank: info for rank, info in enumerate(infos) if info is not None}
+    # Engines that do not number their pipelines are numbered here, by the first rank of each.
     firsts = sorted({info.first for info in there.values() if info.pipeline is None})
     number = {first: number for number, first in enumerate(firsts)}
     positions: list[tuple[int, int] | None] = [None] * len(infos)
@@ -333,7 +354,10 @@ def node_parts(
     seen = set[tuple[int, int]]()
     for rank, info in there.items():
         pipeline = number[info.first] if info.pipeline is None else info.pipeline
-        positions[rank] = position = (pipeline, info.rank)
+        position = (pipeline, info.rank)
+        positions[rank] = position
+        # Of ranks at one position, such as of tensor parallelism, the first stands for all in what
+        # is counted.
         nodes.setdefault(info.node, {})[rank] = RankPart(pipeline, position not in seen)
         seen.add(position)
     late = NodePart(
@@ -346,6 +370,7 @@ def node_parts(
         attempt=attempt,
         modes=next((info.modes for info in there.values()), ()),
     )
+    # All nodes are told the same but for their ranks, of which a large job has many.
     parts = {node: replace(late, ranks=ranks) for node, ranks in nodes.items()}
     if len(there) < len(infos):
         parts[""] = replace(late, firsts=tuple(firsts))

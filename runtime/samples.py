@@ -67,11 +67,13 @@ class GpuSamples:
         after = self._samples[index]
         if after.now_ns == at_ns:
             return counter(after)
+        # Nothing is extrapolated: before the first sample and after the last one, nothing is known.
         if index == 0:
             return None
         before = self._samples[index - 1]
         first = counter(before)
         last = counter(after)
+        # A counter that falls was reset in between, as by a new driver.
         if first is None or last is None or last < first:
             return None
         return first + (last - first) * (at_ns - before.now_ns) / (after.now_ns - before.now_ns)

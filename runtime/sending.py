@@ -183,14 +183,15 @@ class Plans:
         # A service gives many pipelines one plan, which is written once.
         plans = {id(plan): plan for plan in (self.common, *self.by_pipeline.values())}
         texts = {key: plan.dumps() for key, plan in plans.items() if plan is not None}
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts.values()))}
+        index_of_text = {text: index for index, text in enumerate(dict.fromkeys(texts.values()))}
         return encode(
             _SentPlans(
-                texts=tuple(places),
+                texts=tuple(index_of_text),
                 of_pipeline={
-                    pipeline: places[texts[id(plan)]] for pipeline, plan in self.by_pipeline.items()
+                    pipeline: index_of_text[texts[id(plan)]]
+                    for pipeline, plan in self.by_pipeline.items()
                 },
-                common=None if self.common is None else places[texts[id(self.common)]],
+                common=None if self.common is None else index_of_text[texts[id(self.common)]],
                 number=self.number,
             )
         )
@@ -204,8 +205,9 @@ class Plans:
         """
         sent = read(data, _SentPlans)
         plans = dict(enumerate(map(Plan.loads, sent.texts)))
+        # The bytes may come from another version, whose numbers name texts that are not there.
         try:
-            by_pipeline = {pipeline: plans[place] for pipeline, place in sent.of_pipeline.items()}
+            by_pipeline = {pipeline: plans[index] for pipeline, index in sent.of_pipeline.items()}
             common = None if sent.common is None else plans[sent.common]
         except KeyError as error:
             raise unreadable(f"it has no plan {error}") from error

@@ -344,6 +344,7 @@ class _Session:
         steps.append(self._reset)
         steps.append(partial(self._decider.stop, STOP_S))
         steps += [self._stop_background, self._detach, self._close]
+        # Others are waited for once the GPU is free: they may take as long as `end_s`.
         steps.append(partial(wait_for_others, self._job, "training", self._job.ranks, end_s))
         if self._link is not None:
             steps.append(self._link.close)

@@ -247,6 +247,8 @@ class Agreement:
         """Return a plan that is newer than those that this rank knows, if there is one."""
         if self._queued:
             self._announce()
+        # One rank of each node asks the store; the others read its memory, which costs the store
+        # nothing.
         elif not self._share.looks:
             plans = self._share.plans
             return None if plans is None else read_plan(plans, self._known[-1].version)
@@ -255,7 +257,8 @@ class Agreement:
         ):
             return None
         else:
-            self._looked, self._looked_s = self._begun, self._now_s()
+            self._looked = self._begun
+            self._looked_s = self._now_s()
             self._read_state()
         state = self._seen
         if state.version <= self._known[-1].version:
@@ -263,6 +266,7 @@ class Agreement:
         packed = read_key(self._store, f"plans/{state.version}")
         if packed is None:  # a newer one has replaced it meanwhile
             return None
+        # For the other ranks of the node.
         if self._share.looks and self._share.plans is not None:
             write_plan(self._share.plans, state, packed)
         return state, packed
@@ -281,7 +285,8 @@ class Agreement:
             if self._text:
                 raise RuntimeError("the store has lost what the ranks had agreed on")
         else:
-            self._text, self._seen = value, AgreedState(*map(int, value.split()))
+            self._seen = AgreedState(*map(int, value.split()))
+            self._text = value  # after it: a text that cannot be read is not the one seen last
 
     def _learn(self, state: AgreedState, packed: bytes) -> None:
         needed = tuple(

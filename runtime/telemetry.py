@@ -118,10 +118,8 @@ class Checkpoints:
         """Keep a checkpoint, unless nothing was added since the last one."""
         if not self._recent:
             return
-        p50_s, p99_s = (
-            [value for row in self._recent if (value := getattr(row, name)) is not None]
-            for name in ("latency_p50_s", "latency_p99_s")
-        )
+        p50_s = [row.latency_p50_s for row in self._recent if row.latency_p50_s is not None]
+        p99_s = [row.latency_p99_s for row in self._recent if row.latency_p99_s is not None]
         checkpoint = Checkpoint(
             account=self._account,
             set_p50_s=median(p50_s) if p50_s else None,
@@ -214,6 +212,8 @@ class RunRecorder:
             self._do(lambda files: files.save_plan(plan, program.version, pipeline))
         if self._files is not None:
             self._files.add_iteration(record)
+        # Computations of the last iterations only, all ranks at the same time, so that a report can
+        # lay them beside each other.
         period = int(record.end_s // _PERIOD_S)
         if period != self._period and self._period is not None:
             self._replace_computations(computations)
@@ -387,9 +387,8 @@ class Telemetry:
         self, times: Iterable[IterationTimes], messages: Iterable[ToRank]
     ) -> list[IterationRecord]:
         """Take in new times and messages, and return the iterations that are complete now."""
-        self._since_epoch_ns = (
-            self._offset_ns()
-        )  # the clock of the node may have been set meanwhile
+        # The clock of the node may have been set meanwhile.
+        self._since_epoch_ns = self._offset_ns()
         for message in messages:
             self._take(message)
         self._times.extend(times)
@@ -427,6 +426,7 @@ class Telemetry:
 
     def _finish(self, times: IterationTimes) -> IterationRecord:
         program, deviation = self._take_ended(times.number)
+        # Only what the engine ran is held against the next iteration, not that a mark is missing.
         has_deviated = deviation is not None
         if (
             program is not None
@@ -438,6 +438,7 @@ class Telemetry:
                 f"{len(program.computations)}"
             )
         computations: tuple[ComputationRecord, ...] = ()
+        # After a deviation, the hook requests no clock until an iteration has run as planned.
         is_unclocked = self._has_deviated and program is self._program
         if program is not None and deviation is None:
             computations = self._match_computations(times, program, is_unclocked=is_unclocked)
@@ -446,6 +447,7 @@ class Telemetry:
         )
         plan = None if program is None else program.expected.plan
         self._checkpoints.add(record, None if plan is None else plan.gpu)
+        # After the record, which still needs what the iteration before has left.
         self._prepare_next(times, program, has_deviated=has_deviated)
         self._iterations = (*self._iterations, record)[-self._capacity :]
         if computations:
@@ -470,6 +472,8 @@ class Telemetry:
         is_observed = plan is not None and plan.control == "observed"
         is_requested = not is_unclocked and not is_observed
         changes = list(self._changes)
+        # The clock of the first computation was requested when the iteration before had ended its
+        # last.
         requested_ns = self._requested_ns if program is self._program else times.begin_ns
         for index, change in enumerate(self._changes):
             if change.value == RESET and change.seen_ns <= times.begin_ns:
@@ -514,10 +518,12 @@ class Telemetry:
         gpu = self._gpu
         after = samples.first_after(times.end_ns)
         energy_j = samples.energy_j(times.begin_ns, times.end_ns)
+        # From one begin to the next, so that also what lies between two iterations is counted once.
         next_ns = self._next_ns(times)
         between_j = None if next_ns is None else samples.energy_j(times.end_ns, next_ns)
         expected = Expected() if program is None else program.expected
         plan = expected.plan
+        # Where it ran something else, there is nothing to hold its time against.
         planned_busy_s = None
         if program is not None and deviation is None:
             planned_busy_s = self._planned_busy_s_of(times, program, computations)
@@ -541,11 +547,13 @@ class Telemetry:
             origin=None if gpu is None else gpu.origin,
             next_s=None if next_ns is None else self._epoch_s(next_ns),
             between_j=between_j,
+            # a host that is too busy makes iterations longer at any clock
             host_load=os.getloadavg()[0] / (os.cpu_count() or 1),
             gpu=None if gpu is None else gpu.name or None,
             sharded_torch=self._sharded_torch,
             sensor_j=samples.sensor_j(times.begin_ns, times.end_ns),
             follows_evaluation=int(times.follows_evaluation),
+            # the pause behind it is the evaluation
             precedes_evaluation=int(next_ns is not None and self._times[0].follows_evaluation),
             lowered=lowered,
             saved_j=None if saved is None or energy_j is None else saved.saved_j,
@@ -627,6 +635,7 @@ class Telemetry:
         lowered_s = math.fsum(
             each_s for each_s, is_low in zip(ran_s, are_lowered, strict=True) if is_low
         )
+        # An iteration that is shown as one computation has lowered clocks for a part of it alone.
         share = lowered_s / busy_s if len(costs.each) == 1 and busy_s > 0.0 else 1.0
         time_s = (times.end_ns - times.begin_ns) / 1e9
         return self._savings.add(costs.lowered_where(are_lowered), ran_s, time_s, energy_j, share)
@@ -652,6 +661,8 @@ class Telemetry:
         self._program = program
         self._has_deviated = has_deviated
         self._requested_ns = spans_ns[-1][1]
+        # A change that was seen before the middle of the last computation was for this iteration;
+        # what comes later is for the next one.
         middle_ns = sum(spans_ns[-1]) // 2
         while self._changes and self._changes[0].seen_ns < middle_ns:
             self._in_force = self._changes.popleft().value

@@ -133,6 +133,7 @@ class TimedPlan(FixedPlan):
         segments = segments_of(plan, rank)
         top = top_clock(plan, program)
         highest = max(program.clocks)
+        # To the engine an iteration is one computation.
         whole = replace(
             program,
             computations=WHOLE.ranks[0],
@@ -140,6 +141,8 @@ class TimedPlan(FixedPlan):
             expected=replace(program.expected, top=top),
         )
         count = len(program.clocks)
+        # At full clocks until enough is measured to time changes; at the highest clock of the plan
+        # where they cannot be timed.
         full = whole.at((top,), costs=whole_costs(program, rank, (top,) * count))
         single = whole.at((highest,), costs=whole_costs(program, rank, (highest,) * count))
         timed = None
@@ -185,9 +188,10 @@ class TimedPlan(FixedPlan):
                 self._edges.add_setting(set_ns / 1e9)
             elif isinstance(message, Overload):
                 self._is_overloaded = True
-        for each in times:
-            self._take(each)
+        for iteration_times in times:
+            self._take(iteration_times)
         ways = self._ways
+        # A new plan is timed at once, by what is known of the iterations before it.
         is_new = ways is not None and (self._timed is None or self._timed[0] is not ways)
         if ways is not None and (times or is_new):
             self._time_clocks(ways)
@@ -207,6 +211,7 @@ class TimedPlan(FixedPlan):
         self._last = times
         program = None
         deviation: str | None = None
+        # Iterations may have run of which the device took no times.
         while self._ran and self._ran[0][0] <= times.number:
             number, program, deviation = self._ran.popleft()
             if number != times.number:
@@ -215,6 +220,7 @@ class TimedPlan(FixedPlan):
             self._last = None
             return
         begin_ns, end_ns = times.spans_ns[0]
+        # The pause before it was the evaluation, and it is itself unlike others.
         if times.follows_evaluation:
             return
         if before is not None and before.number + 1 == times.number:
@@ -226,9 +232,12 @@ class TimedPlan(FixedPlan):
         assert ways is not None  # an iteration has ended that ran by it
         by_time = program.table is not None
         is_full = not by_time and program.clocks == (program.expected.top,)
+        # The replay of what it ran by, as full clocks and the plan differ in time.
         whole_s = plan.baseline_time_s if is_full else plan.time_s
         self._measure(time_s, whole_s, segments_of(plan, ways.rank)[-1].end_s / plan.time_s)
         if by_time:
+            # The sample nearest to the begin tells when it was seen. One that is a quarter of an
+            # iteration away belongs to something else.
             near_ns = [seen - begin_ns for seen in self._samples_ns]
             delay_ns = min(near_ns, key=abs, default=None)
             if delay_ns is not None and abs(delay_ns) < (end_ns - begin_ns) // 4:
@@ -247,8 +256,10 @@ class TimedPlan(FixedPlan):
             self._first.append((time_s, whole_s, own_share))
             if len(self._first) < MEASURED:
                 return
-            of_all = fmean(abs(log(each / all_s)) for each, all_s, _ in self._first)
-            of_own = fmean(abs(log(each / all_s / share)) for each, all_s, share in self._first)
+            of_all = fmean(abs(log(taken_s / all_s)) for taken_s, all_s, _ in self._first)
+            of_own = fmean(
+                abs(log(taken_s / all_s / share)) for taken_s, all_s, share in self._first
+            )
             self._ends_with_all = of_all <= of_own
             for first in self._first:
                 self._edges.add(*self._expected(*first))

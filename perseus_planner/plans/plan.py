@@ -201,11 +201,14 @@ class Plan(Checked, error=PlanError):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Read-only copies: plans are kept and shared, and whoever made one may go on to change its
+        # own.
         object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
         points = {key: MappingProxyType(dict(clocks)) for key, clocks in self.measurements.items()}
         object.__setattr__(self, "measurements", MappingProxyType(points))
         if self.full_clocks is not None:
             object.__setattr__(self, "full_clocks", MappingProxyType(dict(self.full_clocks)))
+        # In their order, so that equal plans have equal files and digests.
         wanted = [str(computation) for computation in self.schedule.computations()]
         if list(self.clocks) != wanted:
             raise PlanError("clocks: are not those of the schedule's computations, in their order")
@@ -217,6 +220,7 @@ class Plan(Checked, error=PlanError):
         object.__setattr__(
             self, "_keys", dict(zip(self.iteration.computations, self.iteration.keys, strict=True))
         )
+        # What is missing is refused here, and not in the middle of a training that runs by it.
         for computation in self.schedule.computations():
             self.measurement(computation)
             self._check_full_clocks(computation)
@@ -230,7 +234,9 @@ class Plan(Checked, error=PlanError):
     def _repr_html_(self) -> str:
         """What a notebook shows: the plan in a line, and the clocks of each rank."""
         saved = 1.0 - self.energy_j / self.baseline_energy_j if self.baseline_energy_j else 0.0
+        # Under a power limit, the "clocks" are limits in watts.
         unit = "W" if self.control == "power-limit" else "MHz"
+        # A row for each rank: a table of all computations would have thousands.
         rows = [
             (rank, changes, [self.clocks[str(computation)] for computation in program])
             for rank, (changes, program) in enumerate(
@@ -272,6 +278,7 @@ class Plan(Checked, error=PlanError):
     @property
     def rank_waiting_w(self) -> tuple[float, ...]:
         """What the GPUs of each rank draw while they wait, watts."""
+        # All stages of a rank stand on the same GPUs, so its first one says what they draw.
         power_w = self.blocking_power_w
         stages = [program[0].stage for program in self.schedule.ranks]
         return tuple(power_w[stage] if isinstance(power_w, tuple) else power_w for stage in stages)
@@ -290,6 +297,7 @@ class Plan(Checked, error=PlanError):
         """How often each rank's clock changes in an iteration, including the change back to the
         first one.
         """
+        # An iteration follows the next: the change back to the first clock is paid as well.
         return tuple(
             changes_per_rank([self.clocks[str(c)] for c in program])
             for program in self.schedule.ranks
@@ -348,16 +356,18 @@ class Plan(Checked, error=PlanError):
         iteration = self.iteration
         setting = setting_of(self.control)
         rows: list[dict[str, Any]] = []
-        for place, (name, span) in enumerate(self.timeline.spans.items()):
+        # The timeline has the computations first, and then the operations of fixed time, which have
+        # neither stage nor clock.
+        for index, (name, span) in enumerate(self.timeline.spans.items()):
             computation = (
-                iteration.computations[place] if place < len(iteration.computations) else None
+                iteration.computations[index] if index < len(iteration.computations) else None
             )
             rows.append(
                 {
                     "computation": name,
-                    "rank": iteration.rank_of[place],
+                    "rank": iteration.rank_of[index],
                     "stage": None if computation is None else computation.stage,
-                    "kind": None if computation is None else in_mode(iteration.keys[place][1], OWN),
+                    "kind": None if computation is None else in_mode(iteration.keys[index][1], OWN),
                     **(
                         {"mode": self.modes.get(name, OWN) if computation else None}
                         if self.modes
@@ -371,6 +381,7 @@ class Plan(Checked, error=PlanError):
             )
         return make_frame(
             rows,
+            # whole numbers, although operations have none
             dict.fromkeys(("stage", "microbatch", setting), WHOLE),
             origin=origin_text(self.origin),
             time_s=self.time_s,
@@ -387,6 +398,7 @@ class Plan(Checked, error=PlanError):
             PlanError: If the file cannot be written.
         """
         content = self._content()
+        # Without modes the file stays as planners read it that know none.
         version = _WITH_MODES if self.modes else _VERSION
         document = {"format": _FORMAT, "version": version, "digest": _digest(content), **content}
         text = yaml.dump(
@@ -442,6 +454,7 @@ class Plan(Checked, error=PlanError):
             **dump(self, _ORIGIN),
             "schedule": self.schedule.name,
             **dump(self, (*_NUMBERS, *_OPTIONAL), _OPTIONAL),
+            # for people; they follow from the clocks below
             "changes": list(self.changes),
             "measurements": {
                 f"{stage}{kind}": {
@@ -486,6 +499,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
             }
             for text, clocks in values["measurements"].items()
         }
+        # Plans of older versions lack some of these, which then have their defaults.
         fields = (*_ORIGIN, *_NUMBERS, *_OPTIONAL)
         full_clocks = None
         if "full_clocks" in values:  # not until 0.3

@@ -442,7 +442,8 @@ def _remarks(frontier: Frontier) -> Iterator[str]:
     profile = frontier.profile
     options = frontier.dag.points
     yield from schedule_remarks(context_of_profile(profile, frontier.dag.iteration))
-    if (sharded := remark(profile.conditions)) is not None:
+    sharded = remark(profile.conditions)
+    if sharded is not None:
         yield sharded
     yield from profile.remarks
     if frontier.dag.has_tied_modes:

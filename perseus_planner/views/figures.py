@@ -159,7 +159,8 @@ def chart_run(name: str, run: Run) -> list[GanttChart]:
         origin = "times measured"
         # Ranks of different origins have none in common to name.
         origins = {row.origin for row in rows}
-        if len(origins) == 1 and (of_clocks := origins.pop()):
+        of_clocks = origins.pop() if len(origins) == 1 else None
+        if of_clocks:
             origin += f", clocks {of_clocks}"
         time_us = round(_US * max(row.time_s for row in rows))
         charts.append(GanttChart(name, note, origin, time_us, tuple(lanes), tuple(programs)))
@@ -522,7 +523,7 @@ def _add_legend(figure: Figure, lanes: Iterable[Lane]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Line2D | Patch] = [Patch(color=_WAITING, label="waiting")]
-    # Only what the charts have is explained.
+    # Only what the charts have is explained; 0 stands for any clock that was set late.
     late = {
         us if us == NEVER else 0 for lane in lanes for us in lane.late_us or () if us is not None
     }

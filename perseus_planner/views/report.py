@@ -187,7 +187,8 @@ def chart_sources(sources: Sources) -> FrontierChart:
     frontier = sources.frontier
     # Without a frontier there is no bound, but a plan knows its baseline's time and energy.
     if frontier is None:
-        if (plan := sources.any_plan) is not None:
+        plan = sources.any_plan
+        if plan is not None:
             baseline = _point_of(ALL_MAXIMUM, "baseline", plan)
             time_s = plan.baseline_time_s
             energy_j = plan.baseline_energy_j

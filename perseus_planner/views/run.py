@@ -266,21 +266,17 @@ def _ranks(run: Run, version: int) -> Iterator[RankOfRun]:
                     run.plan(version, rank.pipeline), _planned_time_s(run, version)
                 )
             # Iterations without a change of clock have no latency.
-            latencies_s = (
-                [
-                    value
-                    for row in rank.counted(version)
-                    if (value := getattr(row, name)) is not None
-                ]
-                for name in ("latency_p50_s", "latency_p99_s")
-            )
+            rows = rank.counted(version)
+            p50_s = [row.latency_p50_s for row in rows if row.latency_p50_s is not None]
+            p99_s = [row.latency_p99_s for row in rows if row.latency_p99_s is not None]
             yield RankOfRun(
                 rank.rank,
                 rank.pipeline,
                 rank.pipeline_rank,
                 rank.account(version),
                 planned[rank.pipeline][rank.pipeline_rank],
-                *(median(values_s) if values_s else None for values_s in latencies_s),
+                median(p50_s) if p50_s else None,
+                median(p99_s) if p99_s else None,
             )
 
 
@@ -323,7 +319,7 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
         for reason, rows in by_reason.items()
     )
     # The most frequent first, and of equals the earliest.
-    return tuple(sorted(counted, key=lambda each: (-each.times, each.first_iteration)))
+    return tuple(sorted(counted, key=lambda entry: (-entry.times, entry.first_iteration)))
 
 
 def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
@@ -621,12 +617,13 @@ def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], lis
     attempts = list(fold(replace(entry, version=None) for entry in totals))
     shown = attempts[-_MOST_ATTEMPTS:]
     # Old attempts are added up, so that the table stays short.
-    if (older := attempts[:-_MOST_ATTEMPTS]) != []:
+    older = attempts[:-_MOST_ATTEMPTS]
+    if older:
         shown.insert(0, reduce(Entry.__add__, older))
-    if len(shown) > 1:
-        shown.append(whole := reduce(Entry.__add__, shown))
-    else:
-        whole = None
+    # A single attempt is its own sum.
+    whole = reduce(Entry.__add__, shown) if len(shown) > 1 else None
+    if whole is not None:
+        shown.append(whole)
 
     def name(entry: Entry) -> str:
         if entry is whole:
@@ -799,8 +796,8 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank = [Column("rank", "rank"), *several]
     mean = [
-        Column("window {}", lambda each: each.mean("gpu_s"), "s"),
-        Column("busy {}", lambda each: each.mean("busy_s"), "s"),
+        Column("window {}", lambda row: row.mean("gpu_s"), "s"),
+        Column("busy {}", lambda row: row.mean("busy_s"), "s"),
         Column("energy {}", "energy_j", "J"),
         Column("deg C", "ran.temperature_c", ".0f"),
         Column("  throttled", _throttled, "<"),
@@ -814,7 +811,7 @@ def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str,
         Column("set", "ran.changes_set"),
         Column("late", "ran.changes_late"),
         Column("overtaken", "ran.changes_overtaken"),
-        Column("off clock %", lambda each: _share(each.ran.off_clock_s, each.ran.busy_s), "%"),
+        Column("off clock %", lambda row: _share(row.ran.off_clock_s, row.ran.busy_s), "%"),
     ]
     yield "Ranks, per iteration", lay_out(summary.per_rank, *rank, *mean, digits=3)
     yield "Clocks and their changes", lay_out(summary.per_rank, *rank, *changes, digits=3)

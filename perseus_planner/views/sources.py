@@ -214,7 +214,8 @@ def read_sources(paths: Iterable[Path], blocking_power_w: float | None = None) -
     names = list[str]()
     sources = defaultdict[Any, dict[str, Any]](dict)
     for path in paths:
-        names.append(name := _short_name(path, names))
+        name = _short_name(path, names)
+        names.append(name)
         reader = readers.get(kind_of(path), Plan.load)  # which refuses other files with the reason
         sources[reader][name] = reader(path)
     # All that is not known is taken for a plan, and the rest are as the readers stand.
@@ -241,15 +242,12 @@ def _learnt(runs: Mapping[str, Run]) -> Profile | None:
     if len(runs) != 1:
         return None
     (run,) = runs.values()
-    path = next(
-        (
-            path
-            for folder in (run.folder, run.folder.resolve().parent)
-            if (path := folder / STATE_FILE).exists()
-        ),
-        None,
-    )
-    return None if path is None else Profile.load(path)
+    # An attempt has a folder of its own, below that of the job, which keeps what was learnt.
+    for folder in (run.folder, run.folder.resolve().parent):
+        path = folder / STATE_FILE
+        if path.exists():
+            return Profile.load(path)
+    return None
 
 
 def _only(sources: Mapping[str, Any], what: str) -> Any:

@@ -163,9 +163,8 @@ class UnmodifiedTraining:
         parent.
         """
         if self._process == os.getpid():
-            error = getattr(
-                sys, "last_value", None
-            )  # what ends this process, if it is an exception
+            # What ends this process, if it is an exception.
+            error = getattr(sys, "last_value", None)
             try:
                 self._runtime.__exit__(
                     type(error) if error else None, error, error.__traceback__ if error else None

@@ -430,6 +430,7 @@ def estimate(
         # The measured GPU may have had another power limit, so its own load is asked for.
         load = calibration.load(stages[stage][kind], system)
         clocks = system.gpu.clocks_mhz
+        # The load is that of one GPU, and the profile has sums over the GPUs of a stage.
         rows[stage, kind] = tuple(
             Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
             for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)

@@ -60,10 +60,11 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.I
 _OPEN_PATHS = ("/", "/livez", "/readyz", "/healthz", "/v1/me")
 STATIC = "/static/"
 """Where the dashboard's files are, which need no token either."""
+# Browsers send these for pages of other sites, or of another port.
 _ELSEWHERE = (
     "cross-site",
     "same-site",
-)  # browsers send these for pages of other sites, or of another port
+)
 _LEAST_BYTES_A_SECOND = 2**16
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _REGISTER = ("POST", "/v1/jobs")
@@ -164,9 +165,8 @@ def _tokens(text: str, source: str) -> tuple[Token, ...]:
 
 
 def _token(line: str, where: str) -> Token:
-    match = _LINE.fullmatch(
-        line
-    )  # a line that does not match may hold a secret, so it is not shown
+    # A line that does not match may hold a secret, so it is not shown.
+    match = _LINE.fullmatch(line)
     if match is None:
         raise UsageError(
             f"{where}: is not a token of 16 characters or more, a role and a name, separated by "
@@ -203,10 +203,11 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = {name for name, _ in message["headers"]}  # the dashboard allows its scripts
+                # An answer may have its own: the dashboard allows its scripts.
+                present = {name for name, _ in message["headers"]}
                 message["headers"] = [
                     *message["headers"],
-                    *(header for header in _HEADERS if header[0] not in own),
+                    *(header for header in _HEADERS if header[0] not in present),
                 ]
             await send(message)
 
@@ -223,10 +224,13 @@ class Guard:
         """Check the headers, put the client's role into `scope`, and return how large the body
         may be.
         """
+        # A page of the web may send its browser to this machine under a name of its own (DNS
+        # rebinding); the host header gives it away.
         if self._access.loopback_only and not _LOOPBACK.fullmatch(headers.get("host", "localhost")):
             raise HTTPException(
                 421, "the service only answers on this machine; connect to 127.0.0.1 or localhost"
             )
+        # Browsers say where a request comes from; programs send no such header.
         if scope["method"] not in _SAFE and headers.get("sec-fetch-site") in _ELSEWHERE:
             raise HTTPException(
                 403, "a page of another site may not do this; use the service's dashboard"
@@ -239,12 +243,15 @@ class Guard:
             raise HTTPException(
                 401, "no valid token; send the header `Authorization: Bearer TOKEN`", challenge
             )
+        # Without tokens, whoever reaches the port may do all.
         anonymous: Role | None = None if self._access.tokens else "operate"
         role = bearer.role if bearer else anonymous
         scope.setdefault("state", {}).update(
             {"role": role, "name": bearer.name if bearer else None}
         )
         most = self._most_bytes(role, (scope["method"], scope["path"]))
+        # Without a length, or with a false one, `_bounded` counts what arrives. 18 digits are more
+        # than any machine has, and quick to convert.
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
@@ -275,7 +282,9 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
     `most_s` seconds and one for each 64 KiB.
     """
     loop = asyncio.get_running_loop()
-    seen, is_whole, until_s = 0, False, loop.time() + most_s
+    seen = 0  # bytes of the body that have come
+    is_whole = False
+    until_s = loop.time() + most_s
 
     async def receiving() -> Message:
         nonlocal seen, is_whole
@@ -287,7 +296,8 @@ def _bounded(receive: Receive, most: int, most_s: float) -> Receive:
             raise HTTPException(
                 408, f"{seen} bytes of the body came in time; send all of it within {most_s:g} s"
             ) from None
-        seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
+        seen += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
         if seen > most:
             raise _too_large(most)
         return message

@@ -83,7 +83,10 @@ def _report(alert: _Alert, now_s: float) -> Report:
     texts = {**alert.annotations, **alert.labels}
     is_over = alert.status == "resolved"
     began_s = alert.began.timestamp()
+    # A report must end after it begins; Alertmanager may send both moments alike.
     ended_s = max(alert.ended.timestamp(), math.nextafter(began_s, math.inf))
+    # The moment is part of the key: a fingerprint is that of the labels, and returns when the same
+    # alert fires again.
     sent = {
         "key": f"alert-{alert.fingerprint}-{round(began_s * 1000)}",
         "source": f"alertmanager, {alert.fingerprint}",

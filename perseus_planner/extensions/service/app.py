@@ -174,9 +174,8 @@ class AsyncService:
             self.end_waiting()
             self._clock.stop()
             self._parsers.shutdown(wait=False)
-            self._pool.shutdown(
-                wait=False
-            )  # a registration that is being planned ends with the service
+            # A registration that is being planned ends with the service.
+            self._pool.shutdown(wait=False)
 
     async def call(self, function: Callable[[], R]) -> R:
         """Call a function on a thread."""
@@ -201,8 +200,10 @@ class AsyncService:
         meanwhile.
         """
         if unsolved not in self._solutions:
-            solution = self._solutions[unsolved] = asyncio.create_task(self._solved(unsolved))
+            solution = asyncio.create_task(self._solved(unsolved))
+            self._solutions[unsolved] = solution
             solution.add_done_callback(lambda _: self._solutions.pop(unsolved))
+        # Whoever gives up waiting must not end the solution for the others.
         return await asyncio.shield(self._solutions[unsolved])
 
     async def _solved(self, unsolved: Unsolved) -> bytes:
@@ -246,7 +247,8 @@ class AsyncService:
 
     def changed(self, job: str) -> None:
         """Wake all requests that wait for `job`, as it has a new version or has ended."""
-        if (change := self._changes.pop(job, None)) is not None:
+        change = self._changes.pop(job, None)
+        if change is not None:
             change.set_result(None)
 
     def end_waiting(self) -> None:
@@ -267,6 +269,7 @@ class AsyncService:
             self._next_tick_s = self.service.tick()
             nap_s = self._next_tick_s - self.service.now_s()
             self._problem = None
+        # It never passes: the other service has the database.
         except Fenced as error:
             self.fenced = error
             nap_s = math.inf
@@ -327,19 +330,24 @@ class CheckedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what handles a request."""
+        # The role is read from where OpenAPI has it, so that both say the same.
         security = (self.openapi_extra or {}).get("security")
         role: Role | None = security[0][_SCHEME][0] if security else None
+        # What is left beside the request and its body are the parameters of path, query and header,
+        # which are validated together.
         hints = get_type_hints(self.endpoint, include_extras=True)
         kinds = {name: hints.pop(name, None) for name in ("return", "call", "_", "sent")}
         parameters = TypeAdapter[Any](TypedDict("Parameters", hints, total=False))  # type: ignore[operator]
 
         async def checked(request: Request) -> Response:
+            # Before anything is read or computed for somebody who may not ask.
             if role:
                 check_role(request.state.role, role)
             call = Call(request.scope, request.receive)
             headers = request.headers
             path = request.path_params
             of_header = {"idempotency_key": headers.get("idempotency-key")}
+            # Of equal names the path wins, as the route was chosen by it.
             given = {**request.query_params, **path, **of_header}
             try:
                 values = parameters.validate_python(given)
@@ -347,15 +355,19 @@ class CheckedRoute(APIRoute):
                 name = error.errors()[0]["loc"][0]
                 where = "path" if name in path else "header" if name in of_header else "query"
                 raise _refused(error, where) from None
-            if kind := kinds["sent"]:
+            kind = kinds["sent"]
+            if kind:
                 if headers.get("content-type", "").partition(";")[0] != "application/json":
                     problem = {"type": "json", "loc": ("body",), "msg": "is not sent as JSON"}
                     raise RequestValidationError([problem])
                 values["sent"] = await _sent(call, kind)
+            # Pages are read again and again: they are compared, and compressed on a thread, as that
+            # takes milliseconds.
             if 304 in self.responses:
                 return await call.live.call(
                     lambda: page_response(call, self.endpoint(call, **values))
                 )
+            # A future is a change that has to reach the disk before it is answered.
             answer = self.endpoint(call, **values)
             if isinstance(answer, Future):
                 answer = await call.live.done(answer)
@@ -418,6 +430,8 @@ def _route(
     OpenAPI gets the class of its `answer`, its `errors` beside those of all routes, and what it
     `also` answers.
     """
+    # Any route may refuse a request by its token, its site, its body or its values, and fail while
+    # nothing can be written.
     statuses = sorted({401, 403, 408, 413, 421, 422, 500, 503, *errors})
     failures: dict[int | str, Any] = {
         status: {"model": Problem, "description": HTTPStatus(status).phrase} for status in statuses
@@ -503,9 +517,9 @@ async def register(call: Call, sent: Registration) -> Response:
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
 def jobs(call: Call) -> bytes:
     """List all running jobs with their status."""
-    found = call.service.jobs()
-    texts = b",".join(map(to_json, found))
-    return b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(found)))
+    statuses = call.service.jobs()
+    texts = b",".join(map(to_json, statuses))
+    return b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(statuses)))
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
@@ -544,9 +558,8 @@ async def report(
     straggler = sent.report(idempotency_key, call.service.now_s())
     answer = await call.live.done(call.service.report(job, straggler))
     if wait_s and answer.takes_effect == "planning":
-        with suppress(
-            HTTPException, UnknownJob
-        ):  # too many wait, or the job has ended: the report was taken
+        # Too many wait, or the job has ended: the report was taken.
+        with suppress(HTTPException, UnknownJob):
             await call.live.newer(job, answer.version - 1, wait_s)
             answer = answer.with_plans_of(call.service.status(job))
     return answer
@@ -574,14 +587,16 @@ async def alerts(call: Call, sent: AlertGroup) -> AlertAnswers:
     refused.
     """
     now_s = call.service.now_s()
-    received = await call.live.call(lambda: [read_alert(each, now_s) for each in sent.alerts])
-    reports = [each for each in received if not isinstance(each, str)]
+    # On a thread, as a group of many alerts takes long to read.
+    received = await call.live.call(lambda: [read_alert(alert, now_s) for alert in sent.alerts])
+    reports = [report for report in received if not isinstance(report, str)]
     answers, refused = await call.live.done(call.service.alert(reports))
     ignored = []
-    for index, (alert, each) in enumerate(zip(sent.alerts, received, strict=True)):
-        problem = each if isinstance(each, str) else refused.get(each.key)
+    for index, (alert, reading) in enumerate(zip(sent.alerts, received, strict=True)):
+        problem = reading if isinstance(reading, str) else refused.get(reading.key)
         if problem is not None:
             ignored.append(IgnoredAlert(index, rule_of(alert), problem))
+    # One line for a group: Alertmanager sends it again and again until the alerts are resolved.
     if ignored:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
@@ -786,10 +801,12 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
     async def answered(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
             # Starlette only names the methods of the first route with that path.
-            there = [
-                each for each in router.routes if each.matches(request.scope)[0] is not Match.NONE
+            matching = [
+                route
+                for route in router.routes
+                if route.matches(request.scope)[0] is not Match.NONE
             ]
-            methods = {method for each in there for method in getattr(each, "methods", ())}
+            methods = {method for route in matching for method in getattr(route, "methods", ())}
             error.headers = {"Allow": ", ".join(sorted(methods))}
         return error_answer(error)
 
@@ -816,6 +833,7 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     """Describe the fields in an OpenAPI document by the comments that stand beside them, and name
     the type of problems, which FastAPI takes for plain JSON.
     """
+    # FastAPI has answers to errors as JSON of the model; they are sent as RFC 9457 names them.
     for methods in document["paths"].values():
         for operation in methods.values():
             for status, answer in operation["responses"].items():
@@ -825,6 +843,8 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     text = "A token of the service, if the service has tokens; it needs the role."
     scheme = {"type": "http", "scheme": "bearer", "description": text}
     document["components"]["securitySchemes"] = {_SCHEME: scheme}
+    # The texts are comments (`#:`), which are in the sources alone. A class takes those of its
+    # bases, which stand before it.
     of_kinds: dict[str, dict[str, str]] = {}
     for module in (account, models, alerts_sent, curve):
         source = inspect.getsource(module)
@@ -834,6 +854,7 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
                 for base in kind.bases:
                     texts |= of_kinds.get(ast.unparse(base), {})
                 texts |= _texts(kind, source.splitlines())
+                # Pydantic splits a model whose input and output differ.
                 for end in ("", "-Input", "-Output"):
                     properties = described.get(kind.name + end, {}).get("properties", {})
                     for name in properties.keys() & texts:
@@ -845,11 +866,13 @@ def _texts(kind: ast.ClassDef, lines: Sequence[str]) -> Iterator[tuple[str, str]
     """Yield the name in JSON and the text of each field with a text."""
     for field in kind.body:
         if isinstance(field, ast.AnnAssign):
+            # A text stands above its field, or behind it on its lines.
             above = takewhile(_is_text, reversed(lines[: field.lineno - 1]))
             beside = lines[field.lineno - 1 : field.end_lineno]
             texts = [line.partition("#: ")[2] for line in (*reversed([*above]), *beside)]
             alias = re.search(r"alias='(\w+)'", ast.unparse(field.annotation))
-            if text := " ".join(filter(None, texts)):
+            text = " ".join(filter(None, texts))
+            if text:
                 yield alias[1] if alias else ast.unparse(field.target), text
 
 

@@ -91,8 +91,10 @@ def _read_in_slices(body: bytes | bytearray, begin: int) -> Registration | None:
             places += from_json(tuple[Place, ...], b"[%b]" % text)
         except ValidationError as error:
             raise _of_a_place(error, len(places)) from None
+        # Enough to know that there are too many, which `check_places` says below.
         if len(places) > MOST_PLACES:
             break
+    # What is left is small: it is checked as a whole, with a stand-in for the list.
     view = memoryview(body)
     rest = bytearray(view[:begin])
     rest += to_json(_SENTINEL)
@@ -101,6 +103,7 @@ def _read_in_slices(body: bytes | bytearray, begin: int) -> Registration | None:
     registration = from_json(Registration, rest)
     del rest
     registration.check_places(len(places))
+    # The list that was read belongs to something else, such as a field with that name deeper down.
     if registration.places != (_SENTINEL,):
         return None
     return replace(registration, places=tuple(places))

@@ -172,6 +172,7 @@ class Client:
             None if it is not within `wait_s` seconds.
         """
         params: dict[str, Any] = {"after": after, "wait_s": wait_s}
+        # A service that numbers anew would otherwise be asked for a version that comes much later.
         if after and self._epochs.get(job):
             params["epoch"] = self._epochs[job]
         timeout_s = wait_s + self._timeout_s
@@ -180,6 +181,7 @@ class Client:
         try:
             self.lease_s = max(float(response.headers[LEASE]), 0.0)
         except (KeyError, ValueError):
+            # Without the header, the plans hold until others come.
             self.lease_s = None
         if response.status_code == HTTPStatus.NO_CONTENT:
             return None
@@ -297,14 +299,14 @@ class Client:
         """Raise the error for a status that is not a success."""
         try:
             error = response.json()
-            code, message = str(error["code"]), one_line(str(error["detail"]), 400)
+            code = str(error["code"])
+            message = one_line(str(error["detail"]), 400)
             least = error.get("least_power_w", error.get("least_deadline_s"))
             least = None if least is None else float(least)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             self._refuse_answer(f"HTTP {response.status_code} {response.text}")
-        if (
-            response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500
-        ):  # 429: of a proxy
+        # 429 comes from a proxy. Neither says that the request is wrong, so it may be tried again.
+        if response.status_code == HTTPStatus.TOO_MANY_REQUESTS or response.status_code >= 500:
             raise ServiceAway(f"the service at {self.address} could not answer {path}: {message}")
         if response.status_code == 401:
             message += f"; put a token of the service in {TOKEN_VARIABLE}"

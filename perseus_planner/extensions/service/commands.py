@@ -70,6 +70,7 @@ def status(
     if totals and (job is not None or watch):
         raise UsageError("--totals: shows all jobs, once; leave out the name of a job, and --watch")
     with _open_client(service) as client:
+        # After the client, whose absence says what to install.
         from perseus_planner.extensions.service.headline import together
         from perseus_planner.extensions.service.models import Jobs, Totals
         from perseus_planner.extensions.service.text import jobs_text, status_text, totals_text
@@ -79,9 +80,11 @@ def status(
             _print(Totals(of_jobs), totals_text(of_jobs))
             return
         before = None
+        # Not into a file or pipe, where the codes would be noise.
         clear = watch and sys.stdout.isatty()
         while True:
             shown: Any = client.jobs() if job is None else client.status(job)
+            # Only what has changed is printed, so that a log of --watch is short.
             if shown != before and job is None:
                 _print(Jobs(shown, together(shown)), jobs_text(shown), clear=clear)
             elif shown != before and job is not None:
@@ -157,6 +160,7 @@ class NewReport:
         named = [name for name in _SCOPES[1:] if getattr(self, name) is not None]
         if self.pipeline is not None and not named:
             return Scope("pipeline", str(self.pipeline))
+        # A stage exists in each pipeline, so it alone may be named together with one.
         if len(named) != 1 or (self.pipeline is not None and named != ["stage"]):
             raise UsageError(
                 "name what is slow in one way: --pipeline, --stage, --rank, --gpu or --node"
@@ -248,7 +252,8 @@ def budget(
     follows it without you; if a budget of the schedule cannot be met when its time has come, it
     becomes the least that can. Any other budget of the same job, or of all jobs, ends the schedule.
     """
-    if (path := schedule.schedule) is not None:
+    path = schedule.schedule
+    if path is not None:
         if power is not None or deadline is not None:
             raise UsageError("--schedule: has the power; leave out --power and --deadline")
         with _open_client(service) as client:
@@ -266,10 +271,12 @@ def budget(
         raise UsageError("give --power, --deadline or both of them; none removes what is set")
     if deadline is not None and job is None:
         raise UsageError("--deadline: is for one job; name it with --job")
+    # None is sent for what is removed; what is not named is not sent at all.
     deadline_s = None if deadline in (None, "none") else DURATION.read(str(deadline), "--deadline")
     power_w = None if power in (None, "none") else POWER_BUDGET.read(str(power), "--power")
     with _open_client(service) as client:
         answers = []
+        # The deadline first: a power budget is checked against the time that the job aims for.
         if deadline is not None:
             answers.append(client.set_deadline(str(job), deadline_s))
         if power is not None:
@@ -282,11 +289,14 @@ def _send(client: Client, path: Path, target: float | None, job: str | None) -> 
     from perseus_planner.base.prefixes import si
     from perseus_planner.extensions.service.models import split_at
 
+    # What holds now is the budget itself; the service keeps what is to come, and what has passed is
+    # of no use to it.
     now, later = split_at(read_budgets(path, target), time.time())
     power_w = None if now is None else now.power_w
     _print_answers(client.set_power(power_w, job, later))
     if console.is_json():
         return
+    # The next one alone shows whether moments and units were read as meant.
     for step in later[:1]:
         start = time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(step.start_s))
         more = f", and {len(later) - 1} more after that" if len(later) > 1 else ""
@@ -350,6 +360,7 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
         columns = ", ".join(table.header) or "of no header"
         raise UsageError(f"{table.where}: has the columns {columns}; {_HEADER}")
     signal = signals[0]
+    # A power is itself the budget; a price or intensity is one only with what an hour may cost.
     if (target is None) != (signal == "power"):
         needed = (
             "do not give one for powers"
@@ -360,6 +371,8 @@ def read_budgets(path: Path, target: float | None = None) -> tuple[PowerStep, ..
     steps: list[PowerStep] = []
     for row in table:
         start_s = row.read("start", _MOMENT)
+        # A file that is not sorted has often lost or swapped rows, so it is not sorted here in
+        # silence.
         if steps and start_s <= steps[-1].start_s:
             raise UsageError(
                 f"{row.place('start')}: {shown(row['start'])} is not after the row before; sort "
@@ -380,7 +393,8 @@ def replaced(path: Path, wait: Callable[[], object]) -> Iterator[None]:
     seen = _identity(path)
     while True:
         wait()
-        if (now := _identity(path)) not in (None, seen):
+        now = _identity(path)
+        if now not in (None, seen):
             seen = now
             yield
 
@@ -394,8 +408,10 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _parse_moment(text: str) -> float | None:
-    if (seconds := Rule(float, True, "").parse(text)) is not None:
+    seconds = Rule(float, True, "").parse(text)
+    if seconds is not None:
         return float(seconds)
+    # Python 3.10 reads no Z for UTC.
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -415,6 +431,8 @@ def _power_w(signal: str, row: CsvRow, target: float | None) -> float | None:
     value = row.read(signal, _PRICE if signal == "price" else _CARBON)
     if value <= 0 or target is None:  # energy that costs nothing needs no budget
         return None
+    # In an hour, 1 kW is 1 kWh: money / (money per kWh) is in kW, and kg / (g per kWh) in thousands
+    # of them.
     power_w = 1000.0 * target / value * (1000.0 if signal == "carbon" else 1.0)
     return min(power_w, 1e12) if math.isfinite(power_w) else None
 

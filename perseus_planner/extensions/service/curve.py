@@ -50,6 +50,7 @@ class Curve:
                 "frontiers alone; train with plan=, or without a memory limit and shared modes"
             )
         return cls(
+            # The frontier begins at its slow end; here times rise, for `bisect`.
             tuple(frontier.times_s[::-1].tolist()),
             tuple(frontier.energies_j[::-1].tolist()),
             frontier.baseline_time_s,
@@ -65,6 +66,7 @@ class Curve:
         others.
         """
         count = len(self.times_s)
+        # Rounding may give one point twice.
         kept = dict.fromkeys(
             np.linspace(0, count - 1, min(most, count)).round().astype(int).tolist()
         )
@@ -95,6 +97,7 @@ class Curve:
         energies_j = self.energies_j
         if deadline_s < times_s[0]:
             raise InfeasibleDeadline(deadline_s, times_s[0])
+        # Past the slow end, iterations wait: nothing saves more.
         if deadline_s >= times_s[-1]:
             return energies_j[-1] + self.waiting_w * (deadline_s - times_s[-1])
         after = bisect_left(times_s, deadline_s)

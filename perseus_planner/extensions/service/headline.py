@@ -53,17 +53,19 @@ def together(jobs: Iterable[JobStatus]) -> Together:
     the others run.
     """
     jobs = list(jobs)
-    heard_of = [each for each in jobs if each.silent_since_s is None]
-    sent = [each.telemetry for each in heard_of if each.telemetry is not None]
-    saved_w = [each.saves_w for each in heard_of if each.saves_w is not None]
+    heard_of = [job for job in jobs if job.silent_since_s is None]
+    sent = [job.telemetry for job in heard_of if job.telemetry is not None]
+    # Jobs whose plan is of another machine or model have no saving; how many do is said beside the
+    # sum.
+    saved_w = [job.saves_w for job in heard_of if job.saves_w is not None]
     return Together(
         heard_of=len(heard_of),
-        measured=sum(each.power_w is not None for each in sent),
+        measured=sum(telemetry.power_w is not None for telemetry in sent),
         silent=len(jobs) - len(heard_of),
         power_w=sum(map(power_now_w, heard_of)),
         saves_w=sum(saved_w),
         compared=len(saved_w),
-        extra_w=sum(each.expected_saving_w for each in heard_of),
+        extra_w=sum(job.expected_saving_w for job in heard_of),
     )
 
 
@@ -71,6 +73,8 @@ def _headline(status: JobStatus) -> Headline:
     """Return the state of a job, by the order of the table above."""
     decision = status.decision
     sent = status.telemetry
+    # The order is that of what an operator has to do first: a job that is not heard of has no later
+    # figure that can be trusted.
     if status.silent_since_s is not None:
         return Headline(
             "not heard of",
@@ -82,6 +86,7 @@ def _headline(status: JobStatus) -> Headline:
         allowed = si(status.power_limit_w or 0.0, "W")
         text = f"it draws {drawn}, and its budgets allow {allowed}"
         return Headline("over budget", text, status.over_budget_since_s)
+    # The verdict is a whole sentence; here it goes on behind a colon, so its full stop goes.
     if sent is not None and _is_late(status, sent.iteration_s):
         return Headline("late", (status.verdict or "").rstrip("."))
     if sent is not None and status.unlike_plan is not None:
@@ -94,6 +99,7 @@ def _headline(status: JobStatus) -> Headline:
         return Headline("beside a straggler", decision.reason, decision.since_s)
     keeps = _KEEPS.get(decision.targets[0].reason or "", "")
     planned = si(decision.straggler_time_s, "s", 4)
+    # A straggler is known without telemetry, from its report; that all is fine is not.
     if sent is None:
         text = f"it sends no telemetry; its plans are for iterations of {planned}{keeps}"
         return Headline("not known", text)
@@ -111,4 +117,5 @@ def _is_late(status: JobStatus, iteration_s: float) -> bool:
     is_slower = " slower than planned" in status.verdict if ratio is None else ratio > 1.0
     if not status.decision.stragglers:
         return is_slower
+    # Beside a straggler, iterations are meant to take longer; only more than that is late.
     return is_slower and iteration_s > (1.0 + OFF) * status.decision.straggler_time_s

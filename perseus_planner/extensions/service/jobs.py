@@ -108,11 +108,16 @@ def add_counters(
     Raises:
         Conflict: If there are more iterations than before but another counter has fallen.
     """
+    # The last name is that of the run that counts now. A run before it has been followed by
+    # another, so its messages were overtaken on the way.
     runs = () if before is None else (*before.earlier, before.latest.run)
     is_same_run = before is not None and before.latest.run == sent.run
+    # A run counts from its own beginning, so the first message of another run counts from 0.
     since = before.latest if before is not None and is_same_run else Counters(run=sent.run)
     if sent.run in runs[:-1] or sent.iterations <= since.iterations:
         return before
+    # A counter that falls while iterations grow comes from another run under the same name: its
+    # difference would take back what was counted.
     for name in GROWING:
         if getattr(sent, name) < getattr(since, name):
             raise Conflict(
@@ -122,6 +127,7 @@ def add_counters(
             )
     new = sent.since(since)
     total = new if before is None else new + before
+    # `fold` adds this entry to the one of the same version, so a version appears once.
     plans = (*(before.plans if before else ()), Entry(**vars(new), version=version))
     tally = Tally(
         **{**shared(JobTelemetry, sent), **vars(total)},
@@ -129,7 +135,9 @@ def add_counters(
         power_w=new.mean_power_w,
         observed_s=now_s,
         latest=sent,
+        # without `latest`, which counts now
         earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
+        # one more than the versions apart: all that are older share one entry
         plans=fold(plans, VERSIONS_APART + 1),
     )
     return replace(tally, points=with_point(before.points if before else (), tally))
@@ -141,6 +149,7 @@ def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
     """
     saved_j = tally.saved_j if tally.is_judged else None
     now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
+    # The spacing is a fixed share of the time covered, so it grows with the age of the job.
     if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
         return (*points[:-1], now)
     more = (*points, now)
@@ -210,13 +219,14 @@ class JobState:
 
         def reported(reports: Mapping[str, Report]) -> dict[str, Report]:
             times = ("observed_s", "begins_s", "expires_s")
-            return {key: moved(each, *times) for key, each in reports.items()}
+            return {key: moved(report, *times) for key, report in reports.items()}
 
         return replace(
             self,
             decision=moved(self.decision, "since_s", "look_again_s"),
             reports=reported(self.reports),
             past=reported(self.past),
+            # it rests on the times before they were moved
             look=None,
             taken=None if self.taken is None else moved(self.taken, "at_s"),
         )
@@ -241,6 +251,7 @@ class JobState:
         tally = add_counters(self.tally, sent, now_s, version)
         drawn_w = None if tally is None else tally.power_w
         limit_w = self.power_limit_w
+        # One message above the budget is no news: the power has to stay above it for `_OVER_FOR_S`.
         over_s = None
         if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
             over_s = self.over_s or now_s
@@ -251,10 +262,14 @@ class JobState:
     def with_report(self, report: Report, now_s: float) -> JobState:
         """Return the state with a report added, or replaced."""
         look = self.look
+        # A look can be continued with a report it has not seen; one that replaces another asks for
+        # a new look.
         if look is not None:
             is_new = now_s < look.until_s and report.key not in self.reports
             look = look.with_reports(self.registered, [report], now_s) if is_new else None
         reports = {**self.reports}
+        # Out and in again: what was replaced last stands last, where the database looks for what to
+        # write.
         reports.pop(report.key, None)
         reports[report.key] = report
         return replace(self, reports=reports, look=look)
@@ -267,6 +282,7 @@ class JobState:
         past = {**self.past}
         for report in look.gone:
             past[report.key] = reports.pop(report.key)
+        # Past reports are kept to recognize repeated messages, so the oldest may go.
         for key in [*past][:-REMEMBERED]:
             del past[key]
         return replace(self, reports=reports, past=past, look=replace(look, gone=()))
@@ -366,6 +382,8 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     if look is None or look.until_s <= now_s:
         look = _look(state, now_s)
     state = state.looked(look)
+    # The policy asks for curves of slow stages. Until those are solved, the version is promised and
+    # the decision stays as it is.
     try:
         decision = _decided(state, look, planning, now_s)
     except NotSolved:
@@ -375,6 +393,8 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
             _within_budgets(state), decision, planning.numbers(state.job, state.curve)
         )
         state = replace(state, decision=decision, saving_w=saved_w)
+    # Another reason or look alone changes no plan; nor do targets beyond the end of the frontier,
+    # which make the same requests.
     before = state.planned
     if state.is_planned and decision.asked == before.asked:
         return state
@@ -384,6 +404,7 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     version = state.published.version + 1
     requests, indices = asked
     texts = [planning.text(request) for request in requests]
+    # A version is published whole: pipelines of one job must not follow plans of two decisions.
     known_texts = [text for text in texts if text is not None]
     if len(known_texts) < len(texts):
         return replace(state, promised=version)
@@ -397,10 +418,12 @@ def plan_set(
     """Return a version of plans, given the texts of the decision's `requests_of`, and its
     indices.
     """
-    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    found = tuple([places[texts[index]] for index in indices])
-    own = None if decision.own is None else found[-1]
-    return PlanSet(version, tuple(places), found[: len(decision.of_pipeline)], own)
+    # Two requests may have led to the same plan: it is sent once.
+    index_of_text = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+    of_pipeline = tuple([index_of_text[texts[index]] for index in indices])
+    # With an own target, `requests_of` puts its index behind those of the pipelines.
+    of_own = None if decision.own is None else of_pipeline[-1]
+    return PlanSet(version, tuple(index_of_text), of_pipeline[: len(decision.of_pipeline)], of_own)
 
 
 LEASE_S = 60.0
@@ -417,6 +440,8 @@ def lease_s(state: JobState, now_s: float) -> float | None:
     ends_s = (
         state.reports[key].expires_s for key in decision.stragglers.values() if key in state.reports
     )
+    # Beside a straggler that has recovered, slow plans cost time, which nobody would stop if the
+    # service were away: so the lease bounds it.
     return min(max(min(ends_s, default=math.inf) - now_s, 0.0), LEASE_S)
 
 
@@ -434,6 +459,7 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
         return True
     asked, _ = requests_of(state.job, state.curve, decision)
     missing_plans = [request for request in asked if planning.text(request) is None]
+    # One at a time, so that jobs that wait take turns.
     for request in missing_plans[:1]:
         planning.plan(request)
     return len(missing_plans) > 1
@@ -475,10 +501,11 @@ def answer_to(
 
 def until_it_begins(state: JobState, report: Report, now_s: float) -> str:
     """Say when a report begins and what holds until then; empty if it has begun."""
+    iteration = _iteration(state, now_s)
     if report.begins_iteration is None:
         left_s = report.begins_s - now_s
         waits = f"it begins in {si(left_s, 's', 3)}" if left_s > 0.0 else ""
-    elif (iteration := _iteration(state, now_s)) is None:
+    elif iteration is None:
         waits = (
             f"it begins with iteration {report.begins_iteration}, and the job has not reported "
             "its iteration yet"
@@ -559,6 +586,7 @@ def _iteration(state: JobState, now_s: float) -> int | None:
     """
     if state.taken is None:
         return None
+    # One more than the one that runs now, which has begun and keeps its plans.
     return (
         state.taken.iteration
         + int(max(now_s - state.taken.at_s, 0.0) / state.decision.straggler_time_s)
@@ -573,6 +601,7 @@ def _next_beginning_s(state: JobState, now_s: float) -> float:
     iteration = _iteration(state, now_s)
     taken = state.taken
     look = state.look
+    # A look whose `until_s` is finite has no report that begins with an iteration.
     if iteration is None or taken is None or (look is not None and look.until_s > -math.inf):
         return math.inf
     waiting = [
@@ -647,9 +676,10 @@ def jobs_concerned(
     of_jobs: dict[str, list[Report]] = {}
     for name, state in sorted(jobs.items()):
         parts = state.registered.parts
-        if found := [report for report in reports if parts.places_of(report.scope)]:
-            of_jobs[name] = found
-    taken = {report.key for found in of_jobs.values() for report in found}
+        concerned = [report for report in reports if parts.places_of(report.scope)]
+        if concerned:
+            of_jobs[name] = concerned
+    taken = {report.key for concerned in of_jobs.values() for report in concerned}
     return of_jobs, {
         report.key: f"no running job has {report.scope.kind} {shown(report.scope.value)}"
         for report in reports
@@ -667,18 +697,22 @@ def with_alerts(
     """
     refused = {}
     for report in reports:
-        known = state.reports.get(report.key)
-        if report.key in state.past or (known is not None and known.expires_s <= now_s):
+        before = state.reports.get(report.key)
+        # Alertmanager repeats an alert until it is resolved: one that is over or withdrawn here
+        # must not come back to life.
+        if report.key in state.past or (before is not None and before.expires_s <= now_s):
             continue
-        if known is None:
+        if before is None:
+            # One alert that does not fit this job must not keep the others from it.
             try:
                 check_report(state, report, now_s)
             except PlannerError as error:
                 refused[report.key] = str(error)
                 continue
         elif report.expires_s > now_s:
-            report = replace(known, slowdown=report.slowdown, cause=report.cause)
-        if report != known:
+            # A repeated alert may be worse now. Its times stay those of its first arrival.
+            report = replace(before, slowdown=report.slowdown, cause=report.cause)
+        if report != before:
             state = state.with_report(report, now_s)
     return state, refused
 
@@ -729,7 +763,8 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
             if limit_w
             else "no power limit is set on the GPUs any more"
         )
-    if (since_s := after.silent_since_s) != before.silent_since_s:
+    since_s = after.silent_since_s
+    if since_s != before.silent_since_s:
         yield (
             "heard of again"
             if since_s is None
@@ -739,6 +774,7 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
         limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
         over = after.over_budget_since_s is not None
         yield (f"over {limit} for a minute" if over else "within its power budget again")
+    # Stragglers are told by the decision, not by reports: most reports change nothing.
     if after.decision is not before.decision:
         yield from _stragglers(before, after)
         if after.published.version > before.published.version and after.planned is before.planned:
@@ -756,6 +792,8 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
     was = before.decision.stragglers
     now = after.decision.stragglers
+    # Pipelines that are slow for the same reason are told together. Another report that says the
+    # same is no news.
     slow: dict[tuple[str, str], list[int]] = {}
     for pipeline in [number for number, key in now.items() if was.get(number) != key]:
         what = _slow(after, now[pipeline])
@@ -766,6 +804,7 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
     recovered = sorted(was.keys() - now.keys())
     if recovered:
         changes.append(f"{_pipelines(recovered)} not slow any more")
+    # Stragglers themselves are left out: their new time is what was just told.
     moved: dict[float, list[int]] = {}
     if before.decision.asked != after.decision.asked:
         old_s, new_s = ([*_times_s(state.decision)] for state in (before, after))
@@ -827,7 +866,7 @@ def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
 
 def status_of(state: JobState, now_s: float) -> JobStatus:
     """Return the status of a job."""
-    own = {
+    computed = {
         "version": state.published.version,
         "reports": current_reports(state, now_s),
         "expected_saving_w": state.saving_w,
@@ -835,8 +874,9 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
         "telemetry": state.tally,
         "gpus": state.job.pipelines * state.curve.gpus,
     }
+    # The last message first, so that what is computed here wins over it.
     latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
-    status = JobStatus(**{**latest, **shared(JobStatus, state), **own})
+    status = JobStatus(**{**latest, **shared(JobStatus, state), **computed})
     return with_headline(status)
 
 
@@ -850,6 +890,7 @@ def _baseline_j(state: JobState, iteration_s: float) -> float:
     maximum, joules.
     """
     waiting_w = state.curve.waiting_w
+    # Plans of pipelines with slow stages have slower baselines, so each waits for another time.
     return math.fsum(
         count
         * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))

@@ -118,7 +118,8 @@ class _Service(Collector):
         yield InfoMetricFamily("planner_build", "What was built.", {"version": __version__})
         yield from self._database()
         jobs = self._service.jobs()
-        heard_of = [each for each in jobs if each.silent_since_s is None]
+        # A gauge of a silent job would stay at its last value for ever, and look alive.
+        heard_of = [job for job in jobs if job.silent_since_s is None]
         yield GaugeMetricFamily("planner_jobs", "Jobs that are heard of.", len(heard_of))
         text = "Jobs that are registered and not heard of; of these there is the state alone."
         yield GaugeMetricFamily("planner_silent_jobs", text, len(jobs) - len(heard_of))
@@ -128,11 +129,14 @@ class _Service(Collector):
         if budget_w is not None:
             budget.add_metric((), budget_w)
         yield budget
+        # Of all jobs, as one state is that a job is not heard of.
         yield _states(jobs)
-        told = [each for each in heard_of if each.telemetry is not None]
+        told = [job for job in heard_of if job.telemetry is not None]
         since_s = self._since_s
-        counted = [each for each in told if each.telemetry and each.telemetry.observed_s >= since_s]
-        metered = [each for each in counted if each.telemetry and each.telemetry.energy_is]
+        # The counters of a job that has sent nothing since the service began may be behind: see the
+        # class.
+        counted = [job for job in told if job.telemetry and job.telemetry.observed_s >= since_s]
+        metered = [job for job in counted if job.telemetry and job.telemetry.energy_is]
         yield from _families(GaugeMetricFamily, _GAUGES, heard_of)
         yield from _families(GaugeMetricFamily, _TELEMETRY, told)
         yield from _families(CounterMetricFamily, _COUNTERS, counted)

@@ -269,9 +269,10 @@ class Parts:
     def _of_kind(self, kind: str) -> dict[str, list[Place]]:
         """Return the places of each rank, GPU or node."""
         if kind not in self._known:
-            known = self._known[kind] = {}
+            places_of: dict[str, list[Place]] = {}
             for place in self._places:
-                known.setdefault(str(getattr(place, kind)), []).append(place)
+                places_of.setdefault(str(getattr(place, kind)), []).append(place)
+            self._known[kind] = places_of
         return self._known[kind]
 
     @cached_property
@@ -286,10 +287,11 @@ class Parts:
     def places_of(self, scope: Scope) -> list[Place]:
         """Return the places of a rank, GPU or node, which has its name with a domain or without."""
         values = {scope.value}
+        # Monitors name nodes with or without their domain, whatever the job was registered with.
         if scope.kind == "node":
             values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
-        known = self._of_kind(scope.kind)
-        return [place for value in values for place in known.get(value, ())]
+        by_name = self._of_kind(scope.kind)
+        return [place for value in values for place in by_name.get(value, ())]
 
     def of(self, scope: Scope) -> dict[int, frozenset[int]]:
         """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
@@ -301,10 +303,11 @@ class Parts:
         Raises:
             UsageError: If the job has no such part.
         """
-        found = self._found.get(scope.part)
-        if found is None:
-            found = self._found[scope.part] = self._find(scope)
-        return found
+        parts = self._found.get(scope.part)
+        if parts is None:
+            parts = self._find(scope)
+            self._found[scope.part] = parts
+        return parts
 
     def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
         if scope.kind == "pipeline":
@@ -338,6 +341,8 @@ class Parts:
         held: dict[int, frozenset[int]] = {}
         for place in places:
             held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
+        # A rank without known stages may be in any stage of its pipeline, so the others say nothing
+        # about where it is slow.
         return held | {place.pipeline: frozenset() for place in places if not place.stages}
 
     def _pipeline_of_stage(self, scope: Scope) -> int:
@@ -618,6 +623,9 @@ class ReportRequest:
         """
         if self.key is not None and header_key is not None and self.key != header_key:
             raise UsageError("key: differs from the header Idempotency-Key; send one of them")
+        # Times count from the arrival, by the clock of the service; that of the source may be
+        # wrong. An observation is never in the future, where it would keep later ones from
+        # counting.
         begins_s = now_s + (self.in_s or 0.0)
         kept = {
             "key": self.key or header_key or uuid.uuid4().hex,

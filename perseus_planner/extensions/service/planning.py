@@ -49,9 +49,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _FRONTIERS = 32  # frontiers that a process keeps in memory
-_LARGEST_BYTES = (
-    10**8
-)  # of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB
+# Of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB.
+_LARGEST_BYTES = 10**8
 _LARGEST_HEADER_BYTES = 4 * 10**6  # some 500,000 computations, each of which takes time to read
 _NICENESS = 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -134,15 +133,19 @@ def plan_text(request: PlanRequest, content: bytes) -> str:
     """
     frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
     limits: dict[str, Any] = {name: getattr(request, name) for name in ("max_changes", "on_time")}
+    # First the plan for the time: if that draws little enough anyway, no search within power is
+    # needed.
     plan = frontier.plan_until(request.time_s, **limits)
     sure = plan.on_time
+    # With a time that is kept with a probability, the power is known as a range; its upper end must
+    # fit.
     power_w = plan.power_w if sure is None else sure.power_w.high
     if request.power_w is not None and power_w > request.power_w:
         try:
             within = frontier.plan_within_power(request.power_w, **limits)
         except InfeasiblePower as error:
             within = frontier.plan_within_power(error.least_power_w, **limits)
-        plan = within if sure is None else max(plan, within, key=lambda each: each.time_s)
+        plan = within if sure is None else max(plan, within, key=lambda candidate: candidate.time_s)
     return plan.dumps()
 
 
@@ -198,10 +201,12 @@ def _written(unsolved: Unsolved, folder: Path) -> Settings:
     document = folder / "profile.yaml"
     document.write_text(unsolved.profile_yaml, encoding="utf-8", newline="")
     table = profile_document(document).values["measurements"]
+    # The text comes from a client, and must not make this machine read or write a file elsewhere.
     if not isinstance(table, str) or not _FILE_NAME.fullmatch(table) or table == document.name:
         raise ProfileError(
             "profile.yaml: measurements: is not a plain file name; write profile.csv there"
         )
+    # As it was sent, line ends included.
     (folder / table).write_text(unsolved.profile_csv, encoding="utf-8", newline="")
     schedule: str | Path = unsolved.schedule
     if schedule not in schedule_names():
@@ -267,6 +272,8 @@ class Processes:
         """
         pool = None
         for _ in range(2):
+            # The pool that was just seen broken is named, as another thread may have replaced it by
+            # now.
             pool = self._living(pool)
             try:
                 return pool.submit(function, *arguments).result(timeout_s)
@@ -289,6 +296,7 @@ class Processes:
             if self._open:
                 self._end()
                 self._pool = None
+                # Workers end when their pipe closes; new ones need a new one.
                 self._theirs, self._ours = multiprocessing.Pipe(duplex=False)
 
     def _end(self) -> None:
@@ -350,11 +358,12 @@ class Planning:
 
         def slowed(stages: Mapping[int, float]) -> Curve:
             slow = tuple(sorted(stages.items()))
-            found = self._curves.get((job.frontier, slow, limit_w))
-            if found is None:
+            solved = self._curves.get((job.frontier, slow, limit_w))
+            if solved is None:
                 raise NotSolved(slow)
-            return found
+            return solved
 
+        # With a limit, even the pipeline without slow stages is another one than was profiled.
         return Numbers(**vars(curve if limit_w is None else slowed({})), slowed=slowed)
 
     def solve(self, job: RegisteredJob, slow: Slow) -> None:
@@ -376,8 +385,11 @@ class Planning:
         Raises:
             InfeasibleDeadline, InfeasibleBudget: As for `Frontier.plan_for`, with `content`.
         """
-        if (text := self._texts.get(request)) is not None:
+        text = self._texts.get(request)
+        if text is not None:
             return text
+        # A new job that cannot be planned is refused; a running one gets the nearest plan, as it
+        # cannot be sent away.
         make = nearest_plan_text if content is None else plan_text
         made = self._run(make, request, content or self._frontier(request.frontier))
         return self._texts.put(request, made)
@@ -396,6 +408,8 @@ def requests_of(
         slow = tuple(sorted(target.slow_stages.items()))
         gpu_w = target.gpu_power_limit_w
         is_as_profiled = not slow and gpu_w is None
+        # Only the end of the profiled frontier is known here; slowed ones have ends of their own,
+        # which the worker knows.
         request = PlanRequest(
             job.frontier,
             min(target.time_s, curve.max_time_s) if is_as_profiled else target.time_s,

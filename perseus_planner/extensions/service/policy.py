@@ -130,49 +130,57 @@ class Look:
         gone = [*self.gone]
         next_s = self.next_s
         until_s = self.until_s
+        # Only what is about the same as a new report can change, so the reports are grouped by
+        # that.
         changed: dict[tuple[Any, ...], list[Report]] = {}
         of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
         for report in reports:
             before = self.lasting.get(report.source, {}).get(report.scope.part, ())
             changed.setdefault(report.about, [*before]).append(report)
         for (source, *part), same in changed.items():
-            begun = [(_has_begun(each, now_s, iteration), each) for each in same]
-            newest_s = max((each.observed_s for has, each in begun if has), default=-math.inf)
+            # Of one source about one scope the latest observation that has begun holds; one that
+            # begins later does not end it yet.
+            begun = [(_has_begun(report, now_s, iteration), report) for report in same]
+            newest_s = max((report.observed_s for has, report in begun if has), default=-math.inf)
             slow = list[Report]()
             others = list[Report]()
-            for has_begun, each in begun:
-                if has_begun is None or each.observed_s < newest_s:
-                    gone.append(each)
-                elif has_begun and now_s < each.expires_s and each.slowdown != 1.0:
-                    slow.append(each)
-                    next_s = min(next_s, each.expires_s)
-                elif is_over(each, now_s) and over_s(each) < now_s - _FORGOTTEN_AFTER_S:
-                    gone.append(each)  # by the service's clock: a source's may be hours behind
+            for has_begun, report in begun:
+                if has_begun is None or report.observed_s < newest_s:
+                    gone.append(report)
+                elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
+                    slow.append(report)
+                    next_s = min(next_s, report.expires_s)
+                elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
+                    gone.append(report)  # by the service's clock: a source's may be hours behind
                 else:
-                    others.append(each)
-                    if not has_begun and each.begins_iteration is None:
-                        next_s = min(next_s, each.begins_s)
-                if each.begins_iteration is not None:
+                    others.append(report)
+                    if not has_begun and report.begins_iteration is None:
+                        next_s = min(next_s, report.begins_s)
+                # Time does not say when an iteration comes, so the next look must be a new one.
+                if report.begins_iteration is not None:
                     until_s = -math.inf
             lasting[source] = {**lasting.get(source, {}), tuple(part): (*slow, *others)}
             if slow or active:
                 for pipeline, stages in job.parts.of(same[0].scope).items():
                     of_pipelines.setdefault(pipeline, []).extend(
-                        ((each.slowdown, each.iteration_s, each.cause, stages), each)
-                        for each in slow
+                        ((report.slowdown, report.iteration_s, report.cause, stages), report)
+                        for report in slow
                     )
+        # A pipeline has one entry in `active`: it leaves that of what was said of it, and what
+        # others said goes along.
         for pipeline, pairs in of_pipelines.items():
             for said, those in self.active.items():
                 if pipeline in those:
-                    known = zip(said, those[pipeline], strict=True)
-                    pairs += [pair for pair in known if pair[1].about not in changed]
+                    pairs_before = zip(said, those[pipeline], strict=True)
+                    pairs += [pair for pair in pairs_before if pair[1].about not in changed]
                     rest = {**active.pop(said)}
                     del rest[pipeline]
                     active |= {said: rest} if rest else {}
             if pairs:
+                # In one order, so that pipelines of which the same is said share an entry.
                 pairs.sort(key=lambda pair: pair[1].key, reverse=True)
-                said, found = zip(*pairs, strict=True)
-                active[said] = {**active.get(said, {}), pipeline: found}
+                said, reports_now = zip(*pairs, strict=True)
+                active[said] = {**active.get(said, {}), pipeline: reports_now}
         return Look(lasting, active, tuple(gone), next_s, min(until_s, next_s))
 
 
@@ -253,9 +261,8 @@ class _Pipeline:
 
     def wanted_s(self, straggler_time_s: float) -> float:
         """Return the wanted time of its plan beside a straggler."""
-        if (
-            self.takes_s > self.own_s
-        ):  # it is unknown where the time goes, and how slower clocks would affect it
+        # It is unknown where the time goes, and how slower clocks would affect it.
+        if self.takes_s > self.own_s:
             return self.own_s
         return min(straggler_time_s, self.numbers.max_time_s)
 
@@ -293,6 +300,8 @@ def decide(
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
     """
+    # Pipelines of which the same is known are one case: thousands of pipelines are decided at the
+    # cost of a few.
     aim_s = target_s(job, numbers)
     calm_s = own_s(numbers, aim_s)
     calm = _Pipeline(numbers, {}, calm_s, calm_s)
@@ -301,48 +310,58 @@ def decide(
     ]
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
     groups = _groups(calm, reported, earlier, before)
+    # The slowest pipeline sets the time of all: the others wait for it at the end of an iteration.
     time_s = max(group.pipeline.takes_s for group in groups)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
     stragglers = dict[int, str]()
     expire_s = list[float]()
     for pipeline, members in reported:
-        if (place := pipeline.worst) is not None:
-            keys = map(attrgetter("key"), map(itemgetter(place), members.values()))
+        worst = pipeline.worst
+        if worst is not None:
+            keys = map(attrgetter("key"), map(itemgetter(worst), members.values()))
             stragglers |= zip(members, keys, strict=True)
+            # Only reports that set the time count here: when the last of them expires, slowing down
+            # ends.
             if pipeline.takes_s == time_s:
-                expire_s += [reports[place].expires_s for reports in members.values()]
+                expire_s += [reports[worst].expires_s for reports in members.values()]
     times_s = [
         (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
         for group in groups
     ]
     pays_until_s = _pays_until_s(time_s, max(expire_s, default=math.inf), settings)
+    # The first plans of a job hold nothing up: nothing was changed for them.
     held = (
         before is not None
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
     refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
-    found: dict[tuple[Any, ...], Target] = {}
-    of_groups: dict[Any, tuple[Any, ...]] = {}
+    target_of: dict[tuple[Any, ...], Target] = {}
+    asked_of_group: dict[Any, tuple[Any, ...]] = {}
     has_moved = False
     for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
         why = "straggler" if time_is_s > group.pipeline.own_s else reason
         slow = group.pipeline.slow_stages
-        what = of_groups[group.pipeline, group.earlier] = (time_is_s, *slow.items())
-        found[what] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
+        asked = (time_is_s, *slow.items())
+        asked_of_group[group.pipeline, group.earlier] = asked
+        target_of[asked] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
         has_moved |= time_is_s != group.planned_s
-    places = {what: place for place, what in enumerate(sorted(found))}
-    targets = tuple(map(found.__getitem__, places))
-    place_of = {group: places[what] for group, what in of_groups.items()}
+    # Sorted by time, so that equal decisions compare equal whatever order their reports came in.
+    index_of = {asked: index for index, asked in enumerate(sorted(target_of))}
+    targets = tuple(map(target_of.__getitem__, index_of))
+    index_of_group = {group: index_of[asked] for group, asked in asked_of_group.items()}
+    # With one target every index is 0. Else all start as calm ones, by the target that they had
+    # before, and those with reports follow.
     of_pipeline = [0] * job.pipelines
     if len(targets) > 1:
         of_calm = [
-            place_of.get((calm, index), 0) for index in range(len(before.targets) if before else 1)
+            index_of_group.get((calm, index), 0)
+            for index in range(len(before.targets) if before else 1)
         ]
         of_pipeline = list(map(of_calm.__getitem__, earlier))
         for pipeline, members in reported:
-            of_members = [place_of.get((pipeline, index), 0) for index in range(len(of_calm))]
+            of_members = [index_of_group.get((pipeline, index), 0) for index in range(len(of_calm))]
             for number in members:
                 of_pipeline[number] = of_members[earlier[number]]
     since_s = job.since_s if before is None else before.since_s
@@ -350,6 +369,8 @@ def decide(
     if before is not None and has_moved and (stragglers or before.stragglers):
         since_s = now_s
     look_again_s = look.next_s
+    # Time alone lifts this refusal, as holding ends, or makes it another, as it does not pay any
+    # more.
     if refusal == _HELD:
         look_again_s = min(look_again_s, since_s + settings.holding_s, pays_until_s)
     waits = any(target.reason == "straggler" for target in targets)
@@ -375,9 +396,9 @@ def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
     saved_j = 0.0
     aim_s = target_s(job, numbers)
     for index, target in enumerate(decision.targets):
-        own = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
+        numbers_then = numbers.slowed(target.slow_stages) if target.slow_stages else numbers
         count = decision.of_pipeline.count(index)
-        saved_j += count * _saved_j(own, own_s(own, aim_s), target.time_s)
+        saved_j += count * _saved_j(numbers_then, own_s(numbers_then, aim_s), target.time_s)
     return saved_j / decision.straggler_time_s
 
 
@@ -407,6 +428,8 @@ def _groups(
     calm_sizes = Counter(earlier)
     for pipeline, members in reported:
         counts = Counter(map(earlier.__getitem__, members))
+        # Counter drops what falls to 0, so a target that only slow pipelines had makes no calm
+        # group.
         calm_sizes -= counts
         sizes |= {(pipeline, index): size for index, size in counts.items()}
     sizes |= {(calm, index): size for index, size in calm_sizes.items()}
@@ -429,6 +452,7 @@ def _refusal(
         numbers = group.pipeline.numbers
         spent_j += group.size * numbers.bound_j(kept_s)
         saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
+    # The first reason that holds is the one that people are told.
     if saved_j <= _ROUNDING * spent_j:
         return _SAVES_NOTHING
     if all(wanted_s < kept_s * (1.0 + least_rise) for _, kept_s, wanted_s in times_s):
@@ -475,6 +499,8 @@ def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: fl
     of_stages = [0.0] * len(said)
     of_all = [0.0] * len(said)
     for index, (slowdown, iteration_s, cause, stages) in enumerate(said):
+        # Slow computations of known stages can be planned around; all else only makes the iteration
+        # longer.
         if slowdown is not None and stages and cause in _COMPUTING:
             slow |= {stage: max(slowdown, slow.get(stage, 1.0)) for stage in stages}
             of_stages[index] = slowdown
@@ -484,6 +510,7 @@ def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: fl
     numbers = profiled.slowed(slow) if slow else profiled
     plan_s = own_s(numbers, aim_s)
     takes_s = max(plan_s, *of_all)
+    # What makes the pipeline slower than its own plan is named first, as the others wait for that.
     how_bad = of_all if takes_s > plan_s else of_stages
     worst = how_bad.index(max(how_bad))
     return _Pipeline(numbers, slow, plan_s, takes_s, worst if how_bad[worst] else None)
@@ -491,6 +518,8 @@ def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: fl
 
 def _reason(reported: _Reported, time_s: float, calm_s: float, refusal: str | None) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
+    # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
+    # the decision does.
     _, number, report = min(
         [
             (-pipeline.takes_s, min(members), members[min(members)][pipeline.worst])

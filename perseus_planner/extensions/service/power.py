@@ -78,10 +78,13 @@ def shares(power_w: float | None, demands: Sequence[Demand]) -> tuple[Share, ...
     fastest = _at_price(ranges, 0.0)
     if power_w is None or _sum_w(fastest) <= power_w:
         return fastest
+    # At an infinite price each job is at its least power; less than that is impossible for any
+    # time.
     least_w = _sum_w(_at_price(ranges, math.inf))
     if least_w > power_w:
         raise InfeasiblePower(power_w, least_w)
     most_price = max(float(job_range.prices[-1]) for job_range in ranges if len(job_range.prices))
+    # The power falls as the price rises, so the least price that fits slows the jobs down least.
     price = _least(lambda price: _sum_w(_at_price(ranges, price)) <= power_w, 0.0, most_price)
     return _at_price(ranges, price)
 
@@ -114,11 +117,13 @@ def _range(demand: Demand) -> _Range:
     """
     times_s, energies_j = _curve_from(demand, demand.time_s)
     powers_w = energies_j / times_s
+    # Beyond the least power, more time costs power as well: no job goes there.
     end = int(np.argmin(powers_w))
     if demand.power_w is not None and powers_w[0] > demand.power_w:
         least_w = demand.draws_w(float(times_s[end]))
         if least_w > demand.power_w:
             raise InfeasiblePower(demand.power_w, least_w)
+        # for the closure, in which mypy forgets that it is not None
         own_w = demand.power_w
         start_s = _least(
             lambda time_s: demand.draws_w(time_s) <= own_w, demand.time_s, float(times_s[end])
@@ -127,11 +132,12 @@ def _range(demand: Demand) -> _Range:
         end = int(np.argmin(energies_j / times_s))
     times_s = times_s[: end + 1]
     energies_j = energies_j[: end + 1]
+    # Where the line of each piece meets t = 0: energy is fixed_j + slope_w * t on it.
     fixed_j = (energies_j[:-1] * times_s[1:] - energies_j[1:] * times_s[:-1]) / np.diff(times_s)
-    fixed_j = np.maximum(
-        fixed_j, 1e-12 * energies_j[:-1]
-    )  # positive except for rounding, as power falls
+    # Positive except for rounding, as power falls.
+    fixed_j = np.maximum(fixed_j, 1e-12 * energies_j[:-1])
     prices = demand.gpus * times_s[1:] ** 2 / (fixed_j * demand.time_s)
+    # Rising up to rounding, as the frontier is convex; `searchsorted` relies on it.
     return _Range(demand, times_s, np.maximum.accumulate(prices))
 
 
@@ -160,8 +166,14 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float:
     """Return the least number above `low` that fits, to the last bit; `high` and all numbers
     above it fit.
     """
-    while low < (middle := (low + high) / 2.0) < high:
-        low, high = (low, middle) if fits(middle) else (middle, high)
+    # Between neighbours among floats, their middle is rounded to one of them, which ends this.
+    middle = (low + high) / 2.0
+    while low < middle < high:
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+        middle = (low + high) / 2.0
     return high
 
 
@@ -177,7 +189,9 @@ def share_power(draft: Draft, job: str | None) -> None:
         InfeasiblePower: If the budgets cannot be met.
     """
     power_w = draft.budget.power_w
+    # A budget of all jobs makes each depend on all others; without one, a job is within its own.
     states = draft.jobs().values() if job is None or power_w is not None else [draft.state(job)]
+    # A silent job has no share of the common budget, and keeps to its own.
     silent = [state for state in states if state.silent_since_s is not None]
     shared = with_shares(power_w, [state for state in states if state.silent_since_s is None])
     for state in (*shared, *with_shares(None, silent)):
@@ -210,9 +224,13 @@ def begin_budgets(draft: Draft, names: Iterable[str], wall_s: float) -> None:
         wall_s: Seconds since the epoch, by the machine's clock.
     """
     budgets: dict[str | None, PowerBudget] = {None: draft.budget}
-    budgets |= {name: state.budget for name in names if (state := draft.find(name)) is not None}
+    for job in names:
+        state = draft.find(job)
+        if state is not None:
+            budgets[job] = state.budget
     for name, before in budgets.items():
         step, _ = split_at(before.schedule, wall_s)
+        # Nothing has begun yet, or it has begun before.
         if step is None or step.start_s == before.since_s:
             continue
         due = PowerBudget(step.power_w, before.schedule, step.start_s)
@@ -275,12 +293,14 @@ def with_shares(power_w: float | None, states: Iterable[JobState]) -> list[JobSt
     if power_w is None and all(state.job.power_w is None for state in states):
         return [replace(state, share=None) for state in states]
     demands = [_demand(state.job, state.curve) for state in states]
+    # What each job would take without the others tells whose budget makes it slower.
     alone = shares(None, demands)
     least = shares(power_w, demands)
+    # Plans draw more than the bound: what the budget of all leaves over is spread in proportion.
     room = 1.0 if power_w is None else max(1.0, power_w / _sum_w(least))
     return [
-        replace(state, share=_allowed(demand, own.time_s, share, room, power_w))
-        for state, demand, own, share in zip(states, demands, alone, least, strict=True)
+        replace(state, share=_allowed(demand, own_share.time_s, share, room, power_w))
+        for state, demand, own_share, share in zip(states, demands, alone, least, strict=True)
     ]
 
 

@@ -157,6 +157,7 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
     has_taken = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        # Alive, so that no supervisor restarts it; not ready, so that no proxy sends it requests.
         if scope["path"] == "/livez":
             answer = Response(models.to_json(models.Health("ok", __version__)))
         else:
@@ -174,6 +175,8 @@ def stand_by(listener: Listener, take_over: Callable[[], bool]) -> bool:
     with _ended_by_sigterm():
         loop.start()
         try:
+            # A socket of its own: uvicorn closes it, and the service goes on listening at the
+            # first.
             server.run(sockets=[listener.socket.dup()])
         finally:
             loop.stop()
@@ -247,8 +250,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(_BACKLOG)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -336,9 +339,10 @@ def _tcp_socket(address: Address, *, only_loopback: bool) -> Iterator[socket.soc
         candidates = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
+        # IPv4 first, also for "localhost".
         family, *_, socket_address = min(
-            candidates, key=lambda each: each[0] != socket.AF_INET
-        )  # IPv4 first, also for "localhost"
+            candidates, key=lambda candidate: candidate[0] != socket.AF_INET
+        )
         if only_loopback and not ip_address(socket_address[0]).is_loopback:
             raise UsageError(
                 f"--host {address.host}: other machines can reach it, so clients need tokens; "
@@ -366,9 +370,8 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as bound:
         try:
             _remove_if_left_behind(path)
-            os.fchmod(
-                bound.fileno(), 0o600
-            )  # the file that is bound to takes this mode over, less the umask
+            # The file that is bound to takes this mode over, less the umask.
+            os.fchmod(bound.fileno(), 0o600)
             bound.bind(str(path))
             bound.listen(_BACKLOG)
         except OSError as error:

@@ -110,6 +110,7 @@ def serve(
     _log_to_stderr(log_level, JsonLine() if log_format == "json" else LogLine())
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
+    # Bound before the database is opened, as a service that stands by answers at the address too.
     address = Address(host or "127.0.0.1", 8400 if port is None else port, unix, tls_cert, tls_key)
     with (
         listening(address, read_tokens(tokens)) as listener,
@@ -158,8 +159,9 @@ class LogLine(logging.Formatter):
         line = " ".join(
             f"{key}={_quoted(value) if key in quoted else value}" for key, value in fields
         )
+        # A traceback quotes what others sent as well.
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
-        safe = (each if each.isprintable() else _quoted(each)[1:-1] for each in trace)
+        safe = (row if row.isprintable() else _quoted(row)[1:-1] for row in trace)
         return "\n  ".join([line, *safe])
 
 

@@ -191,6 +191,7 @@ class Service:
         self._unwritten: dict[str, None] = {}  #: jobs whose telemetry is not written
         self._stack = ExitStack()
         for name, state in stored.jobs.items():
+            # A new service has heard of nobody yet, so every job gets a whole lease.
             self._due_s["lease", name] = self.now_s() + lease_s
             if state.silent_since_s is not None:  # it may live, and be heard of again by then
                 ends_s = max(state.silent_since_s + forget_s, self.now_s() + lease_s)
@@ -206,6 +207,8 @@ class Service:
             # ends first, so that nobody waits for results that are not needed
             stack.enter_context(self._processes)
             self._stack = stack.pop_all()
+        # Slow and limited curves were in the memory of the last service only: they are solved again
+        # before anybody asks.
         for name, state in self._writer.jobs.items():
             targets = state.decision.targets
             if not state.is_planned or any(
@@ -325,6 +328,8 @@ class Service:
         """
         job = replace(job, frontier=sha256(frontier), since_s=self.now_s(), ranks=len(job.places))
         state = self._writer.jobs.get(job.name)
+        # A job that has fallen silent must not keep its name from the next one. Another request may
+        # have ended it by now.
         if state is not None and not take_over and _has_left(state, job):
             with suppress(UnknownJob):
                 self.end(job.name).result()
@@ -332,6 +337,8 @@ class Service:
         state = self._writer.jobs.get(job.name)
         if state is not None and (not take_over or is_same(state, job)):
             return recognize(state, job)
+        # Planning takes seconds on this thread; the job is added by the writer, which looks once
+        # more who has that name.
         first = first_state(job, frontier, self._planning)
         return self._add(first, frontier, take_over).result()
 
@@ -346,6 +353,8 @@ class Service:
             draft.put(first)
         else:
             draft.reconcile(take_over_job(running, first))
+        # Before it is answered: a job that cannot keep the budgets is refused, and nothing of it
+        # stays.
         share_power(draft, job.name)
         state = draft.state(job.name)
         return Registered(state.job, state.published.version, running is None)
@@ -358,6 +367,7 @@ class Service:
     def _end(self, draft: Draft, job: str) -> None:
         draft.ended.append(totals_of(draft.state(job), self.now_s()))
         draft.changed[job] = None
+        # What it drew is free for the others.
         if draft.budget.power_w is not None:
             share_power(draft, None)
 
@@ -417,7 +427,8 @@ class Service:
         if known_report is not None:
             check_same(known_report, report)
             return answer_to(before, before, known_report, "the report was received before")
-        check_report(before, report, now_s := self.now_s())
+        now_s = self.now_s()
+        check_report(before, report, now_s)
         after = draft.reconcile(before.with_report(report, now_s))
         if report.key in after.reports:
             reason = until_it_begins(after, report, now_s)
@@ -445,6 +456,7 @@ class Service:
             before = draft.state(name)
             after, refused = with_alerts(before, alerts, self.now_s())
             ignored |= refused
+            # A repeated alert changes nothing; no new decision is made for it.
             after = before if after is before else draft.reconcile(after)
             answers.append(answer_to(before, after))
         return tuple(answers), ignored
@@ -466,6 +478,7 @@ class Service:
                     f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
                 )
             return answer_to(before, before, past, "the report did not count any more")
+        # As an expired report it still keeps earlier ones of its source from counting.
         report = report.expired(now_s)
         return answer_to(before, draft.reconcile(before.with_report(report, now_s)), report)
 
@@ -490,6 +503,7 @@ class Service:
                 f"job {shown(job)} has no version {version} of its plans; the newest is {newest}"
             )
         before = state.taken
+        # Messages may overtake each other on their way.
         if before is None or (before.version, before.iteration) < (version, iteration):
             draft.reconcile(replace(state, taken=Taken(version, iteration, self.now_s())))
 
@@ -511,6 +525,8 @@ class Service:
         now_s = self.now_s()
         limit_w = sent.gpu_power_limit_w
         after = before.with_telemetry(sent, now_s)
+        # Telemetry comes often and from every job: it is written later, many jobs at once, and may
+        # be lost, as the next message has it all.
         if after.tally is not before.tally:
             self._unwritten[job] = None
             self._due_s.setdefault(_WRITING, now_s + WRITTEN_AFTER_S)
@@ -534,6 +550,8 @@ class Service:
         """
         now_s = self.now_s()
         wall_s = self._wall_s()
+        # Leases and reports run by a clock that nobody sets. Schedules name moments of the
+        # machine's clock, so setting that moves their timers.
         if abs(wall_s - now_s - self._offset_s) > _CLOCK_SET_S:
             self._offset_s = wall_s - now_s
             for name, state in self._writer.jobs.items():
@@ -547,6 +565,8 @@ class Service:
                 self._carry_out(due, now_s, wall_s).result()
         except PlannerError:
             for key in due:
+                # Nothing of it was written. What has a later time by now was put off meanwhile and
+                # stays so.
                 self._due_s.setdefault(key, now_s)
             raise
         self._writer.check()
@@ -568,9 +588,13 @@ class Service:
         """Begin the budgets that are due, take the shares of silent jobs back, reconcile the jobs
         that are to be looked at, and write telemetry; unless it was put off meanwhile.
         """
+        # A command before this one in the queue may have put something off, such as the lease of a
+        # job that was just heard of.
         due = [key for key in due if self._due_s.get(key, now_s) <= now_s]
         for key in due:
             self._due_s.pop(key, None)
+        # A silent job loses its share now and is ended much later: it may be gone, or only its
+        # network is down.
         for what, name in due:
             state = draft.find(name)
             if what == "lease" and state is not None and state.silent_since_s is None:
@@ -581,6 +605,7 @@ class Service:
                 _log.info("it was not heard of for so long that it is ended", extra={"job": name})
                 self._end(draft, name)
         looks = [name for what, name in due if what == "look"]
+        # Before the jobs are looked at, which then decide by the new budgets.
         begin_budgets(draft, looks, wall_s)
         for state in map(draft.find, looks):
             if state is not None:
@@ -624,6 +649,7 @@ class Service:
         """
         state = self._writer.jobs.get(name)
         problem = ""
+        # It has ended while it waited for its turn.
         if state is None:
             return
         try:
@@ -640,6 +666,7 @@ class Service:
         try:
             self._publish(state, problem).result()
         except Exception:
+            # Without a timer nobody would ask for these plans again.
             self._due_s["look", name] = self.now_s() + _RETRY_S
             raise
 
@@ -647,6 +674,7 @@ class Service:
     def _publish(self, draft: Draft, before: JobState, problem: str) -> None:
         """Publish plans that were made for a job, or why they could not be."""
         state = draft.find(before.job.name)
+        # A failure counts for the registration that failed alone.
         if state is not None and problem and state.registered is before.registered:
             draft.put(give_up(state, problem))
         elif state is not None:
@@ -656,7 +684,8 @@ class Service:
         """Remember when time alone may change the decision; a job that is being planned is
         looked at after that.
         """
-        look_s = next_look_s(state, now_s := self.now_s(), self._wall_s())
+        now_s = self.now_s()
+        look_s = next_look_s(state, now_s, self._wall_s())
         is_awaited = not state.is_planned and look_s <= now_s
         self._due_s["look", name] = math.inf if is_awaited else look_s
 
@@ -666,6 +695,7 @@ class Service:
             if before is None:
                 self._due_s["lease", name] = self.now_s() + self._lease_s
             if after is None:
+                # What is due for a job that has ended would be done to the next one of that name.
                 for what in ("look", "lease", "forget"):
                     self._due_s.pop((what, name), None)
                 self._unwritten.pop(name, None)
@@ -674,6 +704,7 @@ class Service:
                 if not after.is_planned:
                     self._replanner.request(name)
             _log_events(name, before, after)
+        # Subscribers last, after the timers and requests of all jobs are set.
         for name, before, after in draft.changes():
             versions = [state.published.version for state in (before, after) if state is not None]
             # also of a job that is new, or has ended
@@ -683,6 +714,7 @@ class Service:
     def _write_all_telemetry(self) -> None:
         try:
             while self._unwritten:
+                # `_carry_out` leaves out what was put off, and the timer may be ahead of now.
                 self._due_s.pop(_WRITING, None)
                 self._carry_out([_WRITING], self.now_s(), self._wall_s()).result()
         except PlannerError as error:

@@ -366,8 +366,11 @@ class Storage:
         with self.transaction():
             self._check_layout()
             self._set("writer", self._writer)
+            # `_claim` updates this row, and counts it to see whether the claim held.
             if self._get("written_s") is None:
                 self._set("written_s", "0.0")
+            # The heartbeat of the last writer may be late already: the new one must not be ended
+            # before it has read all.
             if self.is_shared:
                 due_s = f"SELECT CAST({_NOW} + {_BEGINS_S} AS TEXT)"
                 self._set("heartbeat", self._value(due_s))
@@ -386,6 +389,7 @@ class Storage:
             return
         if late <= LATE_S:
             return
+        # PostgreSQL shows the key of an advisory lock as two halves of 32 bits.
         for (number,) in self.execute(_HOLDER, _LOCK >> 32, _LOCK & 0xFFFFFFFF):
             _log.warning(
                 "The service that has the database has not written for %.0f s; its connection, "
@@ -453,9 +457,12 @@ class Storage:
         """
         with self.transaction():
             curves = {}
+            # One row at a time under `_row`, so that an error names the row and not the whole
+            # database.
             for digest, text in self.execute("SELECT digest, curve FROM frontiers"):
                 with self._row("frontiers", digest):
                     curves[digest] = from_json(Curve, text)
+            # All reports are read by one query, not by one for each of thousands of jobs.
             reports = self._reports()
             tallies = {}
             for name, content in self.execute("SELECT job, content FROM totals"):
@@ -499,14 +506,16 @@ class Storage:
         """Return the reports of each job by key: those that do not count any more, and the others;
         each in their order.
         """
-        found: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
+        of_jobs: dict[str, tuple[dict[str, Report], dict[str, Report]]] = {}
         rows = self.execute("SELECT job, counts, content, number FROM reports ORDER BY number")
         for job, counts, content, number in rows:
             with self._row("reports", f"{number} of job {job}"):
                 report = from_json(Report, content)
-            found.setdefault(job, ({}, {}))[counts][report.key] = report
+            # `counts` is 0 or 1, the index in the pair.
+            of_jobs.setdefault(job, ({}, {}))[counts][report.key] = report
+            # New reports are numbered on from the last, which keeps their order.
             self._report_number = number
-        return found
+        return of_jobs
 
     def ended_jobs(self) -> tuple[JobTotals, ...]:
         """Return the totals of the `ENDED_SHOWN` jobs that have ended last, the last one first.
@@ -544,7 +553,9 @@ class Storage:
             Fenced: If another service has opened the database since, or it was replaced.
         """
         with self.transaction():
+            # First of all, so that a service that was replaced writes nothing at all.
             self._claim()
+            # Another job may have brought the same file before.
             for digest, (content, curve) in change.frontiers.items():
                 self.execute(
                     "INSERT INTO frontiers (digest, content, curve) VALUES (?, ?, ?) "
@@ -558,11 +569,14 @@ class Storage:
                     for table in ("states", "reports", "totals", "plans"):
                         self.execute(f"DELETE FROM {table} WHERE job = ?", name)
                     self.execute("DELETE FROM jobs WHERE name = ?", name)
+                    # A frontier may have megabytes, and goes with the last job that has it.
                     self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
             for name in change.telemetry:
-                if (state := change.find(name)) is not None and state.tally is not None:
+                # It may have ended in the same transaction.
+                state = change.find(name)
+                if state is not None and state.tally is not None:
                     self._put("totals", name, to_json(state.tally).decode())
             for totals in change.ended:
                 self.execute(
@@ -612,6 +626,7 @@ class Storage:
 
     def _write_job(self, name: str, before: JobState | None, after: JobState) -> None:
         """Write the rows that differ."""
+        # A registration may have megabytes: it is written again only if the job was taken over.
         if before is None or before.registered is not after.registered:
             if before is not None:
                 self.execute("DELETE FROM jobs WHERE name = ?", name)
@@ -623,6 +638,7 @@ class Storage:
         self._write_reports(name, before, after)
         if before is None or before.published.version != after.published.version:
             published = shared(PlanSet, after.published)
+            # by its name in JSON, as which it is read
             published["plans"] = published.pop("texts")
             plans = {"published": published, "planned": after.planned}
             self._put("plans", name, _text(plans))
@@ -640,10 +656,14 @@ class Storage:
         for counts, kind in enumerate(("past", "reports")):
             old: Mapping[str, Report] = {} if before is None else getattr(before, kind)
             new: Mapping[str, Report] = getattr(after, kind)
+            # Numbers rise over all jobs, so reading them in that order gives back the order within
+            # each.
             for report in _changed(old, new):
                 self._report_number += 1
                 row = (name, report.key, self._report_number, counts)
                 self.execute(_WRITE_REPORT, *row, to_json(report).decode())
+        # A report moves from one kind to the other under the same key; only one that is in neither
+        # goes.
         if before is not None and before.past is not after.past:
             for key in before.past:
                 if key not in after.past and key not in after.reports:
@@ -686,7 +706,8 @@ def _state_text(state: JobState) -> str:
     kept: dict[str, Any] = {field: getattr(state, field) for field in (*_STATE, "budgets")}
     kept["job"] = {field: getattr(state.job, field) for field in _SETTINGS}
     decision = to_json(state.decision).decode()
-    events = (each.as_json for each in state.events)
+    # Events keep their JSON: a job has up to a hundred, of which a change adds one.
+    events = (event.as_json for event in state.events)
     return f'{_text(kept)[:-1]},"decision":{decision},"events":[{",".join(events)}]}}'
 
 
@@ -743,6 +764,8 @@ def _postgres(location: str) -> Any:
     try:
         connection = psycopg.connect(location, autocommit=True, connect_timeout=_WAIT_S)
         connection.execute("SET synchronous_commit TO on")
+        # Set on the server's side: after 8 s it notices that this machine has vanished, and frees
+        # its lock.
         for name, number in (("idle", 5), ("interval", 1), ("count", 3)):
             connection.execute(f"SET tcp_keepalives_{name} TO {number}")
     except psycopg.Error as error:
@@ -867,6 +890,8 @@ class Writer:
         Raises:
             StorageError: If it cannot.
         """
+        # A disk may have room for a few bytes and not for what failed, so the probe is larger than
+        # that.
         failed = self._failed_size
         after_s = SHARED_CHECKED_AFTER_S if self._storage.is_shared else CHECKED_AFTER_S
         if self.problem is None and time.monotonic() - self._written_s < after_s:
@@ -878,12 +903,14 @@ class Writer:
             self.problem = str(error)
             raise
         self._written_s = time.monotonic()
+        # Unless another transaction has failed meanwhile, on the writing thread.
         if self._failed_size == failed:
             self.problem = None
             self._failed_size = 0
 
     def figures(self) -> Writing:
         """Return how it does."""
+        # The writing thread may have emptied it in between.
         with suppress(IndexError):
             lag_s = time.monotonic() - self._waiting[0]
             return Writing(
@@ -897,6 +924,7 @@ class Writer:
         changes cannot be written, and `UsageError` if the service is not running.
         """
         future: Future[Result] = Future()
+        # Under the lock that closing takes: no command comes behind the None that ends the thread.
         with self._lock:
             if self._open:
                 self._waiting.append(time.monotonic())
@@ -913,12 +941,19 @@ class Writer:
         try:
             while None not in batch:
                 batch = [self._commands.get()]
+                # What has come meanwhile shares one transaction, as a disk takes as long to sync
+                # one change as many.
                 waiting = min(self._commands.qsize(), _MOST_AT_ONCE - 1)
                 batch += [self._commands.get() for _ in range(waiting)]
                 with self._watchdog.working():
                     self._write_batch(
-                        [each for each in batch if each and each[1].set_running_or_notify_cancel()]
+                        [
+                            given
+                            for given in batch
+                            if given and given[1].set_running_or_notify_cancel()
+                        ]
                     )
+                # After the answers, so that the lag has the time of the commit in it.
                 for _ in filter(None, batch):
                     self._waiting.popleft()
         finally:
@@ -943,11 +978,14 @@ class Writer:
             reconciled=self._reconciled,
         )
         for command, future in batch:
+            # A command that raises leaves the changes of those before it as they are.
             trial = draft.copy()
             try:
                 result = command(trial)
                 trial.note(draft, self._now_s())
             except Exception as error:
+                # The answers are given once all is on disk; the defaults bind the values of this
+                # turn of the loop.
                 answers.append(lambda future=future, error=error: future.set_exception(error))  # type: ignore[misc]
             else:
                 draft = trial
@@ -962,16 +1000,20 @@ class Writer:
         except Exception as error:
             self._failed += 1
             self.problem = str(error)
+            # At least 1, as 0 says that nothing has failed.
             self._failed_size = max(self._failed_size, self._storage.size, 1)
+            # Nothing of the batch is on disk, so every command failed, whatever its own result.
             for _, future in batch:
                 future.set_exception(error)
             return
+        # Readers on other threads get the new states only now that they are on disk.
         self.jobs = draft.jobs()
         self.budget = draft.budget
         try:
             self._committed(draft)
         except Exception:
             _log.exception("An action after a committed change has failed")
+        # Last: who is answered may ask at once, and finds the timers set and the plans requested.
         for answer in answers:
             answer()
 

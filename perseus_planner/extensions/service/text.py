@@ -56,12 +56,13 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
         Column("job", "job.name", "<"),
         Column("pipelines", "job.pipelines"),
         Column("plans", _version),
-        Column("slow", lambda each: len(each.decision.stragglers)),
+        Column("slow", lambda status: len(status.decision.stragglers)),
         Column("iteration s", "decision.straggler_time_s", ".6g"),
         Column("saves W", "saves_w", ".4g"),
         Column("extra W", "expected_saving_w", ".4g"),
         Column("state", state_text, "<"),
     )
+    # Apart, as their columns are what was planned once and not what is.
     silent = [job for job in jobs if job.silent_since_s is not None]
     heard_of = [job for job in jobs if job.silent_since_s is None]
     parts = [table(lay_out(heard_of, *columns))] if heard_of else []
@@ -79,8 +80,10 @@ def together_text(all_jobs: Together) -> str:
     text += f" ({', '.join(whose)})" if whose else ""
     text += f": {si(all_jobs.power_w, 'W')}"
     if all_jobs.compared:
-        of = "" if all_jobs.compared == all_jobs.heard_of else f" in {all_jobs.compared} of them"
-        text += f", {si(all_jobs.saves_w, 'W')} less than with {ALL_MAXIMUM}{of}"
+        of_some = (
+            "" if all_jobs.compared == all_jobs.heard_of else f" in {all_jobs.compared} of them"
+        )
+        text += f", {si(all_jobs.saves_w, 'W')} less than with {ALL_MAXIMUM}{of_some}"
     text += f"; extra beside stragglers: {si(all_jobs.extra_w, 'W')}"
     if all_jobs.silent:
         text += f". Left out: {counted(all_jobs.silent, 'job')} not heard of"
@@ -101,6 +104,8 @@ def totals_text(jobs: Sequence[JobTotals]) -> str:
         }
         for job in jobs
     ]
+    # Energy that was measured and energy that was simulated are added up; so the sum says of
+    # neither what it is.
     sums = {name: sum(row[name] for row in rows) for name in _SUMS}
     rows.append({"job": "all", "since": "", "until": "", "energy is": "", **sums})
     columns = lay_out(
@@ -124,6 +129,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     job = status.job
     decision = status.decision
     pipelines = dict[tuple[float, tuple[tuple[int, float], ...]], list[int]]()
+    # Hundreds of pipelines mostly do the same: one line for all of them.
     for number, pipeline_target in enumerate(decision.each):
         pipelines.setdefault(
             (pipeline_target.time_s, tuple(pipeline_target.slow_stages.items())), []
@@ -144,6 +150,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         f"State: {state_text(status)}",
         f"Plans: {_version(status)}",
         f"Power: {_power(status)}",
+        # Only lines that say something: most jobs have no verdict and no autopilot.
         *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
         *([] if status.verdict is None else [status.verdict]),
         *(
@@ -185,7 +192,7 @@ def _reports(job: JobStatus) -> str:
             Column("cause", "cause", "<"),
             Column("from", _begin, "<"),
             Column("until", _end, "<"),
-            Column("counts", lambda each: "yes" if each.key in counting else "", "<"),
+            Column("counts", lambda report: "yes" if report.key in counting else "", "<"),
             Column("source", "source", "<"),
             Column("key", "key", "<"),
         )
@@ -246,7 +253,8 @@ def _settings(job: RegisteredJob) -> str:
         else f"{si(job.deadline_s, 's', 6)} an iteration"
     )
     text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
-    if (step := job.next_power) is not None:
+    step = job.next_power
+    if step is not None:
         budget = (
             "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
         )
@@ -257,6 +265,7 @@ def _settings(job: RegisteredJob) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Write rising numbers, with runs of them as first to last."""
+    # A run begins where the number before is missing, and ends where the one behind is.
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(

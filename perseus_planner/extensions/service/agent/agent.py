@@ -279,6 +279,7 @@ class Agent:
             if registered.is_new:
                 self._is_new.set()
             self._is_known.set()
+            # The training has ended while the service took the registration.
             if self._has_left.is_set():
                 service.end(self._name)
             return registered.is_new
@@ -315,12 +316,14 @@ class Agent:
     def _send_all(self, service: Client) -> bool:
         """Send what is new, and return whether there was anything that the service has answered."""
         was_answered = False
+        # A service that did not know the job has none of its reports.
         if self._is_new.is_set():
             self._is_new.clear()
             self._detections.send_again()
         for request in self._detections.due():
             with self._refusals_reported():
                 service.report(self._name, request)
+            # Also after a refusal, which the same report would get again.
             self._detections.sent(request)
             was_answered = True
         taken = self._taken()
@@ -328,6 +331,7 @@ class Agent:
             plans, acceptance = taken
             with self._refusals_reported():
                 service.taken(self._name, plans.version, acceptance.iteration)
+            # Only if no other plans were proposed while the service was told.
             with self._lock:
                 if self._open is not None and self._open[0] is plans:
                     self._open = None
@@ -443,12 +447,16 @@ class LearningAgent(Agent):
         learnt = exchange.learnt
         if learnt is None:
             return True
+        # First of all the job is registered; a service that has lost it gets it again.
         if self._registered is None or not self._is_known.is_set():
             self._register_learnt(service, learnt)
         elif learnt.rows >= GROWTH * self._registered.rows and (
             self._growing is None or self._growing.done()
         ):
+            # On a thread of its own, as the service solves the grown profile for minutes while this
+            # one is followed.
             self._growing = in_background(partial(self._grow, learnt), "planner growth")
+        # A short poll: stragglers come and go without new plans here.
         plans = self._newer(service, min(wait_s, _POLL_S))
         pipelines = service.pipelines(self._name)
         with self._lock:
@@ -462,7 +470,8 @@ class LearningAgent(Agent):
         """Register the job with what was learnt; after a try without an answer, with the same as
         then.
         """
-        self._asked = asked = self._asked or learnt
+        asked = self._asked or learnt
+        self._asked = asked
         try:
             if self._register(
                 service, self._settings.learnt_registration(self._places, self._pipelines, asked)

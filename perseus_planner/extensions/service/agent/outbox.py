@@ -82,7 +82,7 @@ class StoreMessages:
     def locations(self, ranks: int) -> list[RankLocation]:
         """Return the locations of those of so many ranks that have written them."""
         keys = [f"place/{rank}" for rank in range(ranks)]
-        return [each for each in self._board.get_all(keys, RankLocation) if each is not None]
+        return [place for place in self._board.get_all(keys, RankLocation) if place is not None]
 
     def write_detection(self, detection: Detection) -> None:
         """Write a detection: one store operation to number it, one to write it."""
@@ -98,6 +98,8 @@ class StoreMessages:
         self._read = newest
         self._missing = []
         detections = []
+        # A rank numbers a detection before it writes it, so one may not be there yet: it is looked
+        # for again.
         for number in wanted:
             detection = self._board.get(f"findings/{number}", Detection)
             if detection is None:
@@ -187,11 +189,14 @@ class ServiceSettings:
         frontier = Frontier.load(self.frontier)
         sure = None if plan is None else plan.on_time
         deadline_s = None if plan is None else plan.deadline_s
-        if (
-            sure is not None and sure.limit_ratio is not None
-        ):  # the plan's own is that of estimated times
+        # The plan's own is that of estimated times.
+        if sure is not None and sure.limit_ratio is not None:
             ratio = sure.expected_limit_ratio or sure.limit_ratio
             deadline_s = ratio * frontier.baseline_time_s
+        # Without a plan to take it from, as sure as plans are by default.
+        on_time: float | None = ON_TIME
+        if plan is not None:
+            on_time = None if sure is None else sure.probability
         return Registration(
             name=self.name,
             pipelines=pipelines,
@@ -199,7 +204,7 @@ class ServiceSettings:
             places=_places(locations, frontier.dag.schedule),
             deadline_s=deadline_s,
             max_changes=self.max_changes,
-            on_time=ON_TIME if plan is None else None if sure is None else sure.probability,
+            on_time=on_time,
         )
 
     def learnt_registration(
@@ -282,6 +287,7 @@ class Detections:
     def due(self) -> list[ReportRequest]:
         """Return the reports to send now."""
         for rank, (report, sent_s) in self._kept.items():
+            # Before it expires at the service, even if one or two tries fail.
             if sent_s is not None and self._now_s() - sent_s > TTL_S / 3:
                 self._kept[rank] = self._numbered(report), None
         return [report for report, sent_s in self._kept.values() if sent_s is None]
@@ -336,6 +342,8 @@ class JobCounts:
         kept = common_checkpoint([self._messages.checkpoints(rank) for rank in range(self._ranks)])
         if kept is None:
             return
+        # The same checkpoint may be read twice; the verdict is of what lies between two that
+        # differ.
         if kept[0].account.windows != self._latest[0].windows:
             self._before = self._latest
             self._latest = [rank.account for rank in kept]
@@ -356,6 +364,7 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
         ranks: The checkpoints.
         before: The accounts of the ranks at the iteration before which the verdict does not look.
     """
+    # The usual time is the median of ranks, and the slow one that of the slowest.
     p50_s = [rank.set_p50_s for rank in ranks if rank.set_p50_s is not None]
     p99_s = [rank.set_p99_s for rank in ranks if rank.set_p99_s is not None]
     off_plan_s = [rank.off_plan_since_s for rank in ranks if rank.off_plan_since_s is not None]
@@ -374,12 +383,14 @@ def added_up(run: str, ranks: Sequence[Checkpoint], before: Sequence[Account]) -
         off_plan_since_s=min(off_plan_s, default=None),
         set_p50_s=median(p50_s) if p50_s else None,
         set_p99_s=max(p99_s, default=None),
+        # one limit for all GPUs: the service plans all pipelines by one frontier
         gpu_power_limit_w=min(
             (rank.site_limit_w for rank in ranks if rank.site_limit_w is not None), default=None
         ),
         verdict=None if verdict is None else str(verdict),
         time_over_planned=None if verdict is None else verdict.ratio,
         unlike_plan=why_no_saving(compared, ranks[0].planned_gpu, [rank.gpu for rank in ranks]),
+        # a number for each rank, which the service draws for so many
         waiting=tuple(map(_waiting, recent.values())) if len(ranks) <= MOST_RANKS else (),
     )
 
