@@ -79,6 +79,8 @@ def _rows(
         old = table.get(clock)
         has = 0 if old is None or old.evidence is None else old.evidence.windows
         windows = has + more
+        # Old and new windows count alike in the mean, and the error falls with the root of their
+        # number.
         part = more / windows
         now = values[clock]
         time_s = part * now.time_s + (1 - part) * (now if old is None else old).time_s

@@ -342,7 +342,9 @@ class _Search:
             if exchanged is None:
                 break
             chosen = exchanged
-            clock = np.array([rank_options[i] for rank_options, i in zip(options, chosen, strict=True)])
+            clock = np.array(
+                [rank_options[i] for rank_options, i in zip(options, chosen, strict=True)]
+            )
             best = min(best, self.plan(clock[self.problem.rank]), key=_order)
         return best
 

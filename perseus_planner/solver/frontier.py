@@ -87,6 +87,7 @@ def write_frontier(
     }
     rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
     if any(rows):
+        # Arrays have no None: a row without evidence is NaN, and one without an order is -1.
         evidence = [
             [getattr(row, name) if row else np.nan for name in rules(Evidence)] for row in rows
         ]
@@ -94,6 +95,7 @@ def write_frontier(
         orders = [-1 if row is None or row.order is None else row.order for row in rows]
         if max(orders) >= 0:
             arrays["orders"] = np.array(orders, dtype=np.int64)
+    # Last, as it is a digest of all other arrays.
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
         np.savez_compressed(file, **arrays)
@@ -239,6 +241,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     _need(isinstance(header["schedule"], str), "schedule", "is not a name")
     numbers = arrays["evidence"].tolist() if "evidence" in arrays else []
     orders = arrays["orders"].tolist() if "orders" in arrays else [-1] * len(numbers)
+    # Evidence is one array over all rows, in the order of the measurements; exact files have none.
     evidence = iter(list(map(_evidence, numbers, orders)))
     measurements = {
         parse_stage_kind(text): tuple(
@@ -254,6 +257,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     waits = arrays["waits"].tolist()
     lags = arrays["lags_s"].tolist()
     before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
+    # A negative index would count from the end of the list, and so pass for another node.
     if any(place < 0 for _, place in waits):
         raise ValueError("waits: a place is below 0")
     lags_s: list[list[float]] = [[] for _ in before]
@@ -302,6 +306,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
             "is not a list",
         )
     _need(_within(times, _MOST) and bool((times[1:] < times[:-1]).all()), "times", "do not fall")
+    # Convex: the slope grows towards the fast end, below which nothing is feasible.
     rising = (
         _within(powers[:-1], _MOST)
         and powers[-1] == UNLIMITED
@@ -355,6 +360,8 @@ class Frontier(TimeEnergyCurve):
             UsageError: If an argument is out of range.
         """
         deadline_s = self.check_deadline(deadline_s)
+        # Which modes save most depends on the deadline, so this least-energy time is not that of
+        # the modes.
         if self.dag.has_open_modes:
             return self._no_slower_than_saves(deadline_s, **limits)
         least_energy_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
@@ -458,6 +465,8 @@ class Frontier(TimeEnergyCurve):
         power_w = POWER.check(power_w, "power_w")
         if self.dag.has_open_modes:
             limits: dict[str, Any] = {"max_changes": max_changes, "on_time": on_time}
+            # Modes are best for a time, and the power decides the time: begin with the baseline's,
+            # and try again with the modes for the time that was found.
             own = self.in_modes(self.baseline_time_s, on_time)
             plan = own.plan_within_power(power_w, **limits)
             again = self.in_modes(plan.deadline_s, on_time)
@@ -483,6 +492,7 @@ class Frontier(TimeEnergyCurve):
         if self.dag.has_open_modes:
             return self._of_modes(self._fixed((OWN,) * len(self.dag.computations)).plan_of(clocks))
         chosen = []
+        # Checked one by one, so that the refusal can name the first computation that is wrong.
         for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
             clock = clocks.get(str(computation))
             if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
@@ -528,6 +538,7 @@ class Frontier(TimeEnergyCurve):
             iteration = plan.iteration  # in its modes
         if (plan.profile_digest, plan.iteration) != (self.profile.digest, iteration):
             raise UsageError("plan: is not of this frontier; give the one that it was made from")
+        # A plan for a probability was made of expected rows, and only their bound holds for it.
         planner = self._planner if plan.on_time is None else self._on_time_planner.mean_planner
         at_s = max(plan.time_s, planner.curve.min_time_s)
         return replace(plan, point_bound_j=planner.point_bound_j(at_s))
@@ -564,12 +575,14 @@ class Frontier(TimeEnergyCurve):
         estimate = self._on_time_planner.estimate
         if sure is None or sure.limit_ratio is None or estimate is None or not sure.has_errors:
             return None
+        # A margin that costs next to nothing has nothing to give back.
         if sure.safety_share < LEAST_SHARE:
             return None
         if self.dag.has_open_modes or len(self.dag.computations) > _MOST_AGAIN:
             return None
         profile, rows = measured_again(self.profile, estimate, plan)
         after = solve_dag(self.dag.with_profile(profile))
+        # Measured again, the baseline may differ: the deadline keeps its ratio to it.
         ratio = plan.deadline_s / plan.baseline_time_s
         surer = after.plan_until(min(ratio * after.baseline_time_s, after.max_time_s), **limits)
         assert surer.on_time is not None
@@ -651,6 +664,8 @@ class Frontier(TimeEnergyCurve):
         """
         on_time = limits.get("on_time", ON_TIME)
         own = self.in_modes(deadline_s, on_time)
+        # At the earlier deadline other modes may be better, whose least energy is earlier still:
+        # on, until the modes stay.
         while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
             deadline_s = least_energy_s
             before = own
@@ -667,12 +682,14 @@ class Frontier(TimeEnergyCurve):
         as far from the baseline.
         """
         if self._is_uncertain(on_time) and not self.profile.is_exact:
+            # Deadlines keep their ratio to the baseline, as expected rows have another one.
             expected = self._expected_modes
             ratio = expected.baseline_time_s / self.baseline_time_s
             choice = expected._choice(deadline_s * ratio)
             return self._fixed(choice.modes)
         choice = self._choice(deadline_s)
         own = self._fixed(choice.modes)
+        # An exact choice has clocks as well, and the planner takes the better of both.
         if choice.clocks is not None:
             own._planner.keep(deadline_s, choice.clocks)
         return own
@@ -704,6 +721,7 @@ class Frontier(TimeEnergyCurve):
         """Return a plan of chosen modes with the bound of all that could have been chosen."""
         choice = self._choices.get(plan.deadline_s)
         bound_j = self.bound_j(max(plan.time_s, self.min_time_s))
+        # The duals of the choice bound all modes too; the larger bound is the tighter one.
         if choice is not None and plan.on_time is None:
             bound_j = max(bound_j, choice.effective_bound_j + self.dag.waiting_w * plan.time_s)
         return replace(plan, bound_j=bound_j)

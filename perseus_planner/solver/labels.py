@@ -121,6 +121,7 @@ class LabelSearch:
         starts = problem.point_start.tolist()
         of_class = [np.arange(first, stop) for first, stop in pairwise(starts)]
         self._points = [of_class[member] for member in problem.member.tolist()]
+        # A gain counts against what all points cost at most, so that rounding errors are none.
         dearest_j = [float(np.abs(problem.cost_j[points]).max()) for points in self._points]
         self._worth_j = _WORTH * sum(dearest_j)
 
@@ -133,20 +134,21 @@ class LabelSearch:
         nominal = self._prices.only(int(np.argmin(np.abs(np.array(_AROUND) - 1.0))))
         for prices in (nominal, self._prices):
             for order in (self._forwards, self._backwards):
-                found = self._search(order, prices, self._points, best, labels)
-                best = best if found.chosen is None else found.chosen
-                if found.is_best:
+                outcome = self._search(order, prices, self._points, best, labels)
+                best = best if outcome.chosen is None else outcome.chosen
+                if outcome.is_best:
                     return best
         part_labels = max(1, round(self._effort * _PART_LABELS))
         for _ in range(_ROUNDS):
             before = best
             for order, free in self._parts(best):
+                # A computation that may choose nothing keeps its point.
                 points = [
-                    own[near] if near.any() else best[k : k + 1]
-                    for k, (own, near) in enumerate(zip(self._points, free, strict=True))
+                    own_points[near] if near.any() else best[k : k + 1]
+                    for k, (own_points, near) in enumerate(zip(self._points, free, strict=True))
                 ]
-                found = self._search(order, nominal, points, best, part_labels)
-                best = best if found.chosen is None else found.chosen
+                outcome = self._search(order, nominal, points, best, part_labels)
+                best = best if outcome.chosen is None else outcome.chosen
             if best is before:
                 break
         return best
@@ -160,6 +162,7 @@ class LabelSearch:
         yield self._backwards, near
         end_s = np.empty(len(chosen))
         compute_ends(self._problem, chosen, end_s)
+        # Windows overlap by half: what runs side by side is in one of them together.
         in_time = np.argsort(end_s, kind="stable")
         for first in range(0, len(chosen) - _WINDOW // 2, _WINDOW // 2):
             window = set(in_time[first : first + _WINDOW].tolist())
@@ -231,7 +234,9 @@ class LabelSearch:
             if not len(some):
                 return _Found(None, is_best)
             labels = labels.take(some)
+            # For the way back: the label that each came from, and the point that it chose.
             came.append((parent[some], point[some]))
+        # Back from the cheapest complete label.
         label = int(np.argmin(labels.cost_j))
         chosen = known.copy()
         for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
@@ -283,6 +288,8 @@ def _undominated(labels: _Labels) -> Integers:
     some = np.flatnonzero(is_kept)
     values = values[:, some]
     is_kept = np.ones(len(some), dtype=np.bool_)
+    # Most are beaten by one of the most promising, so only these are compared with all: the time
+    # stays linear.
     for i in range(min(_COMPARED, len(some))):
         if is_kept[i]:
             is_kept &= (values < values[:, i : i + 1]).any(axis=0)
@@ -309,11 +316,13 @@ def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
     flow_w = np.array([flows.get(target, last_w) for target in targets])
     heads = network.head.tolist()
     tails = network.tail.tolist()
+    # Node 2k starts, and node 2k + 1 ends, the k-th in the order: half of a number is k.
     waits = {
         (tails[arc] // 2, heads[arc] // 2): flow_w[:, arc]
         for arc in range(count, len(heads))
         if tails[arc] != network.source and heads[arc] != network.sink
     }
+    # What enters at each node, and what leaves from it.
     first_w, last_w = np.zeros((2, len(flow_w), count))
     first = network.tail == network.source
     last = network.head == network.sink

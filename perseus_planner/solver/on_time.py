@@ -450,7 +450,9 @@ class OnTimePlanner:
             if lateness(drawn_of(start)) > 0.0:
                 continue
             # What each rank saves between its clock here and its slowest one.
-            gain_j = [own[option][1] - own[-1][1] for own, option in zip(options, start, strict=True)]
+            gain_j = [
+                own[option][1] - own[-1][1] for own, option in zip(options, start, strict=True)
+            ]
             chosen = list(start)
             for rank in sorted(range(len(options)), key=lambda rank: -gain_j[rank]):
                 of_rank = partial(with_rank, tuple(chosen), rank)

@@ -92,6 +92,7 @@ static double set_clock(const ClockProblem *problem, ClockState *state, int64_t 
         return 0.0;
     }
     const int64_t clocks = problem->time_s.width;
+    /* With modes a rank lacks some options; `usable` lists those that it has. */
     if (problem->mode_bits > 0) {
         const int64_t row = problem->rank.at[i] * clocks;
         const int64_t place = problem->place.at[row + new];

@@ -70,6 +70,8 @@ static void dispatch(const PointProblem *problem, const Guide *guide, const doub
         double smallest = INFINITY;
         /* From there to slower ones, until none can be better. */
         for (int64_t point = middle; point < stop && (time_s[point] <= limit || point == first); point++) {
+            /* Energy, time at its price, and the distance from the wanted end at a multiple of
+               it. */
             double cost = cost_j[point] + price * (time_s[point] + late * most_of(0.0, time_s[point] - wanted));
             cost += price * early * most_of(0.0, wanted - time_s[point]);
             if (cost < smallest) {
