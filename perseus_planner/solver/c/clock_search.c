@@ -309,6 +309,7 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         is_good = is_good && max_changes(rank_start, trial->clock.at, low, high, problem->mode_bits) <= goal->budget;
         double trial_s = time_s;
         if (is_good) {
+            /* The replay goes on from the first node whose end may differ. */
             if (change == NULL) {
                 stale = least(trial->touched.at[0], stale);
                 trial->touched.at[0] = stale;
