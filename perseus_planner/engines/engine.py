@@ -144,10 +144,12 @@ class _Replacement:
     def __exit__(self, *_: object) -> None:
         found = vars(self._owner)
         for name, value in self._attributes.items():
+            # Somebody else has replaced it since, and may call it: it is not ours to undo.
             if found.get(name) is not value:
                 say_left(self._owner, name)
             elif name in self._before:
                 self._set(name, self._before[name])
+            # It was inherited before, and is again.
             elif isinstance(self._owner, type):
                 delattr(self._owner, name)
             else:
@@ -374,6 +376,7 @@ class WholeTraining:
         Args:
             microbatches: How many it has, if that is known.
         """
+        # Outside of a block there is nobody to show it to.
         if self._guard is not None:
             self._guard.begin_iteration(self._show, self._guard, microbatches)
 
