@@ -117,8 +117,8 @@ class Again:
         times = [_difference(*pair, "time_s", "time_stderr_s") for pair in pairs]
         energies = [_difference(*pair, "energy_j", "energy_stderr_j") for pair in pairs]
         return (
-            max(together([each[0] for each in sweeps]) or 0.0, _beyond(times)),
-            max(together([each[1] for each in sweeps]) or 0.0, _beyond(energies)),
+            max(together([errors[0] for errors in sweeps]) or 0.0, _beyond(times)),
+            max(together([errors[1] for errors in sweeps]) or 0.0, _beyond(energies)),
         )
 
 

@@ -189,25 +189,25 @@ def _local_stages(
         return [_local_stage(stage, splits, modes) for stage in recorded]
     overlapping: Any = adapter
     microbatches = {
-        each.stage.number: overlapping.overlapped(index, each.inputs, each.loss)
-        for index, each in enumerate(recorded)
+        local.stage.number: overlapping.overlapped(index, local.inputs, local.loss)
+        for index, local in enumerate(recorded)
     }
     # Which forwards run beside which backwards shows in the schedule's order.
-    cells = [cell_of(each) for each in overlapping.order_for(recording.forwards)]
+    cells = [cell_of(computation) for computation in overlapping.order_for(recording.forwards)]
     pairs = {
         (backward.stage, pair_kind(forward, backward)): microbatches[forward.stage]
         for forward, backward in (cell for cell in cells if len(cell) == 2)
     }
     return [
         _local_stage(
-            each,
+            local,
             splits,
             modes,
-            microbatches[each.stage.number],
-            {kind: other for (stage, kind), other in pairs.items() if stage == each.stage.number},
-            [other for other in recorded if other is not each],
+            microbatches[local.stage.number],
+            {kind: other for (stage, kind), other in pairs.items() if stage == local.stage.number},
+            [other for other in recorded if other is not local],
         )
-        for each in recorded
+        for local in recorded
     ]
 
 

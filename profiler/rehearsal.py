@@ -79,23 +79,23 @@ def rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ran
         device: The device of that GPU.
         locks: Whether to lock clocks; they are reset.
     """
-    found = RankRehearsal(rank, _SIZES[device.type], remarks=[*surroundings()])
+    rehearsal = RankRehearsal(rank, _SIZES[device.type], remarks=[*surroundings()])
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            found.gpu = gpu.text
-            found.name = gpu.name
-            found.remarks += gpu.warnings()
+            rehearsal.gpu = gpu.text
+            rehearsal.name = gpu.name
+            rehearsal.remarks += gpu.warnings()
             if device.type == "cuda":
-                _check_memory(device, found)
-            _measure_load(gpu, device, locks, found)
+                _check_memory(device, rehearsal)
+            _measure_load(gpu, device, locks, rehearsal)
     except RuntimeError as error:  # of torch or CUDA
-        found.problems.append(
+        rehearsal.problems.append(
             f"torch could not run a matrix product: {describe_error(error)}; see whether a script "
             "of torch alone can"
         )
     except PlannerError as error:
-        found.problems.append(str(error))
-    return found
+        rehearsal.problems.append(str(error))
+    return rehearsal
 
 
 def surroundings() -> Iterator[str]:

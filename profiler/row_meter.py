@@ -123,6 +123,7 @@ def merge(rows: Sequence[Measurement]) -> Measurement:
     """Return what measurements of one row tell together: their mean, weighted by their windows."""
     evidence = [row.evidence for row in rows if row.evidence is not None]
     windows = [source.windows for source in evidence]
+    # A row counts by its windows, which are alike.
     weights = [count / sum(windows) for count in windows]
 
     def mean(values: Iterable[float]) -> float:
@@ -134,6 +135,7 @@ def merge(rows: Sequence[Measurement]) -> Measurement:
         mean(row.energy_j for row in rows),
         Evidence(
             mean(source.achieved_mhz for source in evidence),
+            # Different rows err independently, so errors add as squares.
             math.hypot(*map(mul, weights, (source.time_stderr_s for source in evidence))),
             math.hypot(*map(mul, weights, (source.energy_stderr_j for source in evidence))),
             sum(windows),
@@ -539,7 +541,7 @@ class RowMeter:
             if after_s - throttled_s.get(reason, 0.0) > _THROTTLED * spent_s
         }
         clocks, temperatures, reasons = zip(*samples, strict=True)
-        own = Window(
+        own_window = Window(
             spent_s / repetitions,
             energy_j / repetitions,
             fmean(clocks),
@@ -549,13 +551,13 @@ class RowMeter:
             has_idled=spent_s / repetitions < _BUSY * time_s,
         )
         # A GPU that has idled was sampled at rest.
-        if not own.has_idled:
+        if not own_window.has_idled:
             self._powers_w += [(energy_j / spent_s, power_w) for power_w in powers_w]
-        windows = self._group.gather(own)
+        windows = self._group.gather(own_window)
         size = self._group.size
         # Windows come replica by replica, as `GpuGroup.gather` says.
         starts = range(0, len(windows), size)
-        return [combine(windows[start : start + size]) for start in starts], own
+        return [combine(windows[start : start + size]) for start in starts], own_window
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Return the seconds and joules of `action`, begun `phase` of an interval after an

@@ -89,7 +89,9 @@ class RowFile:
         # Rows of another GPU or of other settings would be mixed in silently; the first difference
         # is named.
         for name in dict.fromkeys([*self._subject, *kept.subject]):
-            there, wanted = (of.get(name, "nothing") for of in (kept.subject, self._subject))
+            there, wanted = (
+                subject.get(name, "nothing") for subject in (kept.subject, self._subject)
+            )
             if there != wanted:
                 raise ProfileError(
                     f"{self._path}: its rows were measured with {name}: {there}, and now it is "
@@ -314,10 +316,10 @@ class _Sweep:
         """Measure at one setting after another; return clock or limit -> power of the blocked GPUs,
         watts, empty if the stage has no neighbour.
         """
-        with opened_control(self.gpu, self.settings.control) as (own, set_to):
+        with opened_control(self.gpu, self.settings.control) as (available, set_to):
             # GPUs that share a stage measure in step, so they can only be set to what all of them
             # have.
-            settings = common_settings(self.group.gather(own))
+            settings = common_settings(self.group.gather(available))
             expected = len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
             if self.again is not None:
                 self._only = self._settings_again(settings)
@@ -435,9 +437,9 @@ class _Sweep:
         )
         refused = [doubt for doubt in doubts if doubt.is_refused]
         # Reversed, so that the first doubt of a row is the one that stays.
-        each = {(doubt.key, doubt.clock): doubt for doubt in reversed(refused)}
+        by_row = {(doubt.key, doubt.clock): doubt for doubt in reversed(refused)}
         # Those of the first GPU, so that all measure the same rows again.
-        return self.group.gather(list(each.values()))[0]
+        return self.group.gather(list(by_row.values()))[0]
 
     def _hot(self) -> Iterator[tuple[str, Measurement]]:
         """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""
@@ -628,6 +630,7 @@ class _Sweep:
     def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
         gpu = self.gpu
         control = self.settings.control
+        # What a reader needs to judge the rows, and to measure them in the same way.
         conditions = {
             "driver": gpu.driver,
             "measured on": gpu.text,
@@ -647,6 +650,7 @@ class _Sweep:
             conditions["measured while too hot"] = (
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
+        # One replica alone has nothing to be compared with.
         if (replicas := self.group.replicas)[1:]:
             conditions["replicas"] = f"{len(replicas)}, in step"
             if slow := self.meter.slow:
@@ -661,9 +665,9 @@ class _Sweep:
 def _most(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """Return the most memory that any GPU of a stage takes in each mode."""
     return {
-        mode: (max(of[mode][0] for of in each), max(of[mode][1] for of in each))
+        mode: (max(memory[mode][0] for memory in each), max(memory[mode][1] for memory in each))
         for mode in each[0]
-        if all(mode in of for of in each)
+        if all(mode in memory for memory in each)
     }
 
 

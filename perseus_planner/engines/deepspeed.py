@@ -269,14 +269,14 @@ class ReadAhead:
                 break
             # An iterator may reuse its memory: what was read before is then no longer what it was.
             overwritten = [
-                place
-                for place, copy in enumerate(copies)
-                if _is_overwritten(copy, self._read[place], self._read[-1])
+                index
+                for index, copy in enumerate(copies)
+                if _is_overwritten(copy, self._read[index], self._read[-1])
             ]
             if overwritten:
-                for place in overwritten:
+                for index in overwritten:
                     # The training gets the copy, so that it trains on what it would have read.
-                    self._read[place] = copies[place]
+                    self._read[index] = copies[index]
                 raise UsageError(
                     "the iterator of the data writes a microbatch over one before, so it cannot be "
                     "read ahead; have it return new tensors, or say the work of each batch by "

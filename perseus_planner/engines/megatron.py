@@ -169,9 +169,9 @@ class MegatronModel:
         from megatron.core import parallel_state as state
 
         for chunk in self._chunks:
-            own = getattr(_wrapped(chunk, "pg_collection"), name, None)
-            if own is not None:
-                return own
+            group = getattr(_wrapped(chunk, "pg_collection"), name, None)
+            if group is not None:
+                return group
         return getattr(state, of_state)() if state.model_parallel_is_initialized() else None
 
     @property

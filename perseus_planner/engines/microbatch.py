@@ -305,6 +305,7 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
     import torch
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+    # The same formulas, for operators that take other arguments than those of GPUs.
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 
@@ -316,6 +317,7 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
     formulas = {
         f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()
     }
+    # Releases of torch differ in which of these operators they have.
     return {getattr(aten, name): count for name, count in formulas.items() if hasattr(aten, name)}
 
 

@@ -245,11 +245,13 @@ class TorchPipeline:
             run = partial(step, *args, **kwargs)
             return guard.run(run, self._begin, guard, schedule, args, kwargs)
 
-        own = self._schedule
+        own_schedule = self._schedule
         step = self._schedule.step
         with ExitStack() as stack:
             # The instance too: this marks it as followed.
-            stack.enter_context(attached_once(own, step=partial(step_hooked, own, step)))
+            stack.enter_context(
+                attached_once(own_schedule, step=partial(step_hooked, own_schedule, step))
+            )
             # The classes, for schedules that the training makes later.
             for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
                 stack.enter_context(replaced(kind, step=_step_of(kind, step_hooked)))
@@ -392,14 +394,14 @@ def _unknown_parameters(kind: type, kwargs: Mapping[str, Any]) -> list[str]:
         kind: Class of the schedule; a subclass may have added parameters to those of torch.
         kwargs: Arguments of the step by name.
     """
-    own = {
+    parameters = {
         name
         for base in kind.__mro__
         if "step" in vars(base)
         for name, parameter in inspect.signature(vars(base)["step"]).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    return [name for name in kwargs if name in own and name not in _OF_STEP]
+    return [name for name in kwargs if name in parameters and name not in _OF_STEP]
 
 
 def parts_of(schedule: Any) -> list[Any]:
@@ -503,15 +505,17 @@ def _functions_shown(guard: HookGuard, schedule: Any) -> Iterator[None]:
         guard.begin(*computation)
 
     # Others run no computations, such as a send.
-    own = {kind: function for kind, function in functions.items() if kind.name in (*_KINDS, _PAIR)}
-    shown = {kind: guard.as_one(function, begin) for kind, function in own.items()}
+    originals = {
+        kind: function for kind, function in functions.items() if kind.name in (*_KINDS, _PAIR)
+    }
+    shown = {kind: guard.as_one(function, begin) for kind, function in originals.items()}
     functions.update(shown)
     try:
         yield
     finally:
         for kind, function in shown.items():
             if functions.get(kind) is function:  # else another was registered meanwhile
-                functions[kind] = own[kind]
+                functions[kind] = originals[kind]
 
 
 def _functions_of(schedule: Any) -> dict[Any, Callable[..., Any]]:

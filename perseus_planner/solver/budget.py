@@ -405,7 +405,12 @@ class _Search:
             for column, (_, changes) in enumerate(batch):
                 for rank, option in changes:
                     tried[rank, column] = option
-            clock = np.array([own[each] for own, each in zip(options, tried, strict=True)])
+            clock = np.array(
+                [
+                    rank_options[numbers]
+                    for rank_options, numbers in zip(options, tried, strict=True)
+                ]
+            )
             duration_s = problem.time_s[problem.member[:, None], clock[problem.rank]]
             in_time = np.flatnonzero(_replayed_all_s(problem, duration_s) <= self.deadline_s)
             if len(in_time):

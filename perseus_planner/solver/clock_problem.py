@@ -194,15 +194,16 @@ def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -
     for i in range(len(iteration.keys)):
         computation[node_of[i]] = i
     return ChangeCost(
+        # Ranks on one node share the lock of its driver.
         lock=np.unique(change.node_of_rank(ranks, gpus_per_rank), return_inverse=True)[1],
         hold_s=change.calls_per_change(gpus_per_rank) * change.call_s,
         settle_s=change.settle_s,
         tail_s=np.zeros(ranks),
-        queue=np.array([node_of[place] for each in iteration.programs for place in each]),
+        queue=np.array([node_of[place] for program in iteration.programs for place in program]),
         queue_start=np.cumsum([0, *map(len, iteration.programs)], dtype=np.int64),
         computation=computation,
         final=np.array(
-            [[i for i in each if i < len(iteration.keys)][-1] for each in iteration.programs]
+            [[i for i in program if i < len(iteration.keys)][-1] for program in iteration.programs]
         ),
         seconds=np.zeros((7, ranks)),
         numbers=np.zeros((7, ranks), dtype=np.int64),

@@ -186,6 +186,7 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         },
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
+        # Only schedules that overlap a forward and a backward have pairs.
         **(
             {"pairs": [f"{forward} {backward}" for forward, backward in dag.schedule.pairs]}
             if dag.schedule.pairs
@@ -299,6 +300,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     Raises:
         FrontierError: If they are not; names the first field that is wrong.
     """
+    # A file may come from anywhere: types and shapes first, as all else rests on them.
     for name, array in (("times", times), ("powers", powers)):
         _need(
             array.dtype == np.int64 and array.ndim == 1 and len(array) == len(times) > 0,
@@ -317,6 +319,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 0
     _need(shaped and bool((np.diff(guides.time_s) <= 0).all()), "guide_time_s", "does not fall")
     _need(_within(guides.time_s, _LARGE), "guide_time_s", "is not a time")
+    # Guides have a column for each node of this very graph.
     for name, values in (("guide_end_s", guides.end_s), ("guide_price_w", guides.price_w)):
         shaped = values.dtype == np.float32 and values.shape == (count, len(dag.keys))
         _need(shaped and _within(values, _LARGE), name, "is not of this graph")
@@ -437,8 +440,8 @@ class Frontier(TimeEnergyCurve):
         on_time = limits.get("on_time", ON_TIME)
         straggler_time_s = TIME.check(straggler_time_s, "straggler_time_s")
         if self.dag.has_open_modes:
-            own = self.in_modes(max(straggler_time_s, self.min_time_s), on_time)
-            return self._of_modes(own.plan_beside_straggler(straggler_time_s, **limits))
+            fixed = self.in_modes(max(straggler_time_s, self.min_time_s), on_time)
+            return self._of_modes(fixed.plan_beside_straggler(straggler_time_s, **limits))
         least_s = self.least_deadline_s(on_time)
         return self.plan_until(max(straggler_time_s, least_s), **limits)
 
@@ -467,8 +470,8 @@ class Frontier(TimeEnergyCurve):
             limits: dict[str, Any] = {"max_changes": max_changes, "on_time": on_time}
             # Modes are best for a time, and the power decides the time: begin with the baseline's,
             # and try again with the modes for the time that was found.
-            own = self.in_modes(self.baseline_time_s, on_time)
-            plan = own.plan_within_power(power_w, **limits)
+            fixed = self.in_modes(self.baseline_time_s, on_time)
+            plan = fixed.plan_within_power(power_w, **limits)
             again = self.in_modes(plan.deadline_s, on_time)
             with suppress(InfeasiblePower):
                 plan = min(
@@ -663,16 +666,16 @@ class Frontier(TimeEnergyCurve):
         for it.
         """
         on_time = limits.get("on_time", ON_TIME)
-        own = self.in_modes(deadline_s, on_time)
+        fixed = self.in_modes(deadline_s, on_time)
         # At the earlier deadline other modes may be better, whose least energy is earlier still:
         # on, until the modes stay.
-        while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
+        while (least_energy_s := fixed.least_energy_deadline_s(on_time)) < deadline_s:
             deadline_s = least_energy_s
-            before = own
-            own = self.in_modes(deadline_s, on_time)
-            if own is before:
+            before = fixed
+            fixed = self.in_modes(deadline_s, on_time)
+            if fixed is before:
                 break
-        return self._of_modes(own.plan_for(deadline_s, **limits))
+        return self._of_modes(fixed.plan_for(deadline_s, **limits))
 
     def in_modes(self, deadline_s: float, on_time: float | None = None) -> Frontier:
         """Return the frontier of the modes that are best for a deadline; if none is that fast, of
@@ -688,11 +691,11 @@ class Frontier(TimeEnergyCurve):
             choice = expected._choice(deadline_s * ratio)
             return self._fixed(choice.modes)
         choice = self._choice(deadline_s)
-        own = self._fixed(choice.modes)
+        fixed = self._fixed(choice.modes)
         # An exact choice has clocks as well, and the planner takes the better of both.
         if choice.clocks is not None:
-            own._planner.keep(deadline_s, choice.clocks)
-        return own
+            fixed._planner.keep(deadline_s, choice.clocks)
+        return fixed
 
     def _choice(self, deadline_s: float) -> Choice:
         """Return the best modes for a deadline."""

@@ -157,7 +157,10 @@ class LabelSearch:
         """Yield parts of the problem around a plan: the direction of the search, and which points
         of each computation it may choose; none where the computation keeps its point.
         """
-        near = [np.abs(own - k) <= 1 for own, k in zip(self._points, chosen.tolist(), strict=True)]
+        near = [
+            np.abs(node_points - k) <= 1
+            for node_points, k in zip(self._points, chosen.tolist(), strict=True)
+        ]
         yield self._forwards, near
         yield self._backwards, near
         end_s = np.empty(len(chosen))
@@ -168,7 +171,10 @@ class LabelSearch:
             window = set(in_time[first : first + _WINDOW].tolist())
             yield (
                 self._forwards,
-                [np.full(len(own), k in window) for k, own in enumerate(self._points)],
+                [
+                    np.full(len(node_points), k in window)
+                    for k, node_points in enumerate(self._points)
+                ],
             )
 
     def _search(
@@ -190,8 +196,8 @@ class LabelSearch:
         """
         problem = self._problem
         prices = prices if order is self._forwards else prices.backwards()
-        time_s = [problem.time_s[own] for own in points]
-        cost_j = [problem.cost_j[own] for own in points]
+        time_s = [problem.time_s[node_points] for node_points in points]
+        cost_j = [problem.cost_j[node_points] for node_points in points]
         earliest_s, latest_s = self._limits(order, time_s)
         # The least that each node costs, at the price of its time.
         least_j = np.array(

@@ -144,9 +144,9 @@ class ModeProblem:
     dag: PipelineDag  #: with open modes
 
     def __post_init__(self) -> None:
-        own = (OWN,) * len(self.dag.computations)
+        as_trained = (OWN,) * len(self.dag.computations)
         for row in self.memory_rows:
-            if (taken := self._taken(row, own)) > row.limit:
+            if (taken := self._taken(row, as_trained)) > row.limit:
                 raise ProfileError(
                     f"modes, memory_bytes: the mode {OWN} takes {si(taken, 'B', 4)} of "
                     f"{si(row.limit, 'B', 4)}, and training runs in it without a plan; measure a "
@@ -244,7 +244,7 @@ class ModeProblem:
     def _priced(self, deadline_s: float) -> Choice:
         within_s = deadline_s - self.dag.profile.overhead_s
         starts = [tuple(mode_of(kind) for _, kind in baseline(self.dag).iteration.keys)]
-        known: dict[Assignment, tuple[float, float]] = {}
+        priced: dict[Assignment, tuple[float, float]] = {}
         bound_j = -math.inf
         # Where memory is short, prices alone start far off; the relaxed programme knows the memory.
         if self.memory_rows and self._size <= _RELAXED:
@@ -253,9 +253,9 @@ class ModeProblem:
                 starts.append(relaxed.modes)
                 bound_j = relaxed.effective_bound_j
         for start in starts:
-            bound_j = max(bound_j, self._priced_from(start, within_s, known))
+            bound_j = max(bound_j, self._priced_from(start, within_s, priced))
         # In time before late, and then the cheapest.
-        return Choice(min(known, key=lambda modes: known[modes]), bound_j)
+        return Choice(min(priced, key=lambda modes: priced[modes]), bound_j)
 
     def _priced_from(
         self, modes: Assignment, within_s: float, known: dict[Assignment, tuple[float, float]]
@@ -442,17 +442,19 @@ class ModeProblem:
                 programme.limit({**dict.fromkeys(of_mode, 1.0), in_it: -1.0}, 0.0, 0.0)
                 columns[-1] |= of_mode
         durations = [
-            *({i: p.time_s / unit_s for i, p in each.items()} for each in columns),
+            *({i: p.time_s / unit_s for i, p in column.items()} for column in columns),
             *({} for _ in dag.iteration.operations),
         ]
-        fixed = [0.0] * count + [each.time_s / unit_s for each in dag.iteration.operations]
-        waits = [dict(each) for each in dag.iteration.waits]
+        fixed = [0.0] * count + [
+            operation.time_s / unit_s for operation in dag.iteration.operations
+        ]
+        waits = [dict(lags) for lags in dag.iteration.waits]
         for place, before in changed:
             waits[place].setdefault(before, 0.0)
         # Each place ends within the deadline, and starts after the end of what it waits for.
-        for place, each in enumerate(waits):
+        for place, lags in enumerate(waits):
             programme.limit({starts[place]: 1.0, **durations[place]}, within - fixed[place])
-            for other, lag_s in each.items():
+            for other, lag_s in lags.items():
                 row = {starts[other]: 1.0, starts[place]: -1.0, **durations[other]}
                 if (place, other) in changed:
                     row[changed[place, other]] = self.modes.change_s / unit_s
@@ -466,11 +468,12 @@ class ModeProblem:
         if not whole:
             far = {key: -float(solved.x[variable]) for key, variable in modes.items()}
             return Choice(self._within_memory(far)[0], bound_j)
-        clocks = [max(each, key=lambda i: float(solved.x[i])) for each in columns]
+        # Of whole variables one is 1, but for rounding errors of HiGHS.
+        clocks = [max(column, key=lambda i: float(solved.x[i])) for column in columns]
         return Choice(
             self._assigned(modes, solved.x),
             bound_j,
-            tuple(each[i].clock_mhz for each, i in zip(columns, clocks, strict=True)),
+            tuple(column[i].clock_mhz for column, i in zip(columns, clocks, strict=True)),
         )
 
 

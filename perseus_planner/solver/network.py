@@ -249,12 +249,14 @@ def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[i
     head = [2 * k + 1 for k in range(count)]
     lags = []
     with_successor = set()
+    # A wait leads from the end of one node to the start of another.
     for place, waits in enumerate(dag.iteration.waits):
         for other, lag_s in waits:
             tail.append(2 * rank[other] + 1)
             head.append(2 * rank[place])
             lags.append(round(lag_s / tick_s))
             with_successor.add(other)
+    # The source starts what waits for nothing, and what nobody waits for leads to the sink.
     for place, before in enumerate(dag.predecessors):
         if not before:
             tail.append(2 * count)

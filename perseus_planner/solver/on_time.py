@@ -433,12 +433,15 @@ class OnTimePlanner:
             return low
 
         # A pace is a time within which every rank runs its load; only these times change what fits.
-        loads_s = sorted({load_s for own in options for load_s, _, _ in own})
+        loads_s = sorted({load_s for rank_options in options for load_s, _, _ in rank_options})
 
         def at_pace(number: int) -> list[int]:
             within_s = loads_s[number]
             # The slowest clock within the pace, or the fastest one where none is.
-            return [max(0, sum(load_s <= within_s for load_s, _, _ in own) - 1) for own in options]
+            return [
+                max(0, sum(load_s <= within_s for load_s, _, _ in rank_options) - 1)
+                for rank_options in options
+            ]
 
         def with_rank(chosen: Sequence[int], rank: int, number: int) -> list[int]:
             return [*chosen[:rank], number, *chosen[rank + 1 :]]
@@ -451,7 +454,8 @@ class OnTimePlanner:
                 continue
             # What each rank saves between its clock here and its slowest one.
             gain_j = [
-                own[option][1] - own[-1][1] for own, option in zip(options, start, strict=True)
+                rank_options[option][1] - rank_options[-1][1]
+                for rank_options, option in zip(options, start, strict=True)
             ]
             chosen = list(start)
             for rank in sorted(range(len(options)), key=lambda rank: -gain_j[rank]):
@@ -584,7 +588,9 @@ class OnTimePlanner:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
         base = self._baseline
         keys = self.curve.dag.iteration.keys
+        # The rows that the plan stands on, each once, however often it runs.
         in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
+        # Rows that no sweep has measured are told from all others.
         interpolated = {} if self.estimate is None else self.estimate.interpolated
         return OnTime(
             probability=probability,

@@ -496,6 +496,7 @@ class Planner:
             deadline_s=time_s if deadline_s is None else deadline_s,
             time_s=time_s,
             energy_j=energy_j,
+            # A plan at the fastest time may be a rounding error below it, where no bound is.
             bound_j=curve.bound_j(max(time_s, curve.min_time_s)),
             baseline_time_s=curve.baseline_time_s,
             baseline_energy_j=curve.baseline_energy_j,
@@ -534,9 +535,9 @@ class Planner:
         """The `Plan.full_clocks` of each plan."""
         rows = {}
         for stage, kind in self._table:
-            own = stage, in_mode(kind, OWN)
-            key = own if own in self.profile.measurements else (stage, kind)
-            rows[own] = self.profile.measurements[key][0]
+            plain_key = stage, in_mode(kind, OWN)
+            key = plain_key if plain_key in self.profile.measurements else (stage, kind)
+            rows[plain_key] = self.profile.measurements[key][0]
         return rows
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:

@@ -76,6 +76,7 @@ def point_problem(dag: PipelineDag) -> PointProblem:
             loss_w[i] = min(
                 (cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf
             )
+    # Rounding changes all classes of a kind together.
     kinds = list(dict.fromkeys(kind for _, kind in keys))
     kind = np.array([kinds.index(kind) for _, kind in keys])
     return PointProblem(
