@@ -573,7 +573,8 @@ class RowMeter:
         action()
         self._synchronize()
         end_s = self._gpu.now_s()
-        self._rest = after = self.counter.wait_for_rest()
+        after = self.counter.wait_for_rest()
+        self._rest = after
         # The counter is read at rest on both sides: what was drawn there is not of the action.
         at_rest_j = before.rest_w * (begin_s - before.time_s) + after.rest_w * (
             after.time_s - end_s

@@ -89,9 +89,8 @@ class RowFile:
         # Rows of another GPU or of other settings would be mixed in silently; the first difference
         # is named.
         for name in dict.fromkeys([*self._subject, *kept.subject]):
-            there, wanted = (
-                subject.get(name, "nothing") for subject in (kept.subject, self._subject)
-            )
+            there = kept.subject.get(name, "nothing")
+            wanted = self._subject.get(name, "nothing")
             if there != wanted:
                 raise ProfileError(
                     f"{self._path}: its rows were measured with {name}: {there}, and now it is "
@@ -485,7 +484,12 @@ class _Sweep:
                 chosen = next_setting(settings, rows, waiting_w, **options)
         top_times = self._times(next(iter(self.stage.runs)), settings[0])
         # Once at the begin, twice from the middle on, and three times at the end.
-        most = 1 if len(visited) <= 1 else _TOP_TIMES if chosen is None and is_half else 2
+        if len(visited) <= 1:
+            most = 1
+        elif chosen is None and is_half:
+            most = _TOP_TIMES
+        else:
+            most = 2
         if 0 < top_times < most and (is_half or chosen is None):
             chosen = settings[0]
         # GPUs that share the stage measure the same setting, whatever their clocks and the rounding

@@ -363,7 +363,8 @@ class WholeTraining:
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
         """See `Engine.attached`."""
-        guard = self._guard = HookGuard(hook)
+        guard = HookGuard(hook)
+        self._guard = guard
         try:
             yield
         finally:

@@ -572,7 +572,8 @@ class _TimerEvents:
         """Return whether the schedule that has started its timer trains; one of which that cannot
         be read is the last one that is followed.
         """
-        self._call = call = _ScheduleCall.running()
+        call = _ScheduleCall.running()
+        self._call = call
         problem = call.problem
         if problem is None and call.is_multimodule:
             problem = _HALF_SEEN_MODULES
@@ -850,7 +851,8 @@ class _Timers:
         if wrapped is not None and wrapped.original is timer:
             return wrapped
         try:
-            wrapped = self._wrapped[name] = self._events.around(name, timer)
+            wrapped = self._events.around(name, timer)
+            self._wrapped[name] = wrapped
         # The training gets its own timer, whatever happens to ours.
         except Exception as error:
             self._events.guard.fault(error)

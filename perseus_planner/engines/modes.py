@@ -100,7 +100,8 @@ def new_nccl_group(ranks: Sequence[int], ctas: int) -> Any:
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = ctas
+    options.config.min_ctas = ctas
+    options.config.max_ctas = ctas
     return dist.new_group(
         list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True
     )

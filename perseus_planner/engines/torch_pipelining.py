@@ -303,7 +303,8 @@ class TorchPipeline:
                 return kept.replacement
         made = make(guard, owner)
         originals = [(name, original_of(wrapper)) for name, wrapper in made.items()]
-        self._kept[owner] = kept = _Wrapped(guard, originals, replaced(owner, **made))
+        kept = _Wrapped(guard, originals, replaced(owner, **made))
+        self._kept[owner] = kept
         return kept.replacement
 
 

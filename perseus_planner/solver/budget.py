@@ -420,8 +420,9 @@ class _Search:
 
     def _around(self) -> list[tuple[_Plan, _Plan]]:
         """Return all pairs of a pace that meets the deadline and one that does not."""
-        fast, slow = ([p for p in self.paces if (p.late_s > 0.0) == late] for late in (False, True))
-        return [(a, b) for a in fast for b in slow]
+        in_time = [plan for plan in self.paces if plan.late_s == 0.0]
+        late = [plan for plan in self.paces if plan.late_s > 0.0]
+        return [(fast, slow) for fast in in_time for slow in late]
 
     def _saving_per_second_w(self) -> float:
         """Return what a second more of deadline saves: between the paces around it, else from
@@ -432,9 +433,8 @@ class _Search:
             return float(np.median(slopes_w))
         # Without paces on both sides: how steep all rows are together, once for each rank.
         finite = np.isfinite(self.problem.time_s)
-        spread_j, spread_s = (
-            max(np.ptp(table[finite]), 1e-9) for table in (self.problem.cost_j, self.problem.time_s)
-        )
+        spread_j = max(np.ptp(self.problem.cost_j[finite]), 1e-9)
+        spread_s = max(np.ptp(self.problem.time_s[finite]), 1e-9)
         return float(spread_j / spread_s) * len(self._ranks)
 
     def _fast_ends(self) -> list[_Plan]:

@@ -144,7 +144,11 @@ class OnTimePlanner:
 
         # Rough plans with a few margins are repaired; the best margin gets all effort once.
         if max_changes is None and self.curve.profile.clock_change is None:
-            tried = [drawn for margin in _MARGINS if (drawn := make(margin, is_rough=True))]
+            tried = []
+            for margin in _MARGINS:
+                drawn = make(margin, is_rough=True)
+                if drawn is not None:
+                    tried.append(drawn)
             # The plan without a margin: what safety costs is told against it.
             unsafe = tried[0] if tried else self._at_maximum
             tried = [self._repaired(drawn, ratio, lateness) for drawn in tried]

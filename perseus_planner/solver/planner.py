@@ -394,10 +394,8 @@ class Planner:
         start = self._points.point_start
         member = self._points.member
         end_s = np.empty(len(member))
-        fastest_s, slowest_s = (
-            compute_ends(self._points, chosen, end_s)
-            for chosen in (start[member], start[member + 1] - 1)
-        )
+        fastest_s = compute_ends(self._points, start[member], end_s)
+        slowest_s = compute_ends(self._points, start[member + 1] - 1, end_s)
         return fastest_s, slowest_s
 
     @property

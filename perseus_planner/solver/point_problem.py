@@ -226,13 +226,11 @@ def _least_j(problem: PointProblem, window: Window, price_w: Floats) -> float:
     """Return the least cost of a window's four points, and of the shorter pair's wait, above the
     best, joules.
     """
-    (length_s, cost_j), (other_s, other_j) = (
-        _pairs(problem, nodes, price_w, lag_s)
-        for nodes, lag_s in zip((window.first, window.second), window.lags_s, strict=True)
-    )
-    wait_w, other_wait_w = (
-        float(price_w[list(nodes)].min()) for nodes in (window.first, window.second)
-    )
+    length_s, cost_j = _pairs(problem, window.first, price_w, window.lags_s[0])
+    other_s, other_j = _pairs(problem, window.second, price_w, window.lags_s[1])
+    # Which of its two nodes waits is open, so the smaller flow counts, and the bound stays one.
+    wait_w = float(price_w[list(window.first)].min())
+    other_wait_w = float(price_w[list(window.second)].min())
     least_j = np.inf
     # Cheap pairs first: what costs more alone than these do together needs no look.
     for most_j in (0.0, np.inf):

@@ -208,7 +208,8 @@ class RankGroup:
         """
         ranks = range(self.size) if ranks is None else ranks
         name = f"{len(ranks)} ranks from {ranks[0]}"
-        turn = self._turns[name] = self._turns[name] + 1
+        self._turns[name] += 1
+        turn = self._turns[name]
         with self._reachable_store():
             # Each value goes with whether its rank knows of an end, so that all of a gather end or
             # none does.
@@ -268,7 +269,8 @@ class RankGroup:
         Raises:
             RankError: If the rank that holds the store has ended.
         """
-        return str(self._error(end)) if (end := self._agreed_end(error)) is not None else None
+        end = self._agreed_end(error)
+        return None if end is None else str(self._error(end))
 
     def wait_for_return(self, error: Exception) -> None:
         """Tell the other ranks of an error, and wait until every rank has come back from what it
