@@ -306,18 +306,7 @@ def find_doubt(
         time_s = draws.time_s[key]
         energy_j = draws.energy_j[key]
         expected = estimate.mean.measurements[key]
-        saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
-        for number, price in enumerate(PRICES):
-            # A busy GPU does not wait, so a second costs its price less the power of waiting.
-            second_w = price * top.energy_j / top.time_s - blocking_w
-            # The plan knows the expected rows alone; the best plan of each draw knows that draw.
-            planned = min(
-                range(len(expected)),
-                key=lambda i: expected[i].energy_j + second_w * expected[i].time_s,
-            )
-            cost_j = energy_j + second_w * time_s
-            saved_j[number] = cost_j[0] - cost_j[planned]
-            possible_j[number] = cost_j[0] - cost_j.min(axis=0)
+        saved_j, possible_j = _savings_j(time_s, energy_j, expected, top, blocking_w)
         # Noise is relative, so logarithms are what it adds to.
         logs = np.log(time_s), np.log(energy_j)
         for quantity, noise in zip(logs, estimate.noise[kind], strict=True):
@@ -325,7 +314,6 @@ def find_doubt(
         # Like stages share what exact rows would leave unknown, between the settings, but not the
         # noise of their rows.
         between = _unexplained(saved_j, np.concatenate([quantity[rows_at] for quantity in logs]))
-        # What is left to noise averages out over stages.
         variance += between + np.maximum(saved_j.var(axis=1) - between, 0.0) / stages
         baseline_j += expected[0].energy_j
     # Half of the interval, as wide as those of plans.
@@ -341,6 +329,36 @@ def find_doubt(
         half * float(np.mean(np.sqrt(variance))) / baseline_j,
         None if best is None else useful[best],
     )
+
+
+def _savings_j(
+    time_s: Floats,
+    energy_j: Floats,
+    expected: Sequence[Measurement],
+    top: Measurement,
+    blocking_w: float,
+) -> tuple[Floats, Floats]:
+    """Return what a plan saves at each price under each draw, and what the best plan of that draw
+    saves: (prices, draws) joules each.
+
+    Args:
+        time_s: (settings, draws) of one kind, highest setting first.
+        energy_j: (settings, draws), likewise.
+        expected: the expected row at each setting.
+        top: the measured row of the top setting.
+        blocking_w: power of the GPUs while they wait, watts.
+    """
+    saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
+    for number, price in enumerate(PRICES):
+        # A busy GPU does not wait, so a second costs its price less the power of waiting.
+        second_w = price * top.energy_j / top.time_s - blocking_w
+        # The plan knows the expected rows alone; the best plan of each draw knows that draw.
+        expected_j = [_cost_j(row, second_w) for row in expected]
+        planned = expected_j.index(min(expected_j))
+        cost_j = energy_j + second_w * time_s
+        saved_j[number] = cost_j[0] - cost_j[planned]
+        possible_j[number] = cost_j[0] - cost_j.min(axis=0)
+    return saved_j, possible_j
 
 
 def _may_repeat(row: Measurement) -> bool:

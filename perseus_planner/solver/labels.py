@@ -242,12 +242,10 @@ class LabelSearch:
             labels = labels.take(some)
             # For the way back: the label that each came from, and the point that it chose.
             came.append((parent[some], point[some]))
-        # Back from the cheapest complete label.
-        label = int(np.argmin(labels.cost_j))
         chosen = known.copy()
-        for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
-            chosen[k] = points[k][point[label]]
-            label = int(parent[label])
+        label = int(np.argmin(labels.cost_j))  # the cheapest complete one
+        for k, point in _way_back(order, came, label):
+            chosen[k] = points[k][point]
         # What fits exactly may miss by a rounding error.
         if compute_ends(problem, chosen, np.empty(len(chosen))) > self._deadline_s:
             return _Found(None, is_best=False)
@@ -266,6 +264,21 @@ class LabelSearch:
             starts = (latest_s[i] - fastest_s[i] - lag_s for i, lag_s in order.after[k])
             latest_s[k] = min(starts, default=last_s)
         return earliest_s, latest_s
+
+
+def _way_back(
+    order: _Order, came: Sequence[tuple[Integers, Integers]], label: int
+) -> Iterator[tuple[int, int]]:
+    """Yield each node, last one first, and which of its points a complete label has chosen.
+
+    Args:
+        order: the direction of the search.
+        came: for each node, (labels,) the label before that each came from, and its point.
+        label: the label after the last node.
+    """
+    for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
+        yield k, int(point[label])
+        label = int(parent[label])
 
 
 def _bounds_j(labels: _Labels, into_w: dict[int, Floats], to_come_j: Floats) -> Floats:

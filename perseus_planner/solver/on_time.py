@@ -180,6 +180,10 @@ class OnTimePlanner:
         # The expected time may be a hair above the deadline (`_EXPECTED`): no plan states one it
         # misses.
         plan = replace(plan, deadline_s=max(deadline_s, plan.time_s), on_time=certainty)
+        return self._with_remark(plan)
+
+    def _with_remark(self, plan: Plan) -> Plan:
+        """Return the plan with a remark, if it takes less than the bound of the measured rows."""
         measured_j = self.curve.bound_j(max(plan.time_s, self.curve.min_time_s))
         if plan.energy_j >= measured_j * (1 - _ROUNDING):
             return plan
@@ -356,7 +360,7 @@ class OnTimePlanner:
             if not rows[0].has_work:
                 doubts[key] = np.zeros(len(rows))
                 continue
-            # The difference to the baseline of the same draw: what is common to both is no doubt.
+            # Against the baseline of the same draw: what is common to both is no doubt.
             logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
             doubts[key] = np.hypot(np.std(logs - base, axis=1), steady)
             # The maximum clock takes no margin, so a plan at full clocks stays possible.

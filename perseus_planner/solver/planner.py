@@ -322,7 +322,7 @@ class Planner:
             if deadline_s >= self._max_time_s:
                 chosen = problem.point_start[problem.member + 1] - 1  # the slowest of each
             elif is_polished:
-                # Remembered by itself, as a rough plan is this one unpolished.
+                # Remembered by itself: a rough plan is this one, not polished.
                 rounded = self._choose(deadline_s, effort, is_polished=False)
                 chosen = polish(problem, within_s, rounded)
                 # Labels reach what local moves do not, but only small problems are searched so.
@@ -368,7 +368,7 @@ class Planner:
         bounds_j = [curve.bound_j(deadline_s)]
         # Each guide takes a pass over all nodes, so large problems get fewer.
         count = max(1, min(_BOUND_GUIDES[0], _BOUND_GUIDES[1] // len(sources)))
-        # The nearer a relaxed solution is to the deadline, the tighter its bound.
+        # Relaxed solutions near the deadline give the tightest bounds, as a rule.
         for i in np.argsort(np.abs(guides.time_s - within_s), kind="stable")[:count].tolist():
             at_s = float(guides.time_s[i])
             price_w = guides.price_w[i].astype(np.float64)
