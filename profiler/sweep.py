@@ -590,6 +590,7 @@ class _Sweep:
         return spent_s + needed_s > 60 * self.settings.minutes
 
     def _measure(self, kind: str, setting: int) -> Measurement:
+        """Measure one row, less the kind that each of its repetitions includes."""
         timed = self.stage.runs[kind]
         times = self._times(kind, setting)
         # Seeded by what is measured and how often it was, so that windows begin at the same phases
@@ -617,6 +618,7 @@ class _Sweep:
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
 
     def _add(self, kind: str, setting: int, row: Measurement, expected: int) -> None:
+        """Keep a row, on disk as well, and tell how far the sweep is."""
         # Its place in the sweep tells later how the GPU drifted.
         if row.evidence is not None:
             row = replace(row, evidence=replace(row.evidence, order=self._done))
@@ -632,6 +634,7 @@ class _Sweep:
         return sum(map(len, self._visits.values()))
 
     def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
+        """Return how the rows were measured, and what was wrong with them, by name."""
         gpu = self.gpu
         control = self.settings.control
         # What a reader needs to judge the rows, and to measure them in the same way.

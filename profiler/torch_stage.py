@@ -271,6 +271,9 @@ def _stage(
     block: Block | None,
     repeating: Repeating,
 ) -> Stage:
+    """Return the stage of these steps on a real or a simulated GPU; those that are None are kinds
+    without work.
+    """
     if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
@@ -323,6 +326,10 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 def _simulated_stage(
     gpu: SimulatedGpu, steps: Mapping[str, _Step], block: Block | None, repeating: Repeating
 ) -> Stage:
+    """Return a stage that runs each step once, to count what it costs, and spends that on the
+    simulated GPU each time.
+    """
+
     def timed_run(step: _Step) -> TimedRun:
         with repeating():
             step.prepare()

@@ -285,6 +285,7 @@ class MegatronModel:
     def _attached_to_timers(
         self, hook: IterationHook, make_events: type[_TimerEvents]
     ) -> Iterator[None]:
+        """Show what the timers of the configs show to a hook, inside the block."""
         owners = [(config, "timers") for config in self._configs]
         # Megatron-LM copies its timers from here, at the start of training and after every
         # evaluation.

@@ -52,6 +52,7 @@ class Recompute:
         return switch
 
     def _find(self, stages: Iterable[Any]) -> None:
+        """Find all that recomputes in these stages, and how each of it is switched."""
         self.is_on = True
         self.on = ModeFunction(partial(self._set, True), "microbatch")
         self.off = ModeFunction(partial(self._set, False), "microbatch", takes_memory=True)

@@ -74,6 +74,7 @@ class RecordedCall:
         self._backwards: list[tuple[Any, Any]] = []
 
     def _before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Count a call that trains, and copy its arguments if it is the last of an iteration."""
         import torch
 
         self._begin = None
@@ -92,6 +93,7 @@ class RecordedCall:
         self._begin = _mark()
 
     def _after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
+        """Take the time of a call that counts, and of the backward of its result."""
         if self._begin is None:
             return
         self._forwards.append((self._begin, _mark()))
@@ -342,6 +344,7 @@ class Recording:
         return [self._stage(index) for index in range(len(self._stages))]
 
     def _stage(self, index: int) -> RecordedStage:
+        """Return one stage with what was recorded of it."""
         stage = self._stages[index]
         call = self._calls[index]
         loss = None

@@ -175,6 +175,7 @@ def checking_frontier(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _header(dag: PipelineDag) -> dict[str, Any]:
+    """Return what a file says in words: all but the arrays, as JSON can hold it."""
     profile = dag.profile
     return {
         "format": _FORMAT,
@@ -201,6 +202,7 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
 
 
 def _check(path: Path, arrays: dict[str, Any]) -> None:
+    """Refuse what is no frontier file, or of another version, or changed since it was written."""
     try:
         header = json.loads(arrays["header"].tobytes())
         format_version = header["format"], header["version"]
@@ -238,6 +240,7 @@ def _digest(arrays: dict[str, Any]) -> str:
 
 
 def _parts(arrays: dict[str, Any]) -> Parts:
+    """Return the graph, the curve and the guides that checked arrays hold."""
     header = json.loads(arrays["header"].tobytes())
     _need(isinstance(header["schedule"], str), "schedule", "is not a name")
     numbers = arrays["evidence"].tolist() if "evidence" in arrays else []

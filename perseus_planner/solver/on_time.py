@@ -118,6 +118,9 @@ class OnTimePlanner:
     def _plan(
         self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
     ) -> Plan:
+        """Return what `plan` does: made with several margins, repaired where late, the cheapest
+        one.
+        """
         # Times count relative to the baseline under the same draw, so common errors cancel out.
         ratio = deadline_s / self.curve.baseline_time_s
         # The tolerance is for deadlines no earlier than the baseline alone.

@@ -123,6 +123,9 @@ class Planner:
         return plan
 
     def _plan_with_costs(self, deadline_s: float, max_changes: int | None) -> Plan:
+        """Return the plan if clock changes take time: the best one of few and of many changes, each
+        made again for an earlier deadline while that may pay.
+        """
         levels: list[int | None] = [
             level for level in _LEVELS if max_changes is None or level < max_changes
         ]
@@ -155,6 +158,7 @@ class Planner:
         return best or self._fastest_with_costs(deadline_s, levels)
 
     def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None]) -> Plan:
+        """Return the best plan in time of those that aim at the least time of all."""
         # Plans that aim at the fastest time of all have the most room for changes.
         plans = self._candidates(self._min_time_s, deadline_s, levels).values()
         best = self._best(plans, deadline_s)

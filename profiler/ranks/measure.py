@@ -294,6 +294,7 @@ def _measure(
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:
+    """Return the profile of all stages; write it and delete the kept rows, if there is a file."""
     import torch
 
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
