@@ -100,7 +100,7 @@ class TimeEnergyCurve:
             # Each step begins with the point where the one before ended.
             times[-1:] = step.times
             powers[-1:] = step.powers
-            # Odd event nodes are ends; 32 bits are enough for a guide, and halve the file.
+            # Odd event nodes are ends. A guide only guides, so 32 bits are enough.
             end_s = np.asarray(
                 step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32
             )

@@ -244,8 +244,8 @@ class LabelSearch:
             came.append((parent[some], point[some]))
         chosen = known.copy()
         label = int(np.argmin(labels.cost_j))  # the cheapest complete one
-        for k, point in _way_back(order, came, label):
-            chosen[k] = points[k][point]
+        for k, own_point in _way_back(order, came, label):
+            chosen[k] = points[k][own_point]
         # What fits exactly may miss by a rounding error.
         if compute_ends(problem, chosen, np.empty(len(chosen))) > self._deadline_s:
             return _Found(None, is_best=False)
