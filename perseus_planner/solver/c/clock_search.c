@@ -262,8 +262,10 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         /* A plan counts as what it costs and how late it is; it is taken if that is at most `most_j`. */
         const double part = (double)attempt / (double)heat->tries;
         const double heat_j = heat->first_j * pow(heat->last_j / heat->first_j, part);
+        /* Lateness gets dearer as the search cools down, so that it ends in time. */
         const double price_w = goal->price_w * exp2(DEARER_BITS * part);
         const double worth_j = cost_j + price_w * most_of(0.0, time_s - goal->deadline_s);
+        /* Metropolis, but drawn before the trial: what costs too much by its clocks is then never replayed. */
         const double most_j = worth_j - heat_j * log(1.0 - draw(&random));
 
         /* One change or two, the second one the other way. */
@@ -272,6 +274,8 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         int64_t at = draw_below(&random, computations);
         int64_t first = rank[at];
         int64_t last = first;
+        /* Pipelines run in lockstep, so one rank alone seldom gains: half of these moves are of all ranks, half
+           of some. */
         if (draw(&random) < TOGETHER) {
             first = 0;
             last = ranks - 1;

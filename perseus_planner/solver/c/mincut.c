@@ -152,6 +152,8 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
                 } else if (level[~arc] < last[~arc]) {
                     room = vertex_slope[level[~arc] + 1] - flow[~arc];
                 }
+                /* Strictly: of several full arcs the one nearest to the source leaves, so the tree stays
+                   strongly feasible. */
                 if (room < smallest) {
                     smallest = room;
                     leaving = parent[node];
@@ -179,6 +181,7 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
             /* A new round, with a steeper frontier below `time`: the source's side is empty so far. */
             power += smallest;
             powers[count - 1] = power;
+            /* Rounds are counted, so that `taken_in` need not be cleared. */
             mark++;
             reached = 0;
             waiting = 0;

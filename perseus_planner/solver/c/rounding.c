@@ -174,6 +174,7 @@ static void vary_group(const PointProblem *problem, Guide *guide, double step_s,
     }
     const int64_t which = draw_below(random, classes);
     const int64_t what = draw_below(random, 4);
+    /* Sizes over a factor of 20, evenly in their logarithm: small moves matter as guides get better. */
     const double moved_s = 2.0 * step_s * size * exp(-3.0 * draw(random));
     const bool is_of_prices = draw(random) < 0.25;
     const double dearer = exp(0.2 * size);
