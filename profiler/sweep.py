@@ -410,7 +410,8 @@ class _Sweep:
         # Where most rows cannot be true, it is the counter that is wrong, and no window.
         if 2 * len(doubts) < sum(map(len, self._visits.values())):
             for doubt in doubts:
-                (_, kind), setting = doubt.key, doubt.clock
+                _, kind = doubt.key
+                setting = doubt.clock
                 set_to(setting)
                 self.meter.cool_down()
                 row = self._measure(kind, setting)
@@ -658,7 +659,8 @@ class _Sweep:
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
         # One replica alone has nothing to be compared with.
-        if (replicas := self.group.replicas)[1:]:
+        replicas = self.group.replicas
+        if len(replicas) > 1:
             conditions["replicas"] = f"{len(replicas)}, in step"
             if slow := self.meter.slow:
                 conditions["slow replicas"] = _slow_text(replicas, slow)

@@ -168,7 +168,9 @@ class TimeEnergyCurve:
         times_s: NDArray[np.float64] = np.clip(
             self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
         )
-        times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
+        # Ticks round; the ends are exactly what replays. Of a single point, it is the fast one.
+        times_s[0] = self.max_time_s
+        times_s[-1] = self.min_time_s
         return times_s
 
     @cached_property
