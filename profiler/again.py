@@ -89,6 +89,7 @@ class Again:
             raise UsageError(f"the second sweep lacks {kind} of stage {stage}; measure as before")
         rows = dict(first.measurements)
         for key in rows:
+            # A kind without work has rows of 0 s, which nobody measures again.
             if rows[key][0].has_work:
                 rows[key] = _joined(rows[key], second.measurements[key])
         shared = [self._shared_errors(second, stage) for stage in range(first.stages)]
@@ -107,6 +108,7 @@ class Again:
         sweeps, or more, if its highest settings differ by more than their windows do.
         """
         sweeps = self.profile.shared_errors(stage), second.shared_errors(stage)
+        # The highest setting of each kind was measured in both sweeps.
         pairs = [
             (rows[0], second.measurements[key][0])
             for key, rows in self.profile.measurements.items()
@@ -115,8 +117,8 @@ class Again:
         times = [_difference(*pair, "time_s", "time_stderr_s") for pair in pairs]
         energies = [_difference(*pair, "energy_j", "energy_stderr_j") for pair in pairs]
         return (
-            max(together([each[0] for each in sweeps]) or 0.0, _beyond(times)),
-            max(together([each[1] for each in sweeps]) or 0.0, _beyond(energies)),
+            max(together([errors[0] for errors in sweeps]) or 0.0, _beyond(times)),
+            max(together([errors[1] for errors in sweeps]) or 0.0, _beyond(energies)),
         )
 
 
@@ -149,6 +151,7 @@ def _joined(first: Sequence[Measurement], second: Sequence[Measurement]) -> tupl
     """
     table = {row.clock_mhz: row for row in first}
     orders = [row.evidence.order for row in first if row.evidence is not None]
+    # Rows of the second sweep come after all of the first, in the order they were measured.
     after = 1 + max((order for order in orders if order is not None), default=-1)
     for row in second:
         assert row.evidence is not None

@@ -66,10 +66,12 @@ class StageBuilder:
         name, colon, attribute = text.partition(":")
         if not (name and colon and attribute):
             raise UsageError(f"{text!r} does not name a function; write package.module:function")
+        # Looked up here first, as a script run from its folder would.
         folders = [str(path) for path in dict.fromkeys([(folder or Path()).resolve(), Path.cwd()])]
         sys.path[:0] = [path for path in folders if path not in sys.path]
         try:
             module = importlib.import_module(name)
+        # The module itself is missing, or one that it imports.
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise UsageError(
@@ -105,6 +107,7 @@ class StageBuilder:
             name: getattr(position, name)
             for name in ("stage", "stages", "tensor_rank", "tensor_parallel")
         }
+        # A function need not take all of these; one with `**kwargs` gets all.
         parameters = inspect.signature(self.function).parameters
         if not any(
             parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -124,6 +127,7 @@ class StageBuilder:
         match built:
             case (torch.nn.Module() as module, inputs, loss) if loss is None or callable(loss):
                 return module, inputs, loss
+        # The error names what was returned, part by part.
         kinds = (
             ", ".join(type(part).__name__ for part in built)
             if isinstance(built, tuple)
@@ -188,6 +192,7 @@ def profile_stages(
     )
     with process_group() as rank:
         device = torch_device(gpu)
+        # No rank of a job: all stages in this process, one after the other.
         if rank is None:
             if tensor_parallel != 1:
                 raise UsageError(

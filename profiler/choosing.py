@@ -57,9 +57,8 @@ _COARSE = 6  # settings of the descent, besides the top one
 _RISES = 2  # so many rises at the lowest settings: below them nothing is measured
 _RISEN = 0.01  # relative to the energy: a smaller change is not a rise, nor is one within the noise
 _NOISE = 2.0  # standard errors
-_ROUGHNESS = (
-    0.3  # relative standard deviation of time and energy over settings that differ by a factor of e
-)
+# relative standard deviation of time and energy over settings that differ by a factor of e
+_ROUGHNESS = 0.3
 _NORMAL = NormalDist()
 
 
@@ -112,6 +111,7 @@ def next_setting(
     if len(measured) >= MAX_SETTINGS:
         return None
     capped = highest_below_cap(settings, rows) if clocks else settings[0]
+    # Below the lowest measured one energy rises, and above the cap all settings run alike.
     between = [
         setting
         for setting in settings
@@ -134,6 +134,7 @@ def next_of_descent(
     measured = {setting for table in rows.values() for setting in table}
     coarse = descent(settings, highest_below_cap(settings, rows) if clocks else settings[0])
     done = [setting for setting in coarse if setting in measured]
+    # Once energy has risen, nothing below is of use.
     least = done[-_RISES] if _has_risen(done, rows, blocking_w) else -1
     order = [coarse[0], *Random(str(seed)).sample(coarse[1:], len(coarse) - 1)]
     return next((setting for setting in order if setting > least and setting not in done), None)
@@ -144,6 +145,7 @@ def highest_below_cap(settings: Sequence[int], rows: RowTable) -> int:
     no cap.
     """
     top = [table[settings[0]].evidence for table in rows.values() if settings[0] in table]
+    # Only if every kind was capped do the settings above run alike.
     if not top or any(
         evidence is None or "sw-power-cap" not in evidence.throttle for evidence in top
     ):
@@ -158,6 +160,7 @@ def _has_risen(done: Sequence[int], rows: RowTable, blocking_w: float) -> bool:
     """
     for table in rows.values():
         least_j = min((_cost_j(table[setting], -blocking_w) for setting in done), default=0.0)
+        # Both of the lowest settings must be above the least by more than noise.
         for setting in done[-_RISES:]:
             row = table[setting]
             risen_j = max(_NOISE * _error_j(row, blocking_w), _RISEN * row.energy_j)
@@ -183,7 +186,9 @@ def _kind_gain_j(setting: int, table: Mapping[int, Measurement], blocking_w: flo
     for price in PRICES:
         # A busy GPU does not wait, so a second costs its price less the power of waiting.
         second_w = price * top.energy_j / top.time_s - blocking_w
+        # What a plan pays at this price with the settings that are measured.
         least_j = min(_cost_j(row, second_w) for row in table.values())
+        # Time and energy of the prediction vary independently.
         spread_j = predicted.spread * math.hypot(predicted.energy_j, second_w * predicted.time_s)
         gain_j += _expected_improvement(least_j - _cost_j(predicted, second_w), spread_j)
     return gain_j
@@ -197,6 +202,7 @@ def _predict(setting: int, table: Mapping[int, Measurement]) -> _Prediction:
     low = table[max(other for other in table if other < setting)]
     above = math.log(high.clock_mhz / setting)
     below = math.log(setting / low.clock_mhz)
+    # How far between the two neighbours, along the logarithm of the setting.
     share = above / (above + below)
     return _Prediction(
         high.time_s + share * (low.time_s - high.time_s),
@@ -271,24 +277,26 @@ def find_doubt(
     """
     measured = next(iter(rows.values()))
     capped = highest_below_cap(settings, rows) if control == "clock" else settings[0]
+    # Settings that a plan could use: from the lowest measured one to the cap.
     useful = [
         clock
         for clock in settings
         if min(measured) <= clock and (clock <= capped or clock in measured)
     ]
-    own = {
+    measurements = {
         (0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
         for kind, table in rows.items()
     }
     idle = {(0, kind): (Measurement(max(measured), 0.0, 0.0),) for kind in without_work}
     profile = Profile(
-        own | idle,
+        measurements | idle,
         blocking_w,
         control=control,
     )
     estimate = profile.estimated(useful)
     draws = estimate.draws(_DRAWS)
     rows_at = [i for i, clock in enumerate(useful) if clock in measured]
+    # By setting: how much of the variance of possible savings a measurement there would explain.
     told = np.zeros(len(useful))
     variance = np.zeros(len(PRICES))
     baseline_j = 0.0
@@ -298,17 +306,8 @@ def find_doubt(
         time_s = draws.time_s[key]
         energy_j = draws.energy_j[key]
         expected = estimate.mean.measurements[key]
-        saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
-        for number, price in enumerate(PRICES):
-            # A busy GPU does not wait, so a second costs its price less the power of waiting.
-            second_w = price * top.energy_j / top.time_s - blocking_w
-            planned = min(
-                range(len(expected)),
-                key=lambda i: expected[i].energy_j + second_w * expected[i].time_s,
-            )
-            cost_j = energy_j + second_w * time_s
-            saved_j[number] = cost_j[0] - cost_j[planned]
-            possible_j[number] = cost_j[0] - cost_j.min(axis=0)
+        saved_j, possible_j = _savings_j(time_s, energy_j, expected, top, blocking_w)
+        # Noise is relative, so logarithms are what it adds to.
         logs = np.log(time_s), np.log(energy_j)
         for quantity, noise in zip(logs, estimate.noise[kind], strict=True):
             told += _explained(possible_j, quantity, noise)
@@ -317,7 +316,9 @@ def find_doubt(
         between = _unexplained(saved_j, np.concatenate([quantity[rows_at] for quantity in logs]))
         variance += between + np.maximum(saved_j.var(axis=1) - between, 0.0) / stages
         baseline_j += expected[0].energy_j
+    # Half of the interval, as wide as those of plans.
     half = WIDER_SAVING * NormalDist().inv_cdf((1 + INTERVAL) / 2)
+    # A row of many windows has no noise left to average out.
     allowed = [
         i
         for i, clock in enumerate(useful)
@@ -330,6 +331,36 @@ def find_doubt(
     )
 
 
+def _savings_j(
+    time_s: Floats,
+    energy_j: Floats,
+    expected: Sequence[Measurement],
+    top: Measurement,
+    blocking_w: float,
+) -> tuple[Floats, Floats]:
+    """Return what a plan saves at each price under each draw, and what the best plan of that draw
+    saves: (prices, draws) joules each.
+
+    Args:
+        time_s: (settings, draws) of one kind, highest setting first.
+        energy_j: (settings, draws), likewise.
+        expected: the expected row at each setting.
+        top: the measured row of the top setting.
+        blocking_w: power of the GPUs while they wait, watts.
+    """
+    saved_j, possible_j = np.empty((2, len(PRICES), _DRAWS))
+    for number, price in enumerate(PRICES):
+        # A busy GPU does not wait, so a second costs its price less the power of waiting.
+        second_w = price * top.energy_j / top.time_s - blocking_w
+        # The plan knows the expected rows alone; the best plan of each draw knows that draw.
+        expected_j = [_cost_j(row, second_w) for row in expected]
+        planned = expected_j.index(min(expected_j))
+        cost_j = energy_j + second_w * time_s
+        saved_j[number] = cost_j[0] - cost_j[planned]
+        possible_j[number] = cost_j[0] - cost_j.min(axis=0)
+    return saved_j, possible_j
+
+
 def _may_repeat(row: Measurement) -> bool:
     return row.evidence is not None and row.evidence.windows < _MOST_WINDOWS
 
@@ -340,6 +371,7 @@ def _explained(of: Floats, by: Floats, noise: float) -> Floats:
     """
     of = _about_mean(of)
     by = _about_mean(by)
+    # Of a linear prediction: the square of the covariance over the variance, noise included.
     together = of @ by.T / of.shape[1]
     explained: Floats = (together**2).sum(axis=0) / (np.mean(by**2, axis=1) + noise**2)
     return explained
@@ -349,6 +381,7 @@ def _unexplained(of: Floats, by: Floats) -> Floats:
     """Return the variance of each of `of` (values, draws) that is left if all of `by` are known."""
     of = _about_mean(of)
     by = _about_mean(by)
+    # In standard deviations, so that one threshold of singularity fits times and energies.
     scaled = by / np.maximum(by.std(axis=1, keepdims=True), _TINY)
     weights = np.linalg.lstsq(scaled.T, of.T, rcond=_SINGULAR)[0]
     left: Floats = np.mean((of - weights.T @ scaled) ** 2, axis=1)

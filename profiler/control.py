@@ -40,6 +40,7 @@ def opened_control(
     else:
         least_w = gpu.power_limits_w[0]
         top_w = math.floor(gpu.power_limit_w())
+        # From the limit that is in force, under which training runs now, down in steps.
         settings = tuple(range(top_w, math.ceil(least_w) - 1, -_LIMIT_STEP_W))
         set_to = gpu.set_power_limit_w
         reset = gpu.reset_power_limit
@@ -99,6 +100,7 @@ class LockCheck:
         if not self._achieved_mhz:
             return
         lowest_mhz = min(self._achieved_mhz)
+        # Where only one clock was set, that the GPU ran at one says nothing.
         differ = max(self._achieved_mhz) > (1 + TOLERANCE) * lowest_mhz
         if (
             differ

@@ -119,11 +119,13 @@ def profile_pipeline(
             recording = Recording(adapter, profiling._loss)
             stack.enter_context(recording.running())
         except Exception as error:
+            # The training goes on in any case; the fault is told on all ranks below.
             fault = error
         stack.enter_context(blocks.opened("profile"))
         yield profiling
     with RankGroup(settings.repetition_s) as group:
         try:
+            # Pairs that this engine cannot run alone cannot be repeated.
             hides_pairs = has_pairs(adapter) and not hasattr(adapter, "overlapped")
             recorded = _recorded(recording, fault, hides_pairs=hides_pairs)
             request = ProfileRequest(
@@ -146,6 +148,7 @@ def profile_pipeline(
             )
         except Exception as error:
             profiling.problem = group.problem_of(error)
+            # A rank has not come back: the training could not go on either.
             if profiling.problem is None:
                 raise
             if not isinstance(error, PlannerError):
@@ -166,6 +169,7 @@ def _recorded(
     """
     if hides_pairs:
         raise UsageError(_HAS_PAIRS)
+    # The fault that was first is the one to tell.
     if recording is None or fault is not None:
         raise fault or UsageError("nothing was recorded")
     if recording.problem is not None:
@@ -185,24 +189,25 @@ def _local_stages(
         return [_local_stage(stage, splits, modes) for stage in recorded]
     overlapping: Any = adapter
     microbatches = {
-        each.stage.number: overlapping.overlapped(index, each.inputs, each.loss)
-        for index, each in enumerate(recorded)
+        local.stage.number: overlapping.overlapped(index, local.inputs, local.loss)
+        for index, local in enumerate(recorded)
     }
-    cells = [cell_of(each) for each in overlapping.order_for(recording.forwards)]
+    # Which forwards run beside which backwards shows in the schedule's order.
+    cells = [cell_of(computation) for computation in overlapping.order_for(recording.forwards)]
     pairs = {
         (backward.stage, pair_kind(forward, backward)): microbatches[forward.stage]
         for forward, backward in (cell for cell in cells if len(cell) == 2)
     }
     return [
         _local_stage(
-            each,
+            local,
             splits,
             modes,
-            microbatches[each.stage.number],
-            {kind: other for (stage, kind), other in pairs.items() if stage == each.stage.number},
-            [other for other in recorded if other is not each],
+            microbatches[local.stage.number],
+            {kind: other for (stage, kind), other in pairs.items() if stage == local.stage.number},
+            [other for other in recorded if other is not local],
         )
-        for each in recorded
+        for local in recorded
     ]
 
 
@@ -244,6 +249,7 @@ def _local_stage(
         )
         with ExitStack() as stack:
             stack.enter_context(recorded.as_recorded())
+            # A pair also runs forwards of the other stages here, whose state is kept as well.
             for other in others:
                 stack.enter_context(other.stage.preserve_state())
                 stack.enter_context(preserve_state(other.stage.module))

@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from perseus_planner.gpu import Gpu
 
 _WINDOW_S = 1.0
-_SIZES = {
-    "cuda": 8192,
-    "cpu": 512,
-}  # of the matrices, by torch device; on the CPU, their cost is only counted
-_NEEDED = (
-    12  # float32 matrices that the load needs memory for, with its gradients and what torch keeps
-)
+# of the matrices, by torch device; on the CPU, their cost is only counted
+_SIZES = {"cuda": 8192, "cpu": 512}
+# float32 matrices that the load needs memory for, with its gradients and what torch keeps
+_NEEDED = 12
 _USED = 0.05  # a share of the memory in use that is worth a remark
 
 
@@ -82,23 +79,23 @@ def rehearse_gpu(rank: int, text: str, device: torch.device, locks: bool) -> Ran
         device: The device of that GPU.
         locks: Whether to lock clocks; they are reset.
     """
-    found = RankRehearsal(rank, _SIZES[device.type], remarks=[*surroundings()])
+    rehearsal = RankRehearsal(rank, _SIZES[device.type], remarks=[*surroundings()])
     try:
         with open_gpu(gpu_text(text, device)) as gpu:
-            found.gpu = gpu.text
-            found.name = gpu.name
-            found.remarks += gpu.warnings()
+            rehearsal.gpu = gpu.text
+            rehearsal.name = gpu.name
+            rehearsal.remarks += gpu.warnings()
             if device.type == "cuda":
-                _check_memory(device, found)
-            _measure_load(gpu, device, locks, found)
+                _check_memory(device, rehearsal)
+            _measure_load(gpu, device, locks, rehearsal)
     except RuntimeError as error:  # of torch or CUDA
-        found.problems.append(
+        rehearsal.problems.append(
             f"torch could not run a matrix product: {describe_error(error)}; see whether a script "
             "of torch alone can"
         )
     except PlannerError as error:
-        found.problems.append(str(error))
-    return found
+        rehearsal.problems.append(str(error))
+    return rehearsal
 
 
 def surroundings() -> Iterator[str]:
@@ -144,11 +141,13 @@ def _measure_load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehear
     """
     meter = _meter(gpu, device)
     found.counter_step_s = meter.counter.interval_s
+    # A dry run sets nothing, so a lock without effect is no finding there.
     if locks and not gpu.text.startswith("dry-run:"):
         try:
             with lease_gpus([gpu], power_limit=False):
                 clocks_mhz = gpu.supported_clocks_mhz
                 half_mhz = clocks_mhz[0] / 2
+                # About half of the highest clock: far enough apart that a lock shows.
                 low_mhz = min(clocks_mhz, key=lambda clock_mhz: abs(clock_mhz - half_mhz))
                 check = LockCheck(gpu.text)
                 for clock_mhz in (clocks_mhz[0], low_mhz):
@@ -160,6 +159,7 @@ def _measure_load(gpu: Gpu, device: torch.device, locks: bool, found: RankRehear
         except (GpuNotPermitted, GpuNotSupported) as error:
             found.remarks.append(f"clocks were only observed: {error}")
             found.locks = False
+    # What was measured under a lock that failed is replaced, as it may be half of it.
     if not found.locks:
         found.runs = [_run(gpu, device, meter, None)]
 

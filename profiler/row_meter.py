@@ -96,9 +96,11 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
     assert part.evidence is not None
     time_error_s = math.hypot(whole.evidence.time_stderr_s, part.evidence.time_stderr_s)
     energy_error_j = math.hypot(whole.evidence.energy_stderr_j, part.evidence.energy_stderr_j)
+    # Both rows have errors of their own, so next to nothing may come out below 0.
     time_s = whole.time_s - part.time_s
     energy_j = whole.energy_j - part.energy_j
     is_nothing = abs(time_s) <= _NOTHING * time_error_s
+    # Not 0, which a kind has that runs nothing.
     if is_nothing and abs(energy_j) <= _NOTHING * energy_error_j:
         time_s = max(time_s, time_error_s)
         energy_j = max(energy_j, whole.power_w * time_s)
@@ -120,7 +122,8 @@ def subtract(whole: Measurement, part: Measurement) -> Measurement:
 def merge(rows: Sequence[Measurement]) -> Measurement:
     """Return what measurements of one row tell together: their mean, weighted by their windows."""
     evidence = [row.evidence for row in rows if row.evidence is not None]
-    windows = [each.windows for each in evidence]
+    windows = [source.windows for source in evidence]
+    # A row counts by its windows, which are alike.
     weights = [count / sum(windows) for count in windows]
 
     def mean(values: Iterable[float]) -> float:
@@ -131,12 +134,13 @@ def merge(rows: Sequence[Measurement]) -> Measurement:
         mean(row.time_s for row in rows),
         mean(row.energy_j for row in rows),
         Evidence(
-            mean(each.achieved_mhz for each in evidence),
-            math.hypot(*map(mul, weights, (each.time_stderr_s for each in evidence))),
-            math.hypot(*map(mul, weights, (each.energy_stderr_j for each in evidence))),
+            mean(source.achieved_mhz for source in evidence),
+            # Different rows err independently, so errors add as squares.
+            math.hypot(*map(mul, weights, (source.time_stderr_s for source in evidence))),
+            math.hypot(*map(mul, weights, (source.energy_stderr_j for source in evidence))),
             sum(windows),
-            mean(each.temperature_c for each in evidence),
-            _ordered({reason for each in evidence for reason in each.throttle}),
+            mean(source.temperature_c for source in evidence),
+            _ordered({reason for source in evidence for reason in source.throttle}),
             evidence[0].order,
         ),
     )
@@ -220,14 +224,15 @@ def slow_replicas(windows: Sequence[Sequence[Window]]) -> dict[int, float]:
     Args:
         windows: The windows of all replicas, at one time after another.
     """
-    times = [[window.time_s for window in own] for own in zip(*windows, strict=True)]
+    times = [[window.time_s for window in of_replica] for of_replica in zip(*windows, strict=True)]
     if len(windows) < MIN_WINDOWS or len(times) < 2:
         return {}
 
-    def widened(own: Sequence[float]) -> float:
-        return _TWO_SIDED_95[len(own)] / 2 * _standard_error(own)
+    def widened(of_replica: Sequence[float]) -> float:
+        return _TWO_SIDED_95[len(of_replica)] / 2 * _standard_error(of_replica)
 
-    means = [fmean(own) for own in times]
+    means = [fmean(of_replica) for of_replica in times]
+    # Of two there is no median: the faster one is the measure, and they tell nothing of a spread.
     if len(times) == 2:
         middle = min(means)
         spread = 0.0
@@ -249,17 +254,15 @@ _MIN_INTERVALS = 10  # a window lasts at least this many intervals of the counte
 _MIN_REPETITIONS = 3
 # the repetitions of a window are launched in parts, and the GPU is sampled in the middle of each
 _PARTS = 4
-_BUSY = (
-    0.9  # of the expected time: below, the GPU had ended all parts when the last one was sampled
-)
+# of the expected time: below, the GPU had ended all parts when the last one was sampled
+_BUSY = 0.9
 _WARM_UP = 0.1  # a chunk of the warm-up lasts this fraction of a window
 _STABLE = 0.02  # the warm-up ends when two chunks differ by less
 _MAX_CHUNKS = 20
 _MAX_WINDOWS = 12
 _MAX_REJECTED = 5
-_THROTTLED = (
-    0.01  # a throttle reason is reported if it held for more than this fraction of a window
-)
+# a throttle reason is reported if it held for more than this fraction of a window
+_THROTTLED = 0.01
 _MAX_HEATING = 12  # windows that heat the GPU before the first row
 _HEATED_C = 1.0  # heating ends with a window that warms the GPU by no more
 _COOL_C = 5.0  # a GPU is cool when it is no more than this warmer than after heating
@@ -313,9 +316,8 @@ class RowMeter:
         self.slow: dict[int, float] = {}
         self.disagreements: dict[str, str] = {}
         self._powers_w: list[tuple[float, float]] = []  #: by counter and sensor, in this row
-        self._rest: RestingReading | None = (
-            None  # after the last window, as long as nothing has run since
-        )
+        #: after the last window, as long as nothing has run since
+        self._rest: RestingReading | None = None
         self.counter = EnergyCounter(gpu)
         self.window_s = max(group.gather(max(window_s, _MIN_INTERVALS * self.counter.interval_s)))
 
@@ -329,6 +331,7 @@ class RowMeter:
         Raises:
             GpuError: If the GPU cannot be read, or `run` takes no time.
         """
+        # All GPUs of the group repeat as often, or their collectives would not meet.
         repetitions = math.ceil(self.window_s / max(self._group.gather(self._warm_up(run))))
         for _ in range(_MAX_HEATING):
             before_c = self._gpu.temperature_c()
@@ -363,14 +366,18 @@ class RowMeter:
         rejected: list[Window] = []
         clocks_mhz = []
         self._powers_w = []
+        # All GPUs decide by the same gathered windows, so they leave this loop together.
         while len(accepted) < _MAX_WINDOWS and len(rejected) <= _MAX_REJECTED:
-            windows, own = self._measure_window(run, repetitions, time_s, random.random())
-            clocks_mhz.append(own.achieved_mhz)
-            time_s = min(time_s, own.time_s)
+            windows, own_window = self._measure_window(run, repetitions, time_s, random.random())
+            clocks_mhz.append(own_window.achieved_mhz)
+            # The least time so far tells best when the GPU is in the middle of its work.
+            time_s = min(time_s, own_window.time_s)
             measured.append(windows)
+            # Who is slow is judged anew with each window, also for those before.
             together = self._combine(measured, slow := slow_replicas(measured))
             accepted = [window for window in together if window.is_comparable]
             rejected = [window for window in together if not window.is_comparable]
+            # A hot GPU only gets another hot window without a pause.
             if together[-1].is_throttled:
                 self.cool_down()
             if is_enough(without_outliers(accepted)):
@@ -378,14 +385,16 @@ class RowMeter:
         self.achieved_mhz = fmean(clocks_mhz)
         if len(self._group.replicas) > 1:
             of_replicas = [
-                fmean(window.time_s for window in own) for own in zip(*measured, strict=True)
+                fmean(window.time_s for window in windows_of)
+                for windows_of in zip(*measured, strict=True)
             ]
             self.spreads.append(stdev(of_replicas) / fmean(of_replicas))
-        for found in self._group.gather(self._disagreement()):
-            if found is not None:
-                self.disagreements.setdefault(*found)
+        for disagreement in self._group.gather(self._disagreement()):
+            if disagreement is not None:
+                self.disagreements.setdefault(*disagreement)
         for replica, share in slow.items():
             self.slow[replica] = max(share, self.slow.get(replica, 0.0))
+        # Too few good windows: hot ones count as well, and the evidence names the reason.
         enough = accepted if len(accepted) >= MIN_WINDOWS else accepted + rejected
         return mean_of(without_outliers(enough), setting)
 
@@ -405,6 +414,7 @@ class RowMeter:
         """
         if block is None:
             return None
+        # The wait lasts one window, and begins at an update of the counter.
         time_s, energy_j = self._measure_energy(partial(block, self.window_s), 0.0)
         return self._of_replica(energy_j / time_s)
 
@@ -416,6 +426,7 @@ class RowMeter:
         """Wait until the GPU is about as cool as after `heat`, for a limited time."""
         give_up_s = self._gpu.now_s() + self._cool_down_s
         self._rest = None  # a cooling GPU draws less and less
+        # Not as cool as at rest: rows are those of a GPU as warm as training leaves it.
         while (
             self._gpu.now_s() < give_up_s and self._gpu.temperature_c() > self._heated_c + _COOL_C
         ):
@@ -441,6 +452,7 @@ class RowMeter:
         """
         if len(self._powers_w) < MIN_SAMPLES:
             return None
+        # Two meters of one power should agree, but for chance.
         counter_w = fmean(by_counter for by_counter, _ in self._powers_w)
         by_sensor = [sensor_w for _, sensor_w in self._powers_w]
         sensor_w = fmean(by_sensor)
@@ -462,6 +474,7 @@ class RowMeter:
         repetitions = 1
         for _ in range(_MAX_CHUNKS):
             own_s = self._time(run, repetitions)
+            # The slowest GPU counts, so that all of the group repeat as often.
             chunk_s = max(self._group.gather(own_s))
             if chunk_s <= 0:
                 raise GpuError(
@@ -471,6 +484,8 @@ class RowMeter:
             time_s = chunk_s / repetitions
             long_s = _WARM_UP * self.window_s
             if chunk_s < long_s:
+                # Short chunks say little: they grow at most tenfold at a time, as the first ones
+                # may be slow.
                 repetitions = math.ceil(min(10.0, 1.1 * long_s / chunk_s) * repetitions)
             elif abs(time_s - before_s) <= _STABLE * time_s:
                 break
@@ -493,6 +508,7 @@ class RowMeter:
         """
         samples: list[tuple[int, float, frozenset[str]]] = []
         powers_w: list[float] = []
+        # Counters of throttling see what falls between two samples.
         throttled_s = self._throttled_s()
 
         def work() -> None:
@@ -518,13 +534,14 @@ class RowMeter:
                     powers_w.append(power_w)
 
         spent_s, energy_j = self._measure_energy(work, phase)
+        # A reason that held for a moment changes no mean.
         counted = {
             reason
             for reason, after_s in self._throttled_s().items()
             if after_s - throttled_s.get(reason, 0.0) > _THROTTLED * spent_s
         }
         clocks, temperatures, reasons = zip(*samples, strict=True)
-        own = Window(
+        own_window = Window(
             spent_s / repetitions,
             energy_j / repetitions,
             fmean(clocks),
@@ -533,26 +550,32 @@ class RowMeter:
             frozenset(counted.union(*reasons)),
             has_idled=spent_s / repetitions < _BUSY * time_s,
         )
-        if not own.has_idled:
+        # A GPU that has idled was sampled at rest.
+        if not own_window.has_idled:
             self._powers_w += [(energy_j / spent_s, power_w) for power_w in powers_w]
-        windows = self._group.gather(own)
+        windows = self._group.gather(own_window)
         size = self._group.size
+        # Windows come replica by replica, as `GpuGroup.gather` says.
         starts = range(0, len(windows), size)
-        return [combine(windows[start : start + size]) for start in starts], own
+        return [combine(windows[start : start + size]) for start in starts], own_window
 
     def _measure_energy(self, action: Callable[[], None], phase: float) -> tuple[float, float]:
         """Return the seconds and joules of `action`, begun `phase` of an interval after an
         update of the counter.
         """
         self._synchronize()
+        # What was read after the last window still holds if nothing has run since: it saves a wait.
         before = self._rest or self.counter.wait_for_rest()
+        # Another phase of the counter for each window, so that its step averages out.
         self._gpu.wait(phase * self.counter.interval_s)
         self._group.gather(None)  # all GPUs begin together
         begin_s = self._gpu.now_s()
         action()
         self._synchronize()
         end_s = self._gpu.now_s()
-        self._rest = after = self.counter.wait_for_rest()
+        after = self.counter.wait_for_rest()
+        self._rest = after
+        # The counter is read at rest on both sides: what was drawn there is not of the action.
         at_rest_j = before.rest_w * (begin_s - before.time_s) + after.rest_w * (
             after.time_s - end_s
         )

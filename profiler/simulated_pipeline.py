@@ -79,6 +79,7 @@ def profile_simulated(
             kinds = "FBIW" if split_backward else "FB"
             runs = {kind: TimedRun(partial(device.run, costs[kind])) for kind in kinds}
             stage = Stage(runs, lambda: None, device.block)
+            # One GPU measures all stages, so each gets its part of the minutes.
             of_one = (settings or SweepSettings()).for_one_of(stages)
             measured.append(
                 measure_stage(

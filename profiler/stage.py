@@ -149,6 +149,7 @@ def assemble_profile(
         ProfileError: If a stage is missing or measured twice, if stages were measured in different
             ways, or if no blocking power is known.
     """
+    # Ranks hand their rows over in any order.
     stages = sorted(stages, key=lambda rows: rows.stage)
     _check_stages(stages)
     powers_w = _powers_w(stages, blocking_power_w)
@@ -181,6 +182,7 @@ def _modes(stages: Sequence[StageRows]) -> Modes | None:
         return None
     ways = {}
     for name in names:
+        # If the sums of one stage change their order, those of the training do.
         ways[name] = Mode(reorders=any(name in stage.reordering for stage in stages))
         if all(name in stage.memory for stage in stages):
             kept, more = zip(*(stage.memory[name] for stage in stages), strict=True)
@@ -226,6 +228,7 @@ def _powers_w(stages: Sequence[StageRows], blocking_power_w: float | None) -> tu
     if blocking_power_w is not None:
         return tuple(blocking_power_w * stage.gpus for stage in stages)
     powers_w = [stage.blocking_power_w for stage in stages]
+    # Per GPU, as what is given for one is.
     of_one_w = [
         power_w / stage.gpus
         for stage, power_w in zip(stages, powers_w, strict=True)

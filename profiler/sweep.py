@@ -86,8 +86,11 @@ class RowFile:
             raise ProfileError(
                 f"{self._path}: cannot be read ({error}); measure from the start without --resume"
             ) from None
+        # Rows of another GPU or of other settings would be mixed in silently; the first difference
+        # is named.
         for name in dict.fromkeys([*self._subject, *kept.subject]):
-            there, wanted = (of.get(name, "nothing") for of in (kept.subject, self._subject))
+            there = kept.subject.get(name, "nothing")
+            wanted = self._subject.get(name, "nothing")
             if there != wanted:
                 raise ProfileError(
                     f"{self._path}: its rows were measured with {name}: {there}, and now it is "
@@ -256,6 +259,8 @@ class _Sweep:
         self._locks = {kind: LockCheck(self.gpu.text) for kind in self.stage.runs}
         #: Kind -> the settings that are measured for a plan; None where the sweep chooses.
         self._only: dict[str, set[int]] | None = None
+        # Kept rows count for the check of the lock as well, the highest setting first, as it asks
+        # for.
         for kind, table in self._visits.items():
             for setting in sorted(table, reverse=True):
                 for row in table[setting]:
@@ -302,6 +307,7 @@ class _Sweep:
         of a kind, relative.
         """
         tops = (table[max(table)] for table in self._visits.values())
+        # Only a setting that was measured several times tells how far the GPU has drifted.
         values = ([getattr(row, quantity) for row in rows] for rows in tops if len(rows) > 1)
         return max((stdev(of_kind) / (fmean(of_kind) or 1.0) for of_kind in values), default=0.0)
 
@@ -309,8 +315,10 @@ class _Sweep:
         """Measure at one setting after another; return clock or limit -> power of the blocked GPUs,
         watts, empty if the stage has no neighbour.
         """
-        with opened_control(self.gpu, self.settings.control) as (own, set_to):
-            settings = common_settings(self.group.gather(own))
+        with opened_control(self.gpu, self.settings.control) as (available, set_to):
+            # GPUs that share a stage measure in step, so they can only be set to what all of them
+            # have.
+            settings = common_settings(self.group.gather(available))
             expected = len(settings) if self.settings.full else min(len(settings), MAX_SETTINGS)
             if self.again is not None:
                 self._only = self._settings_again(settings)
@@ -320,6 +328,7 @@ class _Sweep:
             # others.
             self.meter.heat(next(iter(self.stage.runs.values())).run)
             power_w = self.meter.measure_blocking_w(self.stage.block)
+            # Without a neighbour, a GPU at rest stands in for one that waits.
             waiting_w = self.meter.measure_rest_w() if power_w is None else power_w
             while (setting := self._next_setting(settings, waiting_w)) is not None:
                 self._measure_all(setting, set_to, expected)
@@ -329,6 +338,8 @@ class _Sweep:
                 lock.finish()
             if power_w is None:
                 return {}
+            # A GPU that waits draws more at higher clocks: the power at the lowest clock is told as
+            # well.
             rows = next(iter(self._rows().values()))
             blocking_w = {rows[settings[0]].clock_mhz: power_w}
             if min(rows) < settings[0]:
@@ -343,6 +354,7 @@ class _Sweep:
         begin_s = self.gpu.now_s()
         set_to(setting)
         self.meter.cool_down()
+        # An interrupted sweep may lack some kinds: only those that are behind are measured.
         times = {kind: self._times(kind, setting) for kind in self._kinds_at(setting)}
         for kind, count in times.items():
             if count == min(times.values()):
@@ -375,6 +387,7 @@ class _Sweep:
                 self._add(kind, setting, row, 0)
         hot = list(self._hot())
         if hot and not self.settings.allow_hot:
+            # The reasons that all of these rows have in common.
             reasons = sorted(
                 TRANSIENT_REASONS.intersection(
                     *(row.evidence.throttle for _, row in hot if row.evidence)
@@ -394,9 +407,11 @@ class _Sweep:
             GpuError: If they cannot be true again, or most rows cannot.
         """
         doubts = self._doubts(waiting_w)
+        # Where most rows cannot be true, it is the counter that is wrong, and no window.
         if 2 * len(doubts) < sum(map(len, self._visits.values())):
             for doubt in doubts:
-                (_, kind), setting = doubt.key, doubt.clock
+                _, kind = doubt.key
+                setting = doubt.clock
                 set_to(setting)
                 self.meter.cool_down()
                 row = self._measure(kind, setting)
@@ -417,12 +432,14 @@ class _Sweep:
             (self.number, kind): [table[setting] for setting in sorted(table, reverse=True)]
             for kind, table in self._rows().items()
         }
-        found = find_doubts(
+        doubts = find_doubts(
             rows, self.settings.control, self.group.size, lambda _: waiting_w, self.gpu.name
         )
-        refused = [doubt for doubt in found if doubt.is_refused]
-        each = {(doubt.key, doubt.clock): doubt for doubt in reversed(refused)}
-        return self.group.gather(list(each.values()))[0]
+        refused = [doubt for doubt in doubts if doubt.is_refused]
+        # Reversed, so that the first doubt of a row is the one that stays.
+        by_row = {(doubt.key, doubt.clock): doubt for doubt in reversed(refused)}
+        # Those of the first GPU, so that all measure the same rows again.
+        return self.group.gather(list(by_row.values()))[0]
 
     def _hot(self) -> Iterator[tuple[str, Measurement]]:
         """Yield the kinds and rows for which heat or the power supply slowed the GPU down."""
@@ -444,6 +461,7 @@ class _Sweep:
         if self._only is not None:
             return self._next_again()
         # What was measured first decides, which later rows do not change.
+        # A resumed sweep must choose as one that was not interrupted.
         rows = {
             kind: {setting: rows[0] for setting, rows in table.items()}
             for kind, table in self._visits.items()
@@ -455,16 +473,24 @@ class _Sweep:
         if self.settings.full:
             order = [settings[0], *Random(seed).sample(settings[1:], len(settings) - 1)]
             chosen = next((setting for setting in order if setting not in visited), None)
+            # The highest setting is due again when half of the others were measured.
             is_half = 2 * len(visited) >= len(settings)
         else:
             chosen = next_of_descent(settings, rows, waiting_w, **options)
+            # The coarse descent counts as the first half.
             is_half = chosen is None
             if self.settings.has_goal and len(visited) >= _LEAST_SETTINGS:
                 chosen = self._next_for_goal(settings, rows, waiting_w, chosen, options)
             elif chosen is None:
                 chosen = next_setting(settings, rows, waiting_w, **options)
         top_times = self._times(next(iter(self.stage.runs)), settings[0])
-        most = 1 if len(visited) <= 1 else _TOP_TIMES if chosen is None and is_half else 2
+        # Once at the begin, twice from the middle on, and three times at the end.
+        if len(visited) <= 1:
+            most = 1
+        elif chosen is None and is_half:
+            most = _TOP_TIMES
+        else:
+            most = 2
         if 0 < top_times < most and (is_half or chosen is None):
             chosen = settings[0]
         # GPUs that share the stage measure the same setting, whatever their clocks and the rounding
@@ -493,6 +519,7 @@ class _Sweep:
         """
         assert self._only is not None
         top, *others = sorted(set().union(*self._only.values()), reverse=True)
+        # Seeded by stage, so that all GPUs of a group, and a resumed sweep, draw the same order.
         random = Random(f"{self.settings.seed} {self.number}")
         order = [top]
         for _ in range(VISITS):
@@ -503,6 +530,8 @@ class _Sweep:
         """Return the setting to measure next for a plan."""
         visits: Counter[int] = Counter()
         for setting in self._order_again():
+            # A setting stands in the order as often as it is to be measured: what has fewer rows is
+            # next.
             visits[setting] += 1
             kinds = self._kinds_at(setting)
             if any(self._times(kind, setting) < visits[setting] for kind in kinds):
@@ -529,6 +558,7 @@ class _Sweep:
 
         if self._is_late(settings[0]):
             return None
+        # Doubt needs a coarse sweep to be drawn from.
         if coarse is not None:
             return coarse
         control = self.settings.control
@@ -544,6 +574,7 @@ class _Sweep:
         self._doubt = doubt.share
         if within is not None and doubt.share <= within:
             return None
+        # New settings come before those that are measured again.
         another = next_setting(settings, rows, waiting_w, **options)
         return doubt.setting if another is None else another
 
@@ -553,20 +584,26 @@ class _Sweep:
         """
         if self.settings.minutes is None:
             return False
+        # Time is kept for the highest setting once more, and a window for the blocking power.
         settings = 1 + (self._times(next(iter(self.stage.runs)), top) < _TOP_TIMES)
         spent_s = self.gpu.now_s() - self._begin_s
         needed_s = settings * self._longest_s + self.meter.window_s
         return spent_s + needed_s > 60 * self.settings.minutes
 
     def _measure(self, kind: str, setting: int) -> Measurement:
+        """Measure one row, less the kind that each of its repetitions includes."""
         timed = self.stage.runs[kind]
         times = self._times(kind, setting)
+        # Seeded by what is measured and how often it was, so that windows begin at the same phases
+        # on all GPUs of the group.
         random = Random(f"{self.settings.seed} {self.number} {kind} {setting} {times}")
         row = self.meter.measure_row(timed.run, None if self._is_observed else setting, random)
         self._check_lock(kind, row, setting, self.meter.achieved_mhz)
         if timed.includes is None:
             return row
         try:
+            # The last visit of the kind it includes: the one that is nearest in time, and so in
+            # warmth.
             return subtract(row, self._visits[timed.includes][setting][-1])
         except GpuError as error:
             raise GpuError(f"stage {self.number}, {kind} with {timed.includes}: {error}") from None
@@ -582,6 +619,8 @@ class _Sweep:
             self._locks[kind].add(setting, achieved_mhz, row.evidence.throttle)
 
     def _add(self, kind: str, setting: int, row: Measurement, expected: int) -> None:
+        """Keep a row, on disk as well, and tell how far the sweep is."""
+        # Its place in the sweep tells later how the GPU drifted.
         if row.evidence is not None:
             row = replace(row, evidence=replace(row.evidence, order=self._done))
         self._visits[kind].setdefault(setting, []).append(row)
@@ -596,8 +635,10 @@ class _Sweep:
         return sum(map(len, self._visits.values()))
 
     def _conditions(self, blocking_w: Mapping[int, float]) -> dict[str, str]:
+        """Return how the rows were measured, and what was wrong with them, by name."""
         gpu = self.gpu
         control = self.settings.control
+        # What a reader needs to judge the rows, and to measure them in the same way.
         conditions = {
             "driver": gpu.driver,
             "measured on": gpu.text,
@@ -617,7 +658,9 @@ class _Sweep:
             conditions["measured while too hot"] = (
                 f"{_row_names(hot, control)}; cool the GPU and measure again"
             )
-        if (replicas := self.group.replicas)[1:]:
+        # One replica alone has nothing to be compared with.
+        replicas = self.group.replicas
+        if len(replicas) > 1:
             conditions["replicas"] = f"{len(replicas)}, in step"
             if slow := self.meter.slow:
                 conditions["slow replicas"] = _slow_text(replicas, slow)
@@ -631,9 +674,9 @@ class _Sweep:
 def _most(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """Return the most memory that any GPU of a stage takes in each mode."""
     return {
-        mode: (max(of[mode][0] for of in each), max(of[mode][1] for of in each))
+        mode: (max(memory[mode][0] for memory in each), max(memory[mode][1] for memory in each))
         for mode in each[0]
-        if all(mode in of for of in each)
+        if all(mode in memory for memory in each)
     }
 
 
@@ -666,6 +709,7 @@ def _subject(
     again: Again | None,
 ) -> dict[str, str]:
     """Return what two sweeps must agree in to share rows."""
+    # A kind that is measured with another one has other rows than one measured alone.
     kinds = [
         kind if run.includes is None else f"{kind} less {run.includes}"
         for kind, run in stage.runs.items()

@@ -119,6 +119,7 @@ def torch_stage(
             device = first_device((list(module.parameters()), inputs))
             steps: dict[str, _Step | None] = {}
             memory: dict[str, tuple[float, float]] = {}
+            # The training's own way first, as the module is in it already.
             for mode in sorted(ways, key=lambda mode: mode != OWN):
                 entered.enter(mode)
                 with repeating():
@@ -127,12 +128,14 @@ def torch_stage(
                         for kind, step in _all_steps(repeated, split_backward, pairs).items()
                     }
                     if device.type == "cuda" and modes is not None:
+                        # Only CUDA's allocator counts, and only modes need the bytes.
                         memory[mode] = _memory(repeated, inputs)
             stage = _stage(gpu, steps, device, block, repeating)
             yield replace(
                 stage, memory=memory, shared_by=shared_by(ways), reordering=reordering(ways)
             )
         finally:
+            # Also after an error the module is as the training left it.
             entered.enter(OWN)
             repeated.forget()
 
@@ -177,6 +180,7 @@ def _memory(microbatch: Repeated, inputs: object) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     microbatch.free_backward()
     more = torch.cuda.max_memory_allocated() - after
+    # Inputs were there before; they too are kept until the backward.
     kept = after - before + sum(tensor.nbytes for tensor in tensors(inputs))
     return float(max(kept, 0)), float(max(more, 0))
 
@@ -189,6 +193,7 @@ def _all_steps(
     """Return how to run each kind, pairs too; None for a kind without work."""
     if isinstance(microbatch, Microbatch):
         return _steps(microbatch, split_backward)
+    # An overlapped step frees its graph, so each backward has a forward of its own.
     microbatch.can_keep_graph()  # fails here if it cannot run
     return {
         "F": _Step(microbatch.forward, microbatch.forget),
@@ -215,9 +220,11 @@ def _pair(microbatch: OverlappedMicrobatch, other: OverlappedMicrobatch) -> _Ste
 def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step | None]:
     """Return how to run each kind; None for a kind without work."""
     can_repeat = microbatch.can_keep_graph()
+    # Where weights are gathered again for each backward, a forward comes before each.
     keeps_graph = can_repeat and not regathers_weights(microbatch.module)
     backward: _Step | None
     if can_repeat and not microbatch.has_backward():
+        # Nothing has a gradient: the backward takes no work.
         backward = None
     elif keeps_graph:
         backward = _Step(microbatch.backward, microbatch.keep)
@@ -229,6 +236,7 @@ def _steps(microbatch: Microbatch, split_backward: bool) -> dict[str, _Step | No
     }
     if not split_backward:
         return steps
+    # The first stage sends no gradient back, so all of its backward is W.
     if microbatch.first or backward is None:
         return steps | {"I": None, "W": backward}
     if not keeps_graph:
@@ -263,6 +271,9 @@ def _stage(
     block: Block | None,
     repeating: Repeating,
 ) -> Stage:
+    """Return the stage of these steps on a real or a simulated GPU; those that are None are kinds
+    without work.
+    """
     if isinstance(gpu, EmulatedGpu):
         raise UsageError(
             f"{gpu.text} runs in real time; profile {gpu.simulated_text!r}, which is the same GPU"
@@ -270,6 +281,7 @@ def _stage(
     steps = {kind: step for kind, step in steps_of_kinds.items() if step is not None}
     without_work = tuple(kind for kind, step in steps_of_kinds.items() if step is None)
     if isinstance(gpu, SimulatedGpu):
+        # In virtual time: nothing is launched but once.
         stage = _simulated_stage(gpu, steps, block, repeating)
         return replace(stage, without_work=without_work)
     if gpu.origin == "simulated":
@@ -314,10 +326,15 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 def _simulated_stage(
     gpu: SimulatedGpu, steps: Mapping[str, _Step], block: Block | None, repeating: Repeating
 ) -> Stage:
+    """Return a stage that runs each step once, to count what it costs, and spends that on the
+    simulated GPU each time.
+    """
+
     def timed_run(step: _Step) -> TimedRun:
         with repeating():
             step.prepare()
             cost = count_op_cost(step.run)
+        # What moves and computes nothing still takes Python's time.
         if not cost.flops and not cost.bytes:
             return TimedRun(lambda times: gpu.wait(times * _NOTHING_S), step.includes)
         return TimedRun(lambda times: gpu.run(cost, times), step.includes)

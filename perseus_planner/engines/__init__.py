@@ -43,6 +43,7 @@ def engine_of(engine: Any, caller: str = "planner_runtime") -> Engine:
     Raises:
         UsageError: If it is none of these.
     """
+    # By name, so that no engine is imported that the training does not use.
     classes = _classes_of(engine)
     if ("deepspeed", "PipelineEngine") in classes:
         from perseus_planner.engines.deepspeed import DeepSpeedPipeline

@@ -134,6 +134,8 @@ class DeepSpeedPipeline:
             for instruction in step:
                 kind = kinds.get(type(instruction))
                 if kind is not None:
+                    # The k-th of a kind on a stage is that of microbatch k, as instructions do not
+                    # say it.
                     stage = self._numbers[instruction.kwargs.get("phase", 0)]
                     order.append(Computation(stage, kind, counts[stage, kind]))
                     counts[stage, kind] += 1
@@ -169,6 +171,7 @@ class DeepSpeedPipeline:
         stack.enter_context(replaced(engine, _INSTRUCTION_MAP=self._hooked_instructions(guard)))
         count = schedule.num_micro_batches
         has_batch = engine.is_first_stage() and engine.data_iterator is not None
+        # A V's first rank draws for the last stage as well, so what it draws is not read ahead.
         if self._is_v or not (has_batch and guard.wants_batch):
             guard.show(count)
             return
@@ -220,6 +223,7 @@ class DeepSpeedPipeline:
         self, guard: HookGuard, execute: Callable[..., Any], kind: str
     ) -> Callable[..., Any]:
         stages = self._numbers
+        # Made anew for each iteration, so each begins with microbatch 0.
         microbatches = tuple(count() for _ in stages)
 
         def begin(_: Any, phase: int = 0, **__: Any) -> None:
@@ -256,19 +260,23 @@ class ReadAhead:
         for _ in range(count):
             try:
                 self._read.append(next(self._iterator))
+            # Not an error here: the training sees the end itself when it gets there.
             except StopIteration:
                 break
+            # Raised again where the training reads this far.
             except Exception as error:
                 self._errors.append(error)
                 break
+            # An iterator may reuse its memory: what was read before is then no longer what it was.
             overwritten = [
-                place
-                for place, copy in enumerate(copies)
-                if _is_overwritten(copy, self._read[place], self._read[-1])
+                index
+                for index, copy in enumerate(copies)
+                if _is_overwritten(copy, self._read[index], self._read[-1])
             ]
             if overwritten:
-                for place in overwritten:
-                    self._read[place] = copies[place]
+                for index in overwritten:
+                    # The training gets the copy, so that it trains on what it would have read.
+                    self._read[index] = copies[index]
                 raise UsageError(
                     "the iterator of the data writes a microbatch over one before, so it cannot be "
                     "read ahead; have it return new tensors, or say the work of each batch by "

@@ -136,22 +136,24 @@ class _Replacement:
         self._attributes = attributes
 
     def __enter__(self) -> None:
-        found = vars(self._owner)
-        self._before = {name: found[name] for name in self._attributes if name in found}
+        namespace = vars(self._owner)
+        self._before = {name: namespace[name] for name in self._attributes if name in namespace}
         for name, value in self._attributes.items():
             self._set(name, value)
 
     def __exit__(self, *_: object) -> None:
-        found = vars(self._owner)
+        namespace = vars(self._owner)
         for name, value in self._attributes.items():
-            if found.get(name) is not value:
+            # Somebody else has replaced it since, and may call it: it is not ours to undo.
+            if namespace.get(name) is not value:
                 say_left(self._owner, name)
             elif name in self._before:
                 self._set(name, self._before[name])
+            # It was inherited before, and is again.
             elif isinstance(self._owner, type):
                 delattr(self._owner, name)
             else:
-                del found[name]
+                del namespace[name]
 
     def _set(self, name: str, value: Any) -> None:
         if isinstance(self._owner, type):
@@ -174,13 +176,13 @@ def replaced(owner: object, **attributes: Any) -> AbstractContextManager[None]:
 @contextmanager
 def preserved(owner: object, name: str) -> Iterator[None]:
     """Restore an attribute of one instance after the block, whatever has set it."""
-    found = vars(owner)
-    before = {name: found[name]} if name in found else {}
+    namespace = vars(owner)
+    before = {name: namespace[name]} if name in namespace else {}
     try:
         yield
     finally:
-        found.pop(name, None)
-        found.update(before)
+        namespace.pop(name, None)
+        namespace.update(before)
 
 
 _said_left: set[str] = set()  #: attributes of which was said that they stay as they are
@@ -361,7 +363,8 @@ class WholeTraining:
     @contextmanager
     def attached(self, hook: IterationHook) -> Iterator[None]:
         """See `Engine.attached`."""
-        guard = self._guard = HookGuard(hook)
+        guard = HookGuard(hook)
+        self._guard = guard
         try:
             yield
         finally:
@@ -374,6 +377,7 @@ class WholeTraining:
         Args:
             microbatches: How many it has, if that is known.
         """
+        # Outside of a block there is nobody to show it to.
         if self._guard is not None:
             self._guard.begin_iteration(self._show, self._guard, microbatches)
 

@@ -282,6 +282,7 @@ class HookGuard(Guard):
         super().__init__(self._take_fault)
         self._hook = hook
         self._now_s = now_s
+        # Counted here as well, as the hook counts no iterations while it has a fault.
         self._number = hook.iteration  #: of the iteration that has begun last
         self._backoff = Backoff()
         self._has_failed = False  #: no iteration has ended without a fault since
@@ -331,6 +332,7 @@ class HookGuard(Guard):
             ends: Whether the computation ends with the function.
         """
         function = original_of(function)
+        # Looked up once, not in each call: a call costs the training thread.
         lane = self._hook.lane or _CLOSED
         now = lane.now
         write = lane.write
@@ -340,6 +342,7 @@ class HookGuard(Guard):
         def surrounded(*args: Any, **kwargs: Any) -> T:
             if not self.is_on:
                 return function(*args, **kwargs)
+            # A lane that is open says all if the plan's next computation is what runs.
             spans = lane.spans
             if lane.is_open and (
                 is_loss
@@ -351,6 +354,7 @@ class HookGuard(Guard):
             ):
                 if not is_loss:
                     lane.begun = now()
+            # Else the hook is called, and finds out what runs.
             elif begin is not None:
                 try:
                     begin(*args, **kwargs)
@@ -361,6 +365,7 @@ class HookGuard(Guard):
                 try:
                     if lane.is_open:
                         spans.append((lane.begun, now()))
+                        # What is due after it: the clock request of what comes next.
                         write(0, lane.after[len(spans)])
                     else:
                         self.end()
@@ -383,6 +388,7 @@ class HookGuard(Guard):
         def surrounded(*args: Any, **kwargs: Any) -> T:
             self.call(begin, *args)
             was_on = self.is_on
+            # What the function calls may be wrapped as well, and would be shown twice.
             self.is_on = False
             try:
                 result = function(*args, **kwargs)
@@ -443,10 +449,12 @@ class HookGuard(Guard):
         self.is_inside = True
         self._number += 1
         is_paused = self._is_paused
+        # Ranks count iterations alike, also one that does not show them.
         if is_paused and self._substitute is None:
             with suppress(Exception):
                 self._hook.pass_iteration(self._number)
             return
+        # The pause may just be over: then the hook itself is tried again.
         if self._has_failed:
             self._use(self._substitute if is_paused and self._substitute else self._hook)
         self.is_on = True
@@ -465,6 +473,7 @@ class HookGuard(Guard):
         if not self.is_on:
             return
         self.call(self._current.end_iteration)
+        # A whole iteration of the hook without a fault ends the fault.
         if self.is_on and self._has_failed and self._current is self._hook:
             self._has_failed = False
             self.call(self._hook.end_fault)
@@ -499,6 +508,7 @@ class HookGuard(Guard):
         self._backoff.fail(self._now_s())
         self._has_failed = True
         self._substitute = self._hook.take_fault(error)
+        # What ranks enter together goes on in the middle of the iteration.
         if self._substitute is not None and self.is_inside:
             self._use(self._substitute)
             self.is_on = True

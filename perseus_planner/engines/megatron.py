@@ -124,6 +124,7 @@ class MegatronModel:
         import torch.distributed as dist
 
         pipeline = self._pipeline_group
+        # Each tensor-parallel rank has data-parallel replicas of its own.
         replicas = self._process_group("dp", "get_data_parallel_group")
         return PipelineRank(
             rank=dist.get_rank(pipeline),
@@ -142,6 +143,7 @@ class MegatronModel:
         rank = 0 if tensor is None else dist.get_rank(tensor)
         if context is not None:
             size = 1 if tensor is None else dist.get_world_size(tensor)
+            # Tensor ranks count fastest, so each pair of both ranks has a number of its own.
             rank += size * dist.get_rank(context)
         return rank
 
@@ -167,9 +169,9 @@ class MegatronModel:
         from megatron.core import parallel_state as state
 
         for chunk in self._chunks:
-            own = getattr(_wrapped(chunk, "pg_collection"), name, None)
-            if own is not None:
-                return own
+            group = getattr(_wrapped(chunk, "pg_collection"), name, None)
+            if group is not None:
+                return group
         return getattr(state, of_state)() if state.model_parallel_is_initialized() else None
 
     @property
@@ -261,6 +263,7 @@ class MegatronModel:
         from perseus_planner.schedules import combined_1f1b, interleaved_1f1b
 
         rank = self.pipeline_rank
+        # Pairs are a schedule of their own; plain 1F1B is interleaved 1F1B of one chunk.
         generator = combined_1f1b if self.has_pairs else interleaved_1f1b
         schedule = generator(rank.ranks, len(self._chunks), microbatches, self._group)
         return schedule.shown(rank.rank)
@@ -282,6 +285,7 @@ class MegatronModel:
     def _attached_to_timers(
         self, hook: IterationHook, make_events: type[_TimerEvents]
     ) -> Iterator[None]:
+        """Show what the timers of the configs show to a hook, inside the block."""
         owners = [(config, "timers") for config in self._configs]
         # Megatron-LM copies its timers from here, at the start of training and after every
         # evaluation.
@@ -289,6 +293,7 @@ class MegatronModel:
         if getattr(module, "_GLOBAL_TIMERS", None) is not None:
             owners.append((module, "_GLOBAL_TIMERS"))
         rank = self.pipeline_rank
+        # Timers inside timers would show each computation twice.
         if any(isinstance(getattr(*owner), _Timers) for owner in owners):
             raise UsageError(
                 "a runtime is attached to this Megatron-core model already; leave its block first"
@@ -297,13 +302,16 @@ class MegatronModel:
         with ExitStack() as stack:
             packing = sys.modules.get("megatron.core.datasets.data_schedule")
             create = getattr(packing, "create_data_iterator", None)
+            # Only a core that packs whole batches has this function; it runs before the iteration.
             if create is not None and hasattr(packing, "wrap_data_iterator"):
                 noting = partial(_noting_packed, create, events)
                 stack.enter_context(replaced(packing, create_data_iterator=noting))
             for owner, name in owners:
                 stack.enter_context(_timed(owner, name, events))
+            # Pairs start one timer at most, so the function that runs them is followed instead.
             if self.has_pairs and make_events is _TimerEvents:
                 stack.enter_context(_CombinedStep.found().shown(events))
+            # First on leaving: from here on, what cannot be restored only passes on.
             stack.callback(events.guard.close)
             yield
 
@@ -323,6 +331,7 @@ class MegatronModel:
 
         guard = HookGuard(hook)
         capture = None
+        # The hook takes marks inside the graph, so the capture has to be followed as well.
         if isinstance(hook, EdgeHook) and hook.capturing is not None:
             rank = self.pipeline_rank
             group = self._group or rank.ranks
@@ -376,6 +385,7 @@ def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> No
     import torch
 
     def begin_if_training(kwargs: Mapping[str, Any]) -> None:
+        # An evaluation calls the same functions.
         if "model" in kwargs and not kwargs.get("forward_only") and torch.is_grad_enabled():
             begin(kwargs["model"])
 
@@ -387,6 +397,7 @@ def wrap_training(module: Any, guard: Guard, begin: Callable[[Any], bool]) -> No
 
         return forward_backward
 
+    # Without a pipeline nothing is planned, so that function stays as it is.
     for name in ("with", "without"):
         name = f"forward_backward_pipelining_{name}_interleaving"
         setattr(module, name, wrapped(getattr(module, name)))
@@ -422,12 +433,14 @@ def _preserve_state(chunk: Any) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
+    # Dropout of tensor ranks draws from generators that the state of torch's own leaves out.
     states = tracker.get_states() if hasattr(tracker, "get_states") else None
     losses = {name: values.clone() for name, values in _losses_of_experts().items()}
     with ExitStack() as stack:
         for name in ("bucket_groups", "expert_parallel_bucket_groups"):
             for group in getattr(chunk, name, ()):
                 stack.enter_context(preserve_attributes(group, *_BUCKET_STATE))
+                # As after an iteration's first forward: gathered, and nothing under way.
                 group.param_gather_dispatched = True
                 group.param_gather_handle = None
         try:
@@ -479,6 +492,7 @@ class _TimerEvents:
         """Return a timer of `_SHOWN` with the hook called when it has started and before it
         stops.
         """
+        # Bound once, as Megatron starts a timer for each computation.
         guard = self.guard
         kind = _SHOWN[name]
         if name == _EVALUATION:
@@ -533,10 +547,12 @@ class _TimerEvents:
         waits = [name for name in _WAITS if values.get(name) is not None]
         begin = partial(self.guard.call, self._begin_next, kinds)
         instead = {}
+        # Waiting for other ranks is no part of the computation.
         if waits:  # it begins when the last one has returned
             instead = {waits[-1]: _followed_by(values[waits[-1]], begin)}
         else:
             begin()
+        # The step may start the timer of its forward, which must not show it once more.
         self._is_in_step = True
         try:
             result = step(**instead)
@@ -548,6 +564,7 @@ class _TimerEvents:
     def _begin_iteration(self) -> None:
         if self.guard.is_inside:  # the iteration before has raised, and never stopped its timer
             self.guard.abandon_iteration()
+        # If `_is_shown` fails, the call of an earlier iteration is not taken for this one.
         self._call = _ScheduleCall(None, forward_only=False)
         if self.guard.ask(self._is_shown):
             self.guard.begin_iteration(self._begin, self._call)
@@ -556,7 +573,8 @@ class _TimerEvents:
         """Return whether the schedule that has started its timer trains; one of which that cannot
         be read is the last one that is followed.
         """
-        self._call = call = _ScheduleCall.running()
+        call = _ScheduleCall.running()
+        self._call = call
         problem = call.problem
         if problem is None and call.is_multimodule:
             problem = _HALF_SEEN_MODULES
@@ -573,6 +591,7 @@ class _TimerEvents:
         self._ended = dict.fromkeys("FB", 0)
         chunks = range(self._chunks)
         self._computations = {
+            # Forwards go through the chunks from the first one on, backwards from the last one.
             "F": self._in_order("F", chunks, call.microbatches or 0),
             "B": self._in_order("B", chunks[::-1], call.microbatches or 0),
         }
@@ -597,6 +616,7 @@ class _TimerEvents:
         backwards = self._ended["B"]
         expected = forwards
         if self._microbatches is not None:
+            # Each microbatch goes through every chunk of this rank once, both ways.
             expected = self._microbatches * self._chunks
         if forwards == backwards == expected:
             return None
@@ -619,6 +639,7 @@ class _TimerEvents:
 
         begin = 0
         while True:
+            # The last group may be smaller; beyond it, all are whole again.
             end = (
                 min(begin + self._group, microbatches)
                 if begin < microbatches
@@ -740,6 +761,7 @@ class _CombinedStep:
             names = tuple(inspect.signature(getattr(module, cls.NAME)).parameters)
         except (ImportError, AttributeError) as error:
             problem = str(error)
+        # Read from the signature, as no release number says it.
         needed = ("f_model", "b_model", "config", *_WAITS)
         problem = problem or next((f"no {name}" for name in needed if name not in names), None)
         if problem is not None:
@@ -760,6 +782,7 @@ class _CombinedStep:
         def step(*args: Any, **kwargs: Any) -> Any:
             values = dict(zip(self.names, args, strict=False)) | kwargs
             timers = getattr(values.get("config"), "timers", None)
+            # A step of another model, or one with timers of its own.
             if not isinstance(timers, _Timers) or timers._events is not events:
                 return inner(*args, **kwargs)
             runs = {"F": values.get("f_model"), "B": values.get("b_model")}
@@ -786,11 +809,14 @@ def _with_lengths(packed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     import torch
 
-    lengths = [each["cu_seqlens"] for each in packed]
+    lengths = [microbatch["cu_seqlens"] for microbatch in packed]
     if not lengths:
         return []
-    on_cpu = torch.cat(lengths).cpu().split([len(each) for each in lengths])
-    return [{**each, "cu_seqlens": own} for each, own in zip(packed, on_cpu, strict=True)]
+    on_cpu = torch.cat(lengths).cpu().split([len(cu_seqlens) for cu_seqlens in lengths])
+    return [
+        {**microbatch, "cu_seqlens": cu_seqlens}
+        for microbatch, cu_seqlens in zip(packed, on_cpu, strict=True)
+    ]
 
 
 class _NoTimer:
@@ -822,10 +848,13 @@ class _Timers:
         if name not in _SHOWN:
             return timer
         wrapped = self._wrapped.get(name)
+        # Megatron may make a timer anew; then so is what is around it.
         if wrapped is not None and wrapped.original is timer:
             return wrapped
         try:
-            wrapped = self._wrapped[name] = self._events.around(name, timer)
+            wrapped = self._events.around(name, timer)
+            self._wrapped[name] = wrapped
+        # The training gets its own timer, whatever happens to ours.
         except Exception as error:
             self._events.guard.fault(error)
             return timer
@@ -855,8 +884,9 @@ def _timed(owner: Any, name: str, events: _TimerEvents) -> Iterator[None]:
     try:
         yield
     finally:
-        found = getattr(owner, name)
-        if found is None or (isinstance(found, _Timers) and found._events is events):
+        timers = getattr(owner, name)
+        # Ours, or none, as Megatron-LM's loops set it: nobody else has replaced it.
+        if timers is None or (isinstance(timers, _Timers) and timers._events is events):
             setattr(owner, name, original)
         else:
             say_left(owner, name)
@@ -901,8 +931,10 @@ class _ScheduleCall:
         frame = inspect.currentframe()
         while frame is not None:
             code = frame.f_code
+            # Names of parameters alone; local names come after them.
             arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             if "num_microbatches" in arguments and "forward_only" in arguments:
+                # The innermost one: a schedule may call another one.
                 values = frame.f_locals
                 kinds = {
                     type(values.get(name)).__name__
@@ -944,6 +976,7 @@ def _check_visible(config: Any, ranks: int) -> None:
 def _is_one_graph(config: Any) -> bool:
     """Whether whole iterations are replayed as one CUDA graph."""
     scope = getattr(config, "cuda_graph_scope", None)
+    # Releases give one scope or a list of them, as texts or members of an enumeration.
     scopes = [
         getattr(item, "name", item) for item in (scope if isinstance(scope, list) else [scope])
     ]
@@ -968,11 +1001,13 @@ def _showing_replays(guard: HookGuard, capture: Capture | None = None) -> Callab
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = partial(original, self, *args, **kwargs)
+        # The evaluation has a graph of its own.
         if kwargs.get("forward_only"):
             guard.note_evaluation()
             return step()
         if guard.is_closed:
             return step()
+        # Before there is a graph, iterations run as usual, and are not shown.
         if not guard.ask(_replays, self):
             microbatches = kwargs.get("num_microbatches")
             is_next = guard.ask(_is_captured_next, self)
@@ -1007,6 +1042,7 @@ def _captured(
     one that stops leaves a mark in the graph. What it returns or raises is not touched.
     """
     marks = _CaptureEvents(guard, capturing, rank, chunks, group, microbatches or 0)
+    # Set on the configs, as the schedule asks these for its timers.
     before = [config.timers for config in configs]
     for config, timers in zip(configs, before, strict=True):
         config.timers = _Timers(timers, marks)

@@ -49,27 +49,28 @@ class Microbatch:
         self.module = module
         self._forward = forward
         self._loss = loss
+        # Detached, so that no backward runs on into what made them.
         self._inputs = map_tensors(
             lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), inputs
         )
         leaves = [tensor for tensor in tensors(self._inputs) if tensor.is_floating_point()]
+        # A stage behind another one computes gradients of what it has received.
         if not first and not any(leaf.requires_grad for leaf in leaves):
             for leaf in leaves:
                 leaf.requires_grad_()
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._roots: list[torch.Tensor] = []  # results of forward, with their graph
-        self._kept: list[torch.Tensor] | None = (
-            None  # the same for a graph that backward must not free
-        )
+        # the same for a graph that backward must not free
+        self._kept: list[torch.Tensor] | None = None
         self._gradients: list[torch.Tensor] = []  # of the roots
-        self._weights_left: list[dict[str, Any]] | None = (
-            None  # what that of the inputs leaves for the weights
-        )
+        # what that of the inputs leaves for the weights
+        self._weights_left: list[dict[str, Any]] | None = None
 
     def forward(self) -> None:
         """Run forward, after freeing the graph of the last forward."""
         import torch
 
+        # The old graph goes first, or there would be two in memory.
         self._roots = []
         args, kwargs = call_arguments(self._inputs)
         with torch.enable_grad():
@@ -119,6 +120,8 @@ class Microbatch:
             if not self.has_backward():
                 return True
             self._check_loss()
+            # A first backward fails for reasons of the stage itself; a second one, if the graph is
+            # freed.
             self.backward()
         except UsageError:
             raise
@@ -257,6 +260,7 @@ def stage_op_cost(
                 microbatch.forget()
                 return StageOpCost(count_op_cost(microbatch.forward), backward)
             microbatch.forward()
+            # Once before counting: gradients that exist are added to, as in most microbatches.
             microbatch.free_backward()
             ahead = count_op_cost(microbatch.forward)
             return StageOpCost(ahead, count_op_cost(microbatch.free_backward))
@@ -281,6 +285,7 @@ def count_op_cost(action: Callable[[], object]) -> OpCost:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
+            # Counted by operator: what kernels fuse or caches keep is counted too.
             if _moves_data(func):
                 self.bytes += sum(tensor.nbytes for tensor in tensors((args, kwargs, result)))
             return result
@@ -300,6 +305,7 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
     import torch
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+    # The same formulas, for operators that take other arguments than those of GPUs.
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 
@@ -311,6 +317,7 @@ def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
     formulas = {
         f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()
     }
+    # Releases of torch differ in which of these operators they have.
     return {getattr(aten, name): count for name, count in formulas.items() if hasattr(aten, name)}
 
 

@@ -52,6 +52,7 @@ class Recompute:
         return switch
 
     def _find(self, stages: Iterable[Any]) -> None:
+        """Find all that recomputes in these stages, and how each of it is switched."""
         self.is_on = True
         self.on = ModeFunction(partial(self._set, True), "microbatch")
         self.off = ModeFunction(partial(self._set, False), "microbatch", takes_memory=True)
@@ -68,6 +69,7 @@ class Recompute:
                     self._parts.append((module, "activation_checkpoint_func", function, _call))
                 config = getattr(module, "config", None)
                 if getattr(config, "recompute_granularity", None) == "full":
+                    # Modules share a config, which is switched once.
                     configs[id(config)] = config
         name = "recompute_granularity"
         self._parts += [(config, name, "full", None) for config in configs.values()]
@@ -99,7 +101,8 @@ def new_nccl_group(ranks: Sequence[int], ctas: int) -> Any:
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = ctas
+    options.config.min_ctas = ctas
+    options.config.max_ctas = ctas
     return dist.new_group(
         list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True
     )
@@ -127,14 +130,15 @@ def ctas_modes(
     if len(ctas) > 3:
         raise UsageError(f"ctas_modes: {ctas} are more than three numbers; give the best of them")
     ranks = dist.get_process_group_ranks(group)
-    groups = {f"ctas-{each}": new_group(ranks, each) for each in ctas}
+    groups = {f"ctas-{count}": new_group(ranks, count) for count in ctas}
     # A group keeps one backend for each type, and any type may serve a device.
     types = dist.ProcessGroup.BackendType
     free = types.CUSTOM, types.UCC, types.MPI, types.XCCL
-    devices = {device for each in groups.values() for device in each._device_types}
+    # Any device that the groups serve, each by the backend of the mode.
+    devices = {device for mode_group in groups.values() for device in mode_group._device_types}
     modes = {}
-    for (name, each), kind in zip({OWN: group, **groups}.items(), free, strict=False):
-        backends = [(device, kind, each._get_backend(device)) for device in devices]
+    for (name, mode_group), kind in zip({OWN: group, **groups}.items(), free, strict=False):
+        backends = [(device, kind, mode_group._get_backend(device)) for device in devices]
         serve = partial(_serve, group, backends)
         reorders = name != OWN
         modes[name] = ModeFunction(serve, reorders=reorders, is_of_group=True)

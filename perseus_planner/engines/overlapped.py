@@ -88,6 +88,7 @@ class OverlappedMicrobatch:
         import torch
         from megatron.core.pipeline_parallel.combined_1f1b import combined_forward_backward_step
 
+        # A new leaf each time, so that gradients of other repetitions do not add up in it.
         received = None
         if forward is not None:
             received = map_tensors(
@@ -98,6 +99,7 @@ class OverlappedMicrobatch:
         if backward is not None:
             assert backward._last is not None
             before = backward._last
+            # Freed by the step as it goes; the next backward needs a forward of its own.
             backward._last = None
         # Megatron's own timers would wait for the GPU.
         with replaced(self._config, timers=None), torch.enable_grad():
@@ -116,6 +118,7 @@ class OverlappedMicrobatch:
                 f_model_chunk_id=None if forward is None else forward._number,
             )
         if forward is not None:
+            # Stands for the next stage's gradient; zeros would take less power.
             gradient = None if forward._loss is not None else torch.ones_like(output)
             forward._last = _Forward(received, output, gradient)
 

@@ -74,21 +74,26 @@ class RecordedCall:
         self._backwards: list[tuple[Any, Any]] = []
 
     def _before(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Count a call that trains, and copy its arguments if it is the last of an iteration."""
         import torch
 
         self._begin = None
+        # An evaluation, or a call that only finds shapes.
         if not is_training(args, kwargs):
             self._has_run_without_gradients = not torch.is_grad_enabled()
             return
         self.count += 1
+        # The last microbatch of an iteration, or each one where their number is not known.
         if self.count % (self._microbatches() or 1) == 0:
             self._arguments = None  # frees those of the iteration before
             self._modes = ComputeModes.current()
             kept = {"args": tuple(args)[self._made :], "kwargs": dict(kwargs)}
             self._arguments = copy_tensors(kept)
+        # After the copy, whose time is none of the computation.
         self._begin = _mark()
 
     def _after(self, _: Any, __: Mapping[str, Any], result: Any) -> None:
+        """Take the time of a call that counts, and of the backward of its result."""
         if self._begin is None:
             return
         self._forwards.append((self._begin, _mark()))
@@ -100,6 +105,7 @@ class RecordedCall:
                 begun = True
                 self._begin_backward()
 
+        # A backward begins when the gradient of a result arrives.
         for tensor in tensors(result):
             if tensor.requires_grad:
                 tensor.register_hook(self._guard.guarded(begin_backward))
@@ -137,7 +143,8 @@ class RecordedCall:
     def _begin_backward(self) -> None:
         from torch.autograd import Variable
 
-        begin, engine = _mark(), cast("Any", Variable)._execution_engine
+        begin = _mark()
+        engine = cast("Any", Variable)._execution_engine
         end = self._guard.guarded(lambda: self._backwards.append((begin, _mark())))
         engine.queue_callback(end)  # at the end of this backward
 
@@ -199,6 +206,7 @@ def followed_attribute(
     if function is None:
         yield
         return
+    # A module keeps hooks of its own, and may not be replaced by a function.
     if isinstance(function, torch.nn.Module):
         with followed_module(function, before, after):
             yield
@@ -238,6 +246,7 @@ class LossOfSteps:
 
         def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             result = forward_step(*args, **kwargs)
+            # After a fault of ours the training gets its own result.
             return self.guard.call(self._kept, *result) or result
 
         return wrapper
@@ -311,6 +320,7 @@ class Recording:
     def running(self) -> Iterator[None]:
         """Record inside the block."""
         with ExitStack() as stack:
+            # Whatever a stage calls is followed in its own way: module, plan, receiver and loss.
             for stage, call, received, loss in zip(
                 self._stages, self._calls, self._received, self._losses, strict=True
             ):
@@ -334,9 +344,11 @@ class Recording:
         return [self._stage(index) for index in range(len(self._stages))]
 
     def _stage(self, index: int) -> RecordedStage:
+        """Return one stage with what was recorded of it."""
         stage = self._stages[index]
         call = self._calls[index]
         loss = None
+        # The forward of the last stage ends with its loss, so both times are added.
         calls = [call]
         if stage.loss_with_output:
             loss = self._loss_of_steps.scalar()
@@ -347,6 +359,7 @@ class Recording:
         inputs = call.arguments()
         if stage.receiver is not None:
             (received,) = self._received[index].arguments()["args"]
+            # Megatron gives one tensor, or a list of it.
             inputs["received"] = received[0] if isinstance(received, list) else received
         return RecordedStage(
             stage,
@@ -380,6 +393,8 @@ def _bound(function: Callable[..., Any], call: RecordedCall) -> Callable[[Any], 
 
 def _trained_s(calls: Sequence[RecordedCall], splits_backward: bool) -> dict[str, float]:
     forward_s = [call.least_forward_s() for call in calls]
+    # A backward begins at the last of the calls, and goes through all. Of one that is split, the
+    # whole has no time.
     backward_s = None if splits_backward else calls[-1].least_backward_s()
     trained_s = {} if None in forward_s else {"F": math.fsum(filter(None, forward_s))}
     return trained_s if backward_s is None else {**trained_s, "B": backward_s}

@@ -172,6 +172,7 @@ class TorchPipeline:
         name = _SCHEDULES.get(type(schedule).__name__)
         if name is None:
             return {}
+        # With a function for pairs, the two of a pair are one computation of the schedule.
         if name == "dualpipe-v" and self.has_pairs:
             name = "dualpipe-v-overlapped"
         microbatches: int = schedule._n_microbatches
@@ -181,6 +182,7 @@ class TorchPipeline:
             "virtual_stages": len(stages),
         }
         if name == "interleaved-1f1b":
+            # As torch's own schedule divides its microbatches into groups.
             groups = max(1, microbatches // stages[0].group_size)
             iteration["microbatch_group"] = microbatches // groups
         return iteration
@@ -201,6 +203,8 @@ class TorchPipeline:
                     microbatches=schedule._n_microbatches,
                 )
                 return linear.ranks[first_stage.group_rank]
+        # What is run has the sends and receives; where torch has not lowered it, the plain order
+        # says the same computations.
         lists = getattr(schedule, "pipeline_order_with_comms", None) or getattr(
             schedule, "pipeline_order", None
         )
@@ -226,6 +230,7 @@ class TorchPipeline:
         modules = parts_of(self._schedule)
 
         def is_shown(schedule: Any) -> bool:
+            # Other stages are another model, such as a teacher that runs beside this one.
             if not are_same(parts_of(schedule), modules):
                 return False
             if not _trains(schedule):
@@ -234,17 +239,23 @@ class TorchPipeline:
             return True
 
         def step_hooked(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # `step` may call that of its base class, which is hooked as well.
             if guard.is_inside or not guard.ask(is_shown, schedule):
                 return step(*args, **kwargs)
             run = partial(step, *args, **kwargs)
             return guard.run(run, self._begin, guard, schedule, args, kwargs)
 
-        own = self._schedule
+        own_schedule = self._schedule
         step = self._schedule.step
         with ExitStack() as stack:
-            stack.enter_context(attached_once(own, step=partial(step_hooked, own, step)))
+            # The instance too: this marks it as followed.
+            stack.enter_context(
+                attached_once(own_schedule, step=partial(step_hooked, own_schedule, step))
+            )
+            # The classes, for schedules that the training makes later.
             for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
                 stack.enter_context(replaced(kind, step=_step_of(kind, step_hooked)))
+            # On leaving this comes first: what stays wrapped then only passes on.
             stack.callback(guard.close)
             yield
 
@@ -267,8 +278,10 @@ class TorchPipeline:
         stack.enter_context(_functions_shown(guard, schedule))
         microbatches = None
         has_batch = guard.wants_batch and (args or kwargs)
+        # Only the first stage has the inputs of the model.
         if has_batch and any(stage.is_first for stage in stages):
             batch = _Batch(schedule, kwargs)
+            # If the step raises before it has split its batch, nobody may wait for ever.
             stack.callback(batch.end)
             stack.enter_context(replaced(schedule, **batch.hooked(guard)))
             microbatches = batch.microbatches
@@ -281,6 +294,7 @@ class TorchPipeline:
         all iterations in which it has the same methods.
         """
         kept = self._kept.get(owner)
+        # Wrapping costs more than comparing, and a step does it for each stage.
         if kept is not None and kept.guard is guard:
             for name, original in kept.originals:
                 if original_of(getattr(owner, name)) != original:
@@ -289,7 +303,8 @@ class TorchPipeline:
                 return kept.replacement
         made = make(guard, owner)
         originals = [(name, original_of(wrapper)) for name, wrapper in made.items()]
-        self._kept[owner] = kept = _Wrapped(guard, originals, replaced(owner, **made))
+        kept = _Wrapped(guard, originals, replaced(owner, **made))
+        self._kept[owner] = kept
         return kept.replacement
 
 
@@ -362,6 +377,7 @@ class _Batch:
 
     def _take(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *_: Any, **__: Any) -> None:
         count = self._schedule._n_microbatches
+        # A step splits its batch once; a future takes one result.
         if not self._split.done():
             self._split.set_result((arg_mbs or [()] * count, kwarg_mbs or [{}] * count))
 
@@ -379,14 +395,14 @@ def _unknown_parameters(kind: type, kwargs: Mapping[str, Any]) -> list[str]:
         kind: Class of the schedule; a subclass may have added parameters to those of torch.
         kwargs: Arguments of the step by name.
     """
-    own = {
+    parameters = {
         name
         for base in kind.__mro__
         if "step" in vars(base)
         for name, parameter in inspect.signature(vars(base)["step"]).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    return [name for name in kwargs if name in own and name not in _OF_STEP]
+    return [name for name in kwargs if name in parameters and name not in _OF_STEP]
 
 
 def parts_of(schedule: Any) -> list[Any]:
@@ -470,6 +486,7 @@ def _hooked_loss(guard: HookGuard, schedule: Any) -> _Attributes:
     compute_last = guard.computing(compute)
 
     def compute_hooked(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        # Stages that are not the last one have ended with their forward.
         run = compute_last if stage.is_last else compute
         return run(stage, *args, **kwargs)
 
@@ -484,18 +501,22 @@ def _functions_shown(guard: HookGuard, schedule: Any) -> Iterator[None]:
     functions = _functions_of(schedule)
 
     def begin(action: Any, *_: Any) -> None:
+        # A function is called for one action: a computation or a pair.
         (computation,) = _computations((action,), has_pairs=True)
         guard.begin(*computation)
 
-    own = {kind: each for kind, each in functions.items() if kind.name in (*_KINDS, _PAIR)}
-    shown = {kind: guard.as_one(function, begin) for kind, function in own.items()}
+    # Others run no computations, such as a send.
+    originals = {
+        kind: function for kind, function in functions.items() if kind.name in (*_KINDS, _PAIR)
+    }
+    shown = {kind: guard.as_one(function, begin) for kind, function in originals.items()}
     functions.update(shown)
     try:
         yield
     finally:
         for kind, function in shown.items():
             if functions.get(kind) is function:  # else another was registered meanwhile
-                functions[kind] = own[kind]
+                functions[kind] = originals[kind]
 
 
 def _functions_of(schedule: Any) -> dict[Any, Callable[..., Any]]:
@@ -513,6 +534,7 @@ def _computations(actions: Any, *, has_pairs: bool = False) -> Iterator[Computat
 
     for action in actions:
         parts = getattr(action, "sub_actions", None)
+        # An action without parts is a computation, or a send, a receive and the like.
         if parts and has_pairs:
             yield overlapped(*_computations(parts))
             continue

@@ -105,6 +105,7 @@ def preserve_state(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(_training_mode(module))
         for parameter in module.parameters():
             stack.enter_context(_hide_gradient(parameter))
+        # Gradients are not reduced among replicas, as in a microbatch that is not the last one.
         for part in module.modules():
             if callable(no_sync := getattr(part, "no_sync", None)):
                 stack.enter_context(preserve_attributes(part, "require_forward_param_sync"))
@@ -134,6 +135,7 @@ def regathers_weights(module: torch.nn.Module) -> bool:
     """Return whether weights of `module` are dropped after each forward, and gathered again for its
     backward.
     """
+    # Torch keeps this mesh only for groups that it shards again after a forward.
     return any(group.post_forward_mesh_info is not None for group in _shard_groups(module))
 
 
@@ -175,10 +177,12 @@ def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
+        # All of torch's own switches are restored, as the training may have set them.
         for part in parts:
             context = part._get_fsdp_state()._state_ctx
             stack.enter_context(preserve_attributes(context, *_SHARD_STATE))
             part.set_is_last_backward(False)
+        # Kept attributes first, as the switches below change them.
         for group in groups:
             stack.enter_context(
                 preserve_attributes(
@@ -192,6 +196,7 @@ def _preserve_shards(module: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             for group in groups:
+                # Gradients of repetitions are dropped before an optimizer could see them.
                 for weight in group.fsdp_params:
                     if "unsharded_accumulated_grad" in vars(weight):  # not in torch 2.15
                         weight.unsharded_accumulated_grad = None
@@ -218,6 +223,7 @@ def preserve_attributes(owner: Any, *names: str) -> Iterator[None]:
 def _preserve_random_state() -> Iterator[None]:
     import torch
 
+    # Python's generator too: data and dropout of a training may draw from it.
     state = random.getstate()
     devices = []
     if torch.cuda.is_available():
@@ -243,6 +249,7 @@ def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for part, name, buffer, content in contents:
+                # The tensor itself stays: the training may hold it elsewhere.
                 buffer.copy_(content)
                 setattr(part, name, buffer)
 
@@ -268,9 +275,11 @@ def _hide_gradient(parameter: Any) -> Iterator[None]:
     )
     gradient = parameter.grad
     found_hooks = dict(hooks)
+    # Megatron accumulates here, in the memory of its buffers, so it is emptied in place.
     main = getattr(parameter, "main_grad", None)
     added = getattr(parameter, "grad_added_to_main_grad", None)
     parameter.grad = None
+    # Such hooks would reduce gradients, or count them as ready.
     hooks.clear()
     content = None
     if main is not None:  # in the memory of the host, as it may be as large as the model
@@ -305,6 +314,7 @@ class ComputeModes:
         from torch.nn.attention import SDPBackend
 
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        # Attention kernels differ in time and power, so the same ones must be allowed again.
         enabled = {
             SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
             SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),

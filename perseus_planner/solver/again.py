@@ -49,8 +49,14 @@ def measured_again(
     possible = {key: [row.clock_mhz for row in rows] for key, rows in expected.items()}
     again = rows_again(plan, possible)
     rows = dict(profile.measurements)
-    evidence = [row.evidence for own in rows.values() for row in own if row.evidence is not None]
-    typical = median(each.windows for each in evidence)
+    evidence = [
+        row.evidence
+        for class_rows in rows.values()
+        for row in class_rows
+        if row.evidence is not None
+    ]
+    # How many windows a new row has: no row says it before it is measured.
+    typical = median(row_evidence.windows for row_evidence in evidence)
     for key, clocks in again.items():
         rows[key] = _rows(rows[key], expected[key], clocks, estimate.noise[key[1]], typical)
     return replace(profile, measurements=rows), sum(map(len, again.values()))
@@ -79,6 +85,8 @@ def _rows(
         old = table.get(clock)
         has = 0 if old is None or old.evidence is None else old.evidence.windows
         windows = has + more
+        # Old and new windows count alike in the mean, and the error falls with the root of their
+        # number.
         part = more / windows
         now = values[clock]
         time_s = part * now.time_s + (1 - part) * (now if old is None else old).time_s

@@ -107,9 +107,12 @@ def clocks_within_budget(
     """
     search = _Search(dag, deadline_s, unlimited_mhz)
     best: _Plan | None = search.unlimited
+    # A plan that keeps the budget by itself needs no search.
     if search.changes_of(search.unlimited.clock) > most_changes:
         # 0, 2, 3, 4, 6, 8, 12, 16 and so on
         levels = [0, *(k << power for power in range(most_changes.bit_length()) for k in (2, 3))]
+        # The series does not depend on the budget: a larger one goes through the plans of every
+        # smaller one, and so is never worse.
         *_, best = search.by_level([level for level in levels if level <= most_changes])
     if best is None or best.late_s > 0.0:
         raise InfeasibleBudget(deadline_s, most_changes, None if best is None else best.time_s)
@@ -160,6 +163,7 @@ class _Search:
         self._effort = effort
         column = {clock: i for i, clock in enumerate(self._clocks)}
         unlimited = np.array([column[clock] for clock in unlimited_mhz], dtype=np.int64)
+        # The unlimited plan tells what runs at the same time on different ranks.
         self.problem = with_waves(problem, unlimited)
         self.deadline_s = deadline_s
         self._ranks = list(pairwise(problem.rank_start.tolist()))
@@ -168,7 +172,8 @@ class _Search:
             np.array([table[problem.member[a:b]].sum(axis=0) for a, b in self._ranks])
             for table in (problem.time_s, problem.cost_j)
         )
-        self.unlimited, self.paces = self.plan(unlimited), self._constant_paces()
+        self.unlimited = self.plan(unlimited)
+        self.paces = self._constant_paces()
         self.paces = _front([*self.paces, *map(self._exchanged, self._starts())])
         # If few clocks fit a deadline, one clock per rank may be better than the rounded plan.
         steady = min(self.paces, key=_order, default=self.unlimited)
@@ -188,27 +193,35 @@ class _Search:
 
     def by_level(self, levels: Sequence[int]) -> Iterator[_Plan | None]:
         """Yield the best plan found for each number of changes in turn, if there is any."""
+        # How many clocks each computation has: their product is the number of plans.
         measured = np.isfinite(self.problem.time_s).sum(axis=1)[self.problem.member].tolist()
         if math.prod(measured) <= _FEW:
             yield from self._tried(levels, measured)
             return
         price_w = self._saving_per_second_w()
         floor_j = self.unlimited.cost_j
+        # Parts of plans about as fast as the deadline are what a search may take over.
         near = [p.clock for p in self.paces if abs(p.time_s / self.deadline_s - 1) <= _NEAR]
         models = np.array(near or [self.unlimited.clock])
+        # About a third of the library is the plan without a budget.
         mixed = np.array([*models, *[self.unlimited.clock] * ((len(models) + 1) // 2)])
         sorts = [self.paces]
         best: _Plan | None = None
         for level, before in zip(levels, [-1, *levels[:-1]], strict=False):
             goal = Goal(self.deadline_s, level, price_w, floor_j)
+            # Two changes allow two more sorts of plans. Later levels have the best of them as their
+            # start.
             if before < 2 <= level:
                 sorts += [self._mixtures(), self._fast_ends()]
             starts = [start for start in map(self._best, sorts) if start is not None]
             sorts = []
+            # No start is in time: the fastest plan of so few segments is tried as one.
             if not starts or min(start.late_s for start in starts) > 0.0:
                 segments = min(max(level, 1), _MOST_FAST_SEGMENTS)
                 starts.append(self.plan(self._fastest_segments(segments)))
+                # Too few segments for the measured clocks: the plan has an infinite cost.
                 starts = [start for start in starts if start.cost_j < math.inf]
+            # Parts of the unlimited plan bring changes, of which level 0 has none.
             library = models if level == 0 else mixed
             best = self._best([self._improved(start, goal, library) for start in starts])
             sorts = [] if best is None else [[best]]
@@ -225,10 +238,13 @@ class _Search:
 
     def _improved(self, start: _Plan, goal: Goal, library: Integers) -> _Plan:
         """Anneal one level; the result is at least as good as `start`."""
-        problem, (work, least, most) = self.problem, _EFFORT
+        problem = self.problem
+        work, least, most = _EFFORT
+        # A replay takes as long as there are operations, so large problems get fewer tries.
         tries = math.ceil(self._effort * min(max(work // len(problem.fixed_s), least), most))
         if start.late_s > 0.0:  # search for the fastest plan first, whatever it costs
             free = problem._replace(cost_j=np.where(np.isfinite(problem.cost_j), 0.0, np.inf))
+            # Costs are 0 and the price is 1, so what is minimized here is seconds.
             heat = Heat(
                 tries, _HEAT_OF_TIME * start.time_s, _HEAT_OF_TIME * _COOLING * start.time_s
             )
@@ -237,11 +253,13 @@ class _Search:
             )
             start = min(start, self.plan(fast), key=_order)
         gap_j = start.cost_j - goal.floor_j
+        # What costs less than the floor does not count, so nothing better is to be found.
         if gap_j <= 0.0:
             return start
         first_j = gap_j * max(_HEAT[0] / len(problem.member), _HEAT[1])
         repeats = min(max(_REPEATS[0] // len(problem.fixed_s), 1), _REPEATS[1])
         repeats = math.ceil(self._effort * repeats)
+        # Seeds differ, and every second search is hotter, so that it leaves other valleys.
         heats = [
             Heat(tries, hot_j, hot_j * _COOLING, seed=seed)
             for seed, hot_j in zip(
@@ -261,11 +279,15 @@ class _Search:
         finite = [np.flatnonzero(np.isfinite(problem.time_s[c])) for c in problem.member]
         radix = np.array(measured)[:, None]
         later = np.cumprod([1, *measured[:0:-1]])[::-1, None]  # choices of what comes after each
+        # The digits of each combination's number, of mixed radix: the last computation counts
+        # fastest.
         choice = np.arange(count) // later % radix
-        clock = np.array([own[chosen] for own, chosen in zip(finite, choice, strict=True)])
+        clock = np.array([options[chosen] for options, chosen in zip(finite, choice, strict=True)])
         time_s = _replayed_all_s(problem, problem.time_s[problem.member[:, None], clock])
+        # The same order of summation as in `load_state`, so that equal plans cost the same.
         cost_j = np.cumsum(problem.cost_j[problem.member[:, None], clock], axis=0)[-1]
         cost_j[time_s > self.deadline_s] = math.inf
+        # Iterations repeat: the first computation follows the last one of its rank.
         changes = np.max(
             [(clock[a:b] != np.roll(clock[a:b], 1, axis=0)).sum(axis=0) for a, b in self._ranks],
             axis=0,
@@ -279,8 +301,10 @@ class _Search:
         """Return the Pareto front of the plans with one clock per rank, fastest first."""
         load_s = self._load_s
         load_j = self._load_j
+        # A rank without a clock that all it runs were measured at cannot keep one.
         if not np.isfinite(load_s).any(axis=1).all():
             return []
+        # No pace is faster than the busiest rank at its fastest; between two loads nothing changes.
         busiest_s = load_s.min(axis=1).max()
         limits_s = np.unique(load_s[np.isfinite(load_s) & (load_s >= busiest_s)])
         clocks = [
@@ -308,17 +332,19 @@ class _Search:
         clocks = start.clock[rank_start]
         # A pace may be at a clock that another clock beats.
         chosen = [
-            max(np.searchsorted(load_s[own], load_s[clock], side="right") - 1, 0)
-            for own, load_s, clock in zip(options, self._load_s, clocks, strict=True)
+            max(np.searchsorted(load_s[rank_options], load_s[clock], side="right") - 1, 0)
+            for rank_options, load_s, clock in zip(options, self._load_s, clocks, strict=True)
         ]
         best = start
         for _ in range(_EXCHANGES):
             moves = self._exchanges(options, chosen)
-            found = self._cheapest_in_time(options, chosen, moves)
-            if found is None:
+            exchanged = self._cheapest_in_time(options, chosen, moves)
+            if exchanged is None:
                 break
-            chosen = found
-            clock = np.array([own[i] for own, i in zip(options, chosen, strict=True)])
+            chosen = exchanged
+            clock = np.array(
+                [rank_options[i] for rank_options, i in zip(options, chosen, strict=True)]
+            )
             best = min(best, self.plan(clock[self.problem.rank]), key=_order)
         return best
 
@@ -329,23 +355,27 @@ class _Search:
         shortest ones if these are too many to be replayed; the best ones first.
         """
         ranks = range(len(options))
+        # Joules that each option adds to those of the rank's present one.
         added_j = [
-            load_j[own] - load_j[own[i]]
-            for own, i, load_j in zip(options, chosen, self._load_j, strict=True)
+            load_j[clocks] - load_j[clocks[i]]
+            for clocks, i, load_j in zip(options, chosen, self._load_j, strict=True)
         ]
         most = _REPLAYED // len(self.problem.fixed_s)
         moves = list[tuple[float, tuple[tuple[int, int], ...]]]()
+        # Pairs grow with the square of the reach, so it shrinks until all can be replayed.
         for reach in _REACHES:
             near = [
-                range(max(0, i - reach), min(len(own), i + reach + 1))
-                for own, i in zip(options, chosen, strict=True)
+                range(max(0, i - reach), min(len(clocks), i + reach + 1))
+                for clocks, i in zip(options, chosen, strict=True)
             ]
+            # One rank alone saves only by a slower option: no faster one is cheaper.
             moves = [
                 (float(added_j[rank][i]), ((rank, i),))
                 for rank in ranks
                 for i in near[rank]
                 if i > chosen[rank]
             ]
+            # One slower and another faster, if both together save.
             moves += [
                 (float(added_j[slow][i] + added_j[fast][k]), ((slow, i), (fast, k)))
                 for slow in ranks
@@ -368,24 +398,31 @@ class _Search:
     ) -> list[int] | None:
         """Return the options of each rank after the first of the moves that meets the deadline."""
         problem = self.problem
+        # The moves that save most come first, so the first one in time is the answer.
         for first in range(0, len(moves), _BATCH):
             batch = moves[first : first + _BATCH]
             tried = np.repeat(np.array(chosen, dtype=np.int64)[:, None], len(batch), axis=1)
             for column, (_, changes) in enumerate(batch):
                 for rank, option in changes:
                     tried[rank, column] = option
-            clock = np.array([own[each] for own, each in zip(options, tried, strict=True)])
+            clock = np.array(
+                [
+                    rank_options[numbers]
+                    for rank_options, numbers in zip(options, tried, strict=True)
+                ]
+            )
             duration_s = problem.time_s[problem.member[:, None], clock[problem.rank]]
             in_time = np.flatnonzero(_replayed_all_s(problem, duration_s) <= self.deadline_s)
             if len(in_time):
-                found: list[int] = tried[:, in_time[0]].tolist()
-                return found
+                exchanged: list[int] = tried[:, in_time[0]].tolist()
+                return exchanged
         return None
 
     def _around(self) -> list[tuple[_Plan, _Plan]]:
         """Return all pairs of a pace that meets the deadline and one that does not."""
-        fast, slow = ([p for p in self.paces if (p.late_s > 0.0) == late] for late in (False, True))
-        return [(a, b) for a in fast for b in slow]
+        in_time = [plan for plan in self.paces if plan.late_s == 0.0]
+        late = [plan for plan in self.paces if plan.late_s > 0.0]
+        return [(fast, slow) for fast in in_time for slow in late]
 
     def _saving_per_second_w(self) -> float:
         """Return what a second more of deadline saves: between the paces around it, else from
@@ -394,10 +431,10 @@ class _Search:
         slopes_w = [(a.cost_j - b.cost_j) / (b.time_s - a.time_s) for a, b in self._around()]
         if slopes_w:
             return float(np.median(slopes_w))
+        # Without paces on both sides: how steep all rows are together, once for each rank.
         finite = np.isfinite(self.problem.time_s)
-        spread_j, spread_s = (
-            max(np.ptp(table[finite]), 1e-9) for table in (self.problem.cost_j, self.problem.time_s)
-        )
+        spread_j = max(np.ptp(self.problem.cost_j[finite]), 1e-9)
+        spread_s = max(np.ptp(self.problem.time_s[finite]), 1e-9)
         return float(spread_j / spread_s) * len(self._ranks)
 
     def _fast_ends(self) -> list[_Plan]:
@@ -421,9 +458,11 @@ class _Search:
             member = problem.member[inner]
             if not len(node):
                 continue
+            # Cheapest first: the first clock in time is taken, and the fast one in any case.
             for clock in np.argsort(problem.cost_j[member].sum(axis=0), kind="stable"):
                 state.clock[inner] = clock
                 state.duration_s[node] = problem.time_s[member, clock]
+                # The replay goes on from the first node that changed.
                 state.touched[0] = min(state.touched[0], node.min())
                 if clock == fast or replay(problem, state) <= self.deadline_s:
                     break
@@ -445,6 +484,7 @@ class _Search:
     def _mixed(self, first: _Plan, second: _Plan) -> _Plan:
         """Return as much of the slower plan as fits, with one moment of change for all ranks."""
         best = first if first.late_s == 0.0 else second
+        # Waves are from 0 to 1, so a moment of 1 is all of the first plan, and 0 all of the second.
         fits, misses = (1.0, 0.0) if best is first else (0.0, 1.0)
         for _ in range(_HALVINGS):
             moment = (fits + misses) / 2
@@ -465,27 +505,30 @@ class _Search:
         clocks = self.problem.time_s.shape[1]
         chosen = list[int]()
         for first, stop in self._ranks:
-            least_s = np.full(
-                (segments + 1, clocks), np.inf
-            )  # [segments so far, clock of the last one]
+            # (segments so far, clock of the last one) -> the least seconds
+            least_s = np.full((segments + 1, clocks), np.inf)
             least_s[0] = 0.0
-            came = np.zeros(
-                (stop - first, segments + 1, clocks), dtype=np.int64
-            )  # 1 + the clock before a segment's begin
+            # 1 + the clock before, where a segment begins with this computation; else 0
+            came = np.zeros((stop - first, segments + 1, clocks), dtype=np.int64)
             for i, time_s in enumerate(self.problem.time_s[self.problem.member[first:stop]]):
                 before = least_s[:-1].argmin(axis=1)
                 before_s = least_s[:-1].min(axis=1)
+                # A segment begins where the best plan of one segment less beats going on at this
+                # clock.
                 begins = before_s[:, None] < least_s[1:]
                 came[i, 1:] = np.where(begins, before[:, None] + 1, 0)
                 least_s[1:] = np.where(begins, before_s[:, None], least_s[1:]) + time_s
+                # Only before the first computation there may be no segment.
                 least_s[0] = np.inf
+            # Back from the best end, along the clocks that it came from.
             segment = int(least_s[1:].min(axis=1).argmin()) + 1
             clock = int(least_s[segment].argmin())
             backwards = list[int]()
             for i in range(stop - first - 1, -1, -1):
                 backwards.append(clock)
                 if came[i, segment, clock]:
-                    segment, clock = segment - 1, int(came[i, segment, clock]) - 1
+                    clock = int(came[i, segment, clock]) - 1
+                    segment -= 1
             chosen += reversed(backwards)
         return np.array(chosen, dtype=np.int64)
 
@@ -495,6 +538,7 @@ def _replayed_all_s(problem: ClockProblem, computed_s: Floats) -> Floats:
     duration_s = np.tile(problem.fixed_s[:, None], computed_s.shape[1])
     duration_s[problem.node] = computed_s
     end_s = np.zeros_like(duration_s)
+    # Nodes are in topological order, so one pass for all plans at once is enough.
     for k, own_s in enumerate(duration_s):
         for i in range(problem.before_start[k], problem.before_start[k + 1]):
             end_s[k] = np.maximum(end_s[k], end_s[problem.before[i]] + problem.before_lag_s[i])

@@ -118,6 +118,7 @@ def clock_problem(
     programs = iteration.schedule.ranks
     member = np.array([number[key] for key in iteration.keys], dtype=np.int64)
     rank_start = np.cumsum([0, *map(len, programs)], dtype=np.int64)
+    # A rank may use a clock if any of its computations was measured at it.
     usable = [np.isfinite(time_s[member[a:b]]).any(axis=0) for a, b in pairwise(rank_start)]
     problem = ClockProblem(
         before_start=before_start,
@@ -130,6 +131,7 @@ def clock_problem(
         member=member,
         rank=np.repeat(np.arange(len(programs)), np.diff(rank_start)),
         rank_start=rank_start,
+        # Three fields are filled below; any array will do until then.
         usable=member,
         usable_count=member,
         place=member,
@@ -168,6 +170,7 @@ def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
     }
     clocks = sorted({m.clock_mhz for rows in tables.values() for m in rows}, reverse=True)
     column = {clock: i for i, clock in enumerate(clocks)}
+    # What was not measured takes forever, so no search takes it.
     time_s = np.full((len(tables), len(clocks)), np.inf)
     cost_j = time_s.copy()
     for row, (key, rows) in enumerate(tables.items()):
@@ -191,15 +194,16 @@ def change_cost(iteration: Iteration, change: ClockChange, gpus_per_rank: int) -
     for i in range(len(iteration.keys)):
         computation[node_of[i]] = i
     return ChangeCost(
+        # Ranks on one node share the lock of its driver.
         lock=np.unique(change.node_of_rank(ranks, gpus_per_rank), return_inverse=True)[1],
         hold_s=change.calls_per_change(gpus_per_rank) * change.call_s,
         settle_s=change.settle_s,
         tail_s=np.zeros(ranks),
-        queue=np.array([node_of[place] for each in iteration.programs for place in each]),
+        queue=np.array([node_of[place] for program in iteration.programs for place in program]),
         queue_start=np.cumsum([0, *map(len, iteration.programs)], dtype=np.int64),
         computation=computation,
         final=np.array(
-            [[i for i in each if i < len(iteration.keys)][-1] for each in iteration.programs]
+            [[i for i in program if i < len(iteration.keys)][-1] for program in iteration.programs]
         ),
         seconds=np.zeros((7, ranks)),
         numbers=np.zeros((7, ranks), dtype=np.int64),
@@ -217,6 +221,7 @@ def with_waves(problem: ClockProblem, clock: Integers) -> ClockProblem:
     makespan_s = replay(problem, state)
     middle = (state.end_s - state.duration_s / 2)[problem.node] / makespan_s
     for first, stop in pairwise(problem.rank_start.tolist()):
+        # Waves never fall along a program, as the kernels search them by halving.
         middle[first:stop] = np.maximum.accumulate(middle[first:stop])
     return problem._replace(wave=middle)
 
@@ -225,6 +230,7 @@ def load_state(problem: ClockProblem, clock: Integers) -> tuple[ClockState, floa
     """Return a state with these clocks, not yet replayed, and its effective energy, joules."""
     duration_s = problem.fixed_s.copy()
     duration_s[problem.node] = problem.time_s[problem.member, clock]
+    # Node 0 counts as touched, so the first replay goes through all nodes.
     state = ClockState(
         clock.copy(), duration_s, np.zeros(len(duration_s)), np.zeros(1, dtype=np.int64)
     )

@@ -83,14 +83,18 @@ def anneal(
         library: (plans, m) clocks of plans, parts of which may be taken; at least one plan.
         change: what clock changes cost; None if nothing.
     """
-    (now, cost_j), (trial, _) = load_state(problem, start), load_state(problem, start)
+    now, cost_j = load_state(problem, start)
+    trial, _ = load_state(problem, start)
     best = start.copy()
     scale_j = np.cumsum(np.abs(problem.cost_j[problem.member, start]))[-1]
     time_s = replay(problem, now)
+    # The kernel needs two equal states: it undoes a move in one by the other.
     replay(problem, trial)
+    # With changes that take time, these say time and energy instead.
     if change is not None:
         time_s, cost_j = replay_changes(problem, trial, change)
     cost_j += goal.waiting_w * time_s
+    # Sums of costs in another order may differ by so much, and that is no gain.
     margin_j = 1e-10 * scale_j
     _anneal_clocks(
         problem,

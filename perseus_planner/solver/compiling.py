@@ -49,7 +49,7 @@ class CompileError(Exception):
 
 def folders() -> list[Path]:
     """Return the folders of C sources of the package; an extension that is deleted has none."""
-    return sorted({each.parent for each in _PACKAGE.glob("**/c/*.c")})
+    return sorted({source.parent for source in _PACKAGE.glob("**/c/*.c")})
 
 
 def library(folder: Path) -> Path:
@@ -59,11 +59,11 @@ def library(folder: Path) -> Path:
 
 def _digest(folder: Path) -> str:
     """Return a digest of all that the library of a folder is made of."""
-    found = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for file in _sources(folder):
-        found.update(file.name.encode())
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _sources(folder: Path) -> list[Path]:
@@ -87,25 +87,25 @@ def compile_into(folder: Path, target: Path, *options: str) -> Path:
             f"package {ZIG}); install one, e.g. `apt install gcc libc6-dev` or "
             f"`pip install {ZIG}`"
         )
-    place = target / library(folder).name
+    path = target / library(folder).name
     target.mkdir(parents=True, exist_ok=True)
     descriptor, made = tempfile.mkstemp(dir=target, prefix=".kernels-", suffix=".so")
     os.close(descriptor)
     try:
-        sources = [str(each) for each in _sources(folder) if each.suffix == ".c"]
+        sources = [str(source) for source in _sources(folder) if source.suffix == ".c"]
         _run([*compiler, *_FLAGS, *options, f"-I{_CORE}", *sources, "-o", made, "-lm"])
         # As any file that a compiler makes; mkstemp lets only its owner read.
         mask = os.umask(0)
         os.umask(mask)
         Path(made).chmod(0o777 & ~mask)
-        os.replace(made, place)
+        os.replace(made, path)
     finally:
         Path(made).unlink(missing_ok=True)
     # What was made of other sources is of no use.
     for old in target.glob(f"kernels-*.{_OWN_MACHINE}.so"):
-        if old != place:
+        if old != path:
             old.unlink(missing_ok=True)
-    return place
+    return path
 
 
 @cache
@@ -124,15 +124,15 @@ def find_compiler() -> list[str] | None:
                 f"CC={' '.join(named)}: cannot compile C: {problem}; mend or unset it"
             )
         return named
-    return next((each for each in _candidates() if _problem(each) is None), None)
+    return next((command for command in _candidates() if _problem(command) is None), None)
 
 
 def _candidates() -> Iterator[list[str]]:
     yield from ([name] for name in ("cc", "gcc", "clang") if shutil.which(name))
-    found = importlib.util.find_spec(ZIG)
-    if found is not None and found.origin is not None:
+    spec = importlib.util.find_spec(ZIG)
+    if spec is not None and spec.origin is not None:
         # Else it compiles for the processor of this machine.
-        yield [str(Path(found.origin).with_name("zig")), "cc", "-mcpu=baseline"]
+        yield [str(Path(spec.origin).with_name("zig")), "cc", "-mcpu=baseline"]
 
 
 def _problem(compiler: list[str]) -> str | None:
@@ -160,7 +160,7 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     """Compile what is not compiled yet, or from other sources; return the exit status."""
-    stale = [each for each in folders() if not library(each).exists()]
+    stale = [source_folder for source_folder in folders() if not library(source_folder).exists()]
     try:
         for folder in stale:
             print(f"Compiled {compile_into(folder, folder).relative_to(_PACKAGE.parent)}.")

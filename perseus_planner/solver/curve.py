@@ -84,6 +84,7 @@ class TimeEnergyCurve:
         tree = slowest_tree(scaled.network)
         slowest = int(tree.event[scaled.network.sink])
         fastest = int(fastest_s / scaled.tick_s)
+        # Guides are dense near the fast end, where most plans are asked for.
         near = min(_NEAR * fastest, slowest)
         far_parts = _PARTS - _NEAR_PARTS
         if near == slowest:
@@ -94,8 +95,12 @@ class TimeEnergyCurve:
         times = [slowest]
         powers = [0]
         guides: list[tuple[float, NDArray[Any], NDArray[Any]]] = []
+        # The last target, 0, is out of reach: the walk stops at the fast end by itself.
         for part, step in enumerate(walk(scaled.network, [slowest, *targets[1:], 0], tree)):
-            times[-1:], powers[-1:] = step.times, step.powers
+            # Each step begins with the point where the one before ended.
+            times[-1:] = step.times
+            powers[-1:] = step.powers
+            # Odd event nodes are ends. A guide only guides, so 32 bits are enough.
             end_s = np.asarray(
                 step.state.event[1 : 2 * count : 2] * scaled.tick_s, dtype=np.float32
             )
@@ -104,9 +109,8 @@ class TimeEnergyCurve:
             if progress is not None and part > 0:
                 progress(part, _PARTS)
         as_array = np.array([times, powers], dtype=np.int64)
-        bends = (
-            np.diff(as_array[1], prepend=0) != 0
-        )  # the slope is the same where the walk only stopped
+        # Where the walk only stopped, the slope is the same, and the point is none of the curve.
+        bends = np.diff(as_array[1], prepend=0) != 0
         bends[[0, -1]] = True
         curve = cls(
             dag,
@@ -164,7 +168,9 @@ class TimeEnergyCurve:
         times_s: NDArray[np.float64] = np.clip(
             self.times * self.scaled.tick_s + self._overhead_s, self.min_time_s, self.max_time_s
         )
-        times_s[0], times_s[-1] = self.max_time_s, self.min_time_s
+        # Ticks round; the ends are exactly what replays. Of a single point, it is the fast one.
+        times_s[0] = self.max_time_s
+        times_s[-1] = self.min_time_s
         return times_s
 
     @cached_property
@@ -182,8 +188,11 @@ class TimeEnergyCurve:
         """
         deadline_s = self.check_deadline(deadline_s)
         within_s = min(max(deadline_s, self.times_s[-1]), self.times_s[0])
+        # Times fall, so their negatives are sorted; this is the fastest point that is no faster
+        # than the deadline.
         point = int(np.searchsorted(-self.times_s, -within_s, side="right")) - 1
         saved_s = self.times_s[point] - within_s
+        # At a point itself nothing is added, and the fast end has no finite slope.
         slope_w = int(self.powers[point]) * self.scaled.power_unit_w if saved_s else 0.0
         return float(self._effective_j[point] + slope_w * saved_s + self.dag.waiting_w * deadline_s)
 
@@ -229,6 +238,7 @@ class TimeEnergyCurve:
         unit_j = self.scaled.tick_s * self.scaled.power_unit_w
         added = [0.0]
         total = 0
+        # Python's whole numbers do not overflow: 64 bits hold a time or a power, not their product.
         for power, ticks in zip(
             self.powers[:-1].tolist(), (-np.diff(self.times)).tolist(), strict=True
         ):
@@ -271,6 +281,8 @@ def fastest_within_power(
     while True:
         deadline_s = _fastest_within(curve, target_w)
         if deadline_s is None:
+            # Not even the bound is that frugal: only a plan at the least average power may still
+            # be.
             frugal = plan_near(float(curve.times_s[np.argmin(curve.energies_j / curve.times_s)]))
             if power_of(frugal) <= power_w:
                 return frugal
@@ -293,10 +305,9 @@ def _fastest_within(curve: TimeEnergyCurve, power_w: float) -> float | None:
     point = int(fitting[-1])  # the fastest one; the line from it to the next crosses the budget
     if point == len(curve.times_s) - 1:
         return curve.min_time_s
-    (slow_s, fast_s), (slow_j, fast_j) = (
-        curve.times_s[point : point + 2],
-        curve.energies_j[point : point + 2],
-    )
+    slow_s, fast_s = curve.times_s[point : point + 2]
+    slow_j, fast_j = curve.energies_j[point : point + 2]
     slope_w = (fast_j - slow_j) / (fast_s - slow_s)
+    # Energy is straight in time here: solve energy = power * time.
     crossing_s = (slow_j - slope_w * slow_s) / (power_w - slope_w)
     return float(min(max(crossing_s, fast_s), slow_s))

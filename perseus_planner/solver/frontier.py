@@ -87,6 +87,7 @@ def write_frontier(
     }
     rows = [row.evidence for points in dag.profile.measurements.values() for row in points]
     if any(rows):
+        # Arrays have no None: a row without evidence is NaN, and one without an order is -1.
         evidence = [
             [getattr(row, name) if row else np.nan for name in rules(Evidence)] for row in rows
         ]
@@ -94,6 +95,7 @@ def write_frontier(
         orders = [-1 if row is None or row.order is None else row.order for row in rows]
         if max(orders) >= 0:
             arrays["orders"] = np.array(orders, dtype=np.int64)
+    # Last, as it is a digest of all other arrays.
     arrays["digest"] = np.frombuffer(_digest(arrays).encode(), dtype=np.uint8)
     with replacing(path, FrontierError) as file:
         np.savez_compressed(file, **arrays)
@@ -173,6 +175,7 @@ def checking_frontier(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _header(dag: PipelineDag) -> dict[str, Any]:
+    """Return what a file says in words: all but the arrays, as JSON can hold it."""
     profile = dag.profile
     return {
         "format": _FORMAT,
@@ -184,6 +187,7 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         },
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
+        # Only schedules that overlap a forward and a backward have pairs.
         **(
             {"pairs": [f"{forward} {backward}" for forward, backward in dag.schedule.pairs]}
             if dag.schedule.pairs
@@ -198,6 +202,7 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
 
 
 def _check(path: Path, arrays: dict[str, Any]) -> None:
+    """Refuse what is no frontier file, or of another version, or changed since it was written."""
     try:
         header = json.loads(arrays["header"].tobytes())
         format_version = header["format"], header["version"]
@@ -235,10 +240,12 @@ def _digest(arrays: dict[str, Any]) -> str:
 
 
 def _parts(arrays: dict[str, Any]) -> Parts:
+    """Return the graph, the curve and the guides that checked arrays hold."""
     header = json.loads(arrays["header"].tobytes())
     _need(isinstance(header["schedule"], str), "schedule", "is not a name")
     numbers = arrays["evidence"].tolist() if "evidence" in arrays else []
     orders = arrays["orders"].tolist() if "orders" in arrays else [-1] * len(numbers)
+    # Evidence is one array over all rows, in the order of the measurements; exact files have none.
     evidence = iter(list(map(_evidence, numbers, orders)))
     measurements = {
         parse_stage_kind(text): tuple(
@@ -254,6 +261,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     waits = arrays["waits"].tolist()
     lags = arrays["lags_s"].tolist()
     before: list[list[int]] = [[] for _ in range(sum(map(len, ranks)) + len(operations))]
+    # A negative index would count from the end of the list, and so pass for another node.
     if any(place < 0 for _, place in waits):
         raise ValueError("waits: a place is below 0")
     lags_s: list[list[float]] = [[] for _ in before]
@@ -295,6 +303,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     Raises:
         FrontierError: If they are not; names the first field that is wrong.
     """
+    # A file may come from anywhere: types and shapes first, as all else rests on them.
     for name, array in (("times", times), ("powers", powers)):
         _need(
             array.dtype == np.int64 and array.ndim == 1 and len(array) == len(times) > 0,
@@ -302,6 +311,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
             "is not a list",
         )
     _need(_within(times, _MOST) and bool((times[1:] < times[:-1]).all()), "times", "do not fall")
+    # Convex: the slope grows towards the fast end, below which nothing is feasible.
     rising = (
         _within(powers[:-1], _MOST)
         and powers[-1] == UNLIMITED
@@ -312,6 +322,7 @@ def check_frontier(dag: PipelineDag, times: Integers, powers: Integers, guides: 
     shaped = guides.time_s.dtype == np.float64 and guides.time_s.shape == (count,) and count > 0
     _need(shaped and bool((np.diff(guides.time_s) <= 0).all()), "guide_time_s", "does not fall")
     _need(_within(guides.time_s, _LARGE), "guide_time_s", "is not a time")
+    # Guides have a column for each node of this very graph.
     for name, values in (("guide_end_s", guides.end_s), ("guide_price_w", guides.price_w)):
         shaped = values.dtype == np.float32 and values.shape == (count, len(dag.keys))
         _need(shaped and _within(values, _LARGE), name, "is not of this graph")
@@ -355,6 +366,8 @@ class Frontier(TimeEnergyCurve):
             UsageError: If an argument is out of range.
         """
         deadline_s = self.check_deadline(deadline_s)
+        # Which modes save most depends on the deadline, so this least-energy time is not that of
+        # the modes.
         if self.dag.has_open_modes:
             return self._no_slower_than_saves(deadline_s, **limits)
         least_energy_s = self.least_energy_deadline_s(limits.get("on_time", ON_TIME))
@@ -430,8 +443,8 @@ class Frontier(TimeEnergyCurve):
         on_time = limits.get("on_time", ON_TIME)
         straggler_time_s = TIME.check(straggler_time_s, "straggler_time_s")
         if self.dag.has_open_modes:
-            own = self.in_modes(max(straggler_time_s, self.min_time_s), on_time)
-            return self._of_modes(own.plan_beside_straggler(straggler_time_s, **limits))
+            fixed = self.in_modes(max(straggler_time_s, self.min_time_s), on_time)
+            return self._of_modes(fixed.plan_beside_straggler(straggler_time_s, **limits))
         least_s = self.least_deadline_s(on_time)
         return self.plan_until(max(straggler_time_s, least_s), **limits)
 
@@ -458,8 +471,10 @@ class Frontier(TimeEnergyCurve):
         power_w = POWER.check(power_w, "power_w")
         if self.dag.has_open_modes:
             limits: dict[str, Any] = {"max_changes": max_changes, "on_time": on_time}
-            own = self.in_modes(self.baseline_time_s, on_time)
-            plan = own.plan_within_power(power_w, **limits)
+            # Modes are best for a time, and the power decides the time: begin with the baseline's,
+            # and try again with the modes for the time that was found.
+            fixed = self.in_modes(self.baseline_time_s, on_time)
+            plan = fixed.plan_within_power(power_w, **limits)
             again = self.in_modes(plan.deadline_s, on_time)
             with suppress(InfeasiblePower):
                 plan = min(
@@ -483,6 +498,7 @@ class Frontier(TimeEnergyCurve):
         if self.dag.has_open_modes:
             return self._of_modes(self._fixed((OWN,) * len(self.dag.computations)).plan_of(clocks))
         chosen = []
+        # Checked one by one, so that the refusal can name the first computation that is wrong.
         for computation, key in zip(self.dag.computations, self.dag.iteration.keys, strict=True):
             clock = clocks.get(str(computation))
             if clock is None or all(m.clock_mhz != clock for m in self.profile.measurements[key]):
@@ -528,6 +544,7 @@ class Frontier(TimeEnergyCurve):
             iteration = plan.iteration  # in its modes
         if (plan.profile_digest, plan.iteration) != (self.profile.digest, iteration):
             raise UsageError("plan: is not of this frontier; give the one that it was made from")
+        # A plan for a probability was made of expected rows, and only their bound holds for it.
         planner = self._planner if plan.on_time is None else self._on_time_planner.mean_planner
         at_s = max(plan.time_s, planner.curve.min_time_s)
         return replace(plan, point_bound_j=planner.point_bound_j(at_s))
@@ -564,12 +581,14 @@ class Frontier(TimeEnergyCurve):
         estimate = self._on_time_planner.estimate
         if sure is None or sure.limit_ratio is None or estimate is None or not sure.has_errors:
             return None
+        # A margin that costs next to nothing has nothing to give back.
         if sure.safety_share < LEAST_SHARE:
             return None
         if self.dag.has_open_modes or len(self.dag.computations) > _MOST_AGAIN:
             return None
         profile, rows = measured_again(self.profile, estimate, plan)
         after = solve_dag(self.dag.with_profile(profile))
+        # Measured again, the baseline may differ: the deadline keeps its ratio to it.
         ratio = plan.deadline_s / plan.baseline_time_s
         surer = after.plan_until(min(ratio * after.baseline_time_s, after.max_time_s), **limits)
         assert surer.on_time is not None
@@ -650,14 +669,16 @@ class Frontier(TimeEnergyCurve):
         for it.
         """
         on_time = limits.get("on_time", ON_TIME)
-        own = self.in_modes(deadline_s, on_time)
-        while (least_energy_s := own.least_energy_deadline_s(on_time)) < deadline_s:
+        fixed = self.in_modes(deadline_s, on_time)
+        # At the earlier deadline other modes may be better, whose least energy is earlier still:
+        # on, until the modes stay.
+        while (least_energy_s := fixed.least_energy_deadline_s(on_time)) < deadline_s:
             deadline_s = least_energy_s
-            before = own
-            own = self.in_modes(deadline_s, on_time)
-            if own is before:
+            before = fixed
+            fixed = self.in_modes(deadline_s, on_time)
+            if fixed is before:
                 break
-        return self._of_modes(own.plan_for(deadline_s, **limits))
+        return self._of_modes(fixed.plan_for(deadline_s, **limits))
 
     def in_modes(self, deadline_s: float, on_time: float | None = None) -> Frontier:
         """Return the frontier of the modes that are best for a deadline; if none is that fast, of
@@ -667,15 +688,17 @@ class Frontier(TimeEnergyCurve):
         as far from the baseline.
         """
         if self._is_uncertain(on_time) and not self.profile.is_exact:
+            # Deadlines keep their ratio to the baseline, as expected rows have another one.
             expected = self._expected_modes
             ratio = expected.baseline_time_s / self.baseline_time_s
             choice = expected._choice(deadline_s * ratio)
             return self._fixed(choice.modes)
         choice = self._choice(deadline_s)
-        own = self._fixed(choice.modes)
+        fixed = self._fixed(choice.modes)
+        # An exact choice has clocks as well, and the planner takes the better of both.
         if choice.clocks is not None:
-            own._planner.keep(deadline_s, choice.clocks)
-        return own
+            fixed._planner.keep(deadline_s, choice.clocks)
+        return fixed
 
     def _choice(self, deadline_s: float) -> Choice:
         """Return the best modes for a deadline."""
@@ -704,6 +727,7 @@ class Frontier(TimeEnergyCurve):
         """Return a plan of chosen modes with the bound of all that could have been chosen."""
         choice = self._choices.get(plan.deadline_s)
         bound_j = self.bound_j(max(plan.time_s, self.min_time_s))
+        # The duals of the choice bound all modes too; the larger bound is the tighter one.
         if choice is not None and plan.on_time is None:
             bound_j = max(bound_j, choice.effective_bound_j + self.dag.waiting_w * plan.time_s)
         return replace(plan, bound_j=bound_j)

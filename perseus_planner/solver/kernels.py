@@ -70,11 +70,13 @@ def kernel(*changed: str) -> Callable[[F], F]:
             if call is None:
                 # Loaded when it is first called, as looking at a frontier needs no kernel.
                 made = declared(function, frozenset(changed))
-                converters.extend(each.convert for each in made.arguments)
+                converters.extend(argument.convert for argument in made.arguments)
                 call = _bound(folder, name, made)
             if len(values) != len(converters):
                 raise TypeError(f"{name}: takes {len(converters)} arguments, not {len(values)}")
-            return call(*[convert(each) for convert, each in zip(converters, values, strict=True)])
+            return call(
+                *[convert(argument) for convert, argument in zip(converters, values, strict=True)]
+            )
 
         return cast("F", door)
 
@@ -90,7 +92,7 @@ class Declared(NamedTuple):
 
 def declared(function: Callable[..., object], changed: frozenset[str]) -> Declared:
     """Return what a function declares."""
-    annotated = {name: _text(each) for name, each in function.__annotations__.items()}
+    annotated = {name: _text(annotation) for name, annotation in function.__annotations__.items()}
     result = annotated.pop("return")
     unknown = changed - annotated.keys()
     assert not unknown, f"{function.__name__} has no {unknown}"
@@ -197,11 +199,11 @@ class Struct:
         return made
 
     def _words(self, value: tuple[Any, ...]) -> Iterator[object]:
-        for field, each in zip(self.fields, value, strict=True):
+        for field, content in zip(self.fields, value, strict=True):
             if isinstance(field, _Scalar):
-                yield field.convert(each)
+                yield field.convert(content)
             else:
-                yield from field.words(each)
+                yield from field.words(content)
 
 
 def fields(kind: Any) -> list[tuple[str, str]]:
@@ -223,7 +225,7 @@ def structure(kind: Any) -> type[ctypes.Structure]:
 
 def _bound(folder: Path, name: str, made: Declared) -> Callable[..., object]:
     function = getattr(library_of(folder), name)
-    function.argtypes = [each.ctype for each in made.arguments]
+    function.argtypes = [argument.ctype for argument in made.arguments]
     function.restype = made.result
     return cast("Callable[..., object]", function)
 

@@ -121,6 +121,7 @@ class LabelSearch:
         starts = problem.point_start.tolist()
         of_class = [np.arange(first, stop) for first, stop in pairwise(starts)]
         self._points = [of_class[member] for member in problem.member.tolist()]
+        # A gain counts against what all points cost at most, so that rounding errors are none.
         dearest_j = [float(np.abs(problem.cost_j[points]).max()) for points in self._points]
         self._worth_j = _WORTH * sum(dearest_j)
 
@@ -133,20 +134,21 @@ class LabelSearch:
         nominal = self._prices.only(int(np.argmin(np.abs(np.array(_AROUND) - 1.0))))
         for prices in (nominal, self._prices):
             for order in (self._forwards, self._backwards):
-                found = self._search(order, prices, self._points, best, labels)
-                best = best if found.chosen is None else found.chosen
-                if found.is_best:
+                outcome = self._search(order, prices, self._points, best, labels)
+                best = best if outcome.chosen is None else outcome.chosen
+                if outcome.is_best:
                     return best
         part_labels = max(1, round(self._effort * _PART_LABELS))
         for _ in range(_ROUNDS):
             before = best
             for order, free in self._parts(best):
+                # A computation that may choose nothing keeps its point.
                 points = [
-                    own[near] if near.any() else best[k : k + 1]
-                    for k, (own, near) in enumerate(zip(self._points, free, strict=True))
+                    own_points[near] if near.any() else best[k : k + 1]
+                    for k, (own_points, near) in enumerate(zip(self._points, free, strict=True))
                 ]
-                found = self._search(order, nominal, points, best, part_labels)
-                best = best if found.chosen is None else found.chosen
+                outcome = self._search(order, nominal, points, best, part_labels)
+                best = best if outcome.chosen is None else outcome.chosen
             if best is before:
                 break
         return best
@@ -155,17 +157,24 @@ class LabelSearch:
         """Yield parts of the problem around a plan: the direction of the search, and which points
         of each computation it may choose; none where the computation keeps its point.
         """
-        near = [np.abs(own - k) <= 1 for own, k in zip(self._points, chosen.tolist(), strict=True)]
+        near = [
+            np.abs(node_points - k) <= 1
+            for node_points, k in zip(self._points, chosen.tolist(), strict=True)
+        ]
         yield self._forwards, near
         yield self._backwards, near
         end_s = np.empty(len(chosen))
         compute_ends(self._problem, chosen, end_s)
+        # Windows overlap by half: what runs side by side is in one of them together.
         in_time = np.argsort(end_s, kind="stable")
         for first in range(0, len(chosen) - _WINDOW // 2, _WINDOW // 2):
             window = set(in_time[first : first + _WINDOW].tolist())
             yield (
                 self._forwards,
-                [np.full(len(own), k in window) for k, own in enumerate(self._points)],
+                [
+                    np.full(len(node_points), k in window)
+                    for k, node_points in enumerate(self._points)
+                ],
             )
 
     def _search(
@@ -187,8 +196,8 @@ class LabelSearch:
         """
         problem = self._problem
         prices = prices if order is self._forwards else prices.backwards()
-        time_s = [problem.time_s[own] for own in points]
-        cost_j = [problem.cost_j[own] for own in points]
+        time_s = [problem.time_s[node_points] for node_points in points]
+        cost_j = [problem.cost_j[node_points] for node_points in points]
         earliest_s, latest_s = self._limits(order, time_s)
         # The least that each node costs, at the price of its time.
         least_j = np.array(
@@ -231,12 +240,12 @@ class LabelSearch:
             if not len(some):
                 return _Found(None, is_best)
             labels = labels.take(some)
+            # For the way back: the label that each came from, and the point that it chose.
             came.append((parent[some], point[some]))
-        label = int(np.argmin(labels.cost_j))
         chosen = known.copy()
-        for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
-            chosen[k] = points[k][point[label]]
-            label = int(parent[label])
+        label = int(np.argmin(labels.cost_j))  # the cheapest complete one
+        for k, own_point in _way_back(order, came, label):
+            chosen[k] = points[k][own_point]
         # What fits exactly may miss by a rounding error.
         if compute_ends(problem, chosen, np.empty(len(chosen))) > self._deadline_s:
             return _Found(None, is_best=False)
@@ -255,6 +264,21 @@ class LabelSearch:
             starts = (latest_s[i] - fastest_s[i] - lag_s for i, lag_s in order.after[k])
             latest_s[k] = min(starts, default=last_s)
         return earliest_s, latest_s
+
+
+def _way_back(
+    order: _Order, came: Sequence[tuple[Integers, Integers]], label: int
+) -> Iterator[tuple[int, int]]:
+    """Yield each node, last one first, and which of its points a complete label has chosen.
+
+    Args:
+        order: the direction of the search.
+        came: for each node, (labels,) the label before that each came from, and its point.
+        label: the label after the last node.
+    """
+    for k, (parent, point) in zip(reversed(order.nodes), reversed(came), strict=True):
+        yield k, int(point[label])
+        label = int(parent[label])
 
 
 def _bounds_j(labels: _Labels, into_w: dict[int, Floats], to_come_j: Floats) -> Floats:
@@ -283,6 +307,8 @@ def _undominated(labels: _Labels) -> Integers:
     some = np.flatnonzero(is_kept)
     values = values[:, some]
     is_kept = np.ones(len(some), dtype=np.bool_)
+    # Most are beaten by one of the most promising, so only these are compared with all: the time
+    # stays linear.
     for i in range(min(_COMPARED, len(some))):
         if is_kept[i]:
             is_kept &= (values < values[:, i : i + 1]).any(axis=0)
@@ -309,11 +335,13 @@ def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
     flow_w = np.array([flows.get(target, last_w) for target in targets])
     heads = network.head.tolist()
     tails = network.tail.tolist()
+    # Node 2k starts, and node 2k + 1 ends, the k-th in the order: half of a number is k.
     waits = {
         (tails[arc] // 2, heads[arc] // 2): flow_w[:, arc]
         for arc in range(count, len(heads))
         if tails[arc] != network.source and heads[arc] != network.sink
     }
+    # What enters at each node, and what leaves from it.
     first_w, last_w = np.zeros((2, len(flow_w), count))
     first = network.tail == network.source
     last = network.head == network.sink

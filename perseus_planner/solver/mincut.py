@@ -172,7 +172,9 @@ def walk(network: Network, targets: Iterable[int], tree: Tree | None = None) -> 
         times = [time]
         powers = [power]
         count = _MOST_STEPS
+        # A full record means that the kernel stopped half-way: it goes on from there.
         while count == _MOST_STEPS:
+            # The kernel reads where it stands from the first entry.
             part[:, 0] = times[-1], powers[-1]
             count = _advance(network, tree, flow, walker, target, part[0], part[1], _MOST_STEPS)
             times[-1:], powers[-1:] = part[:, :count].tolist()
@@ -188,6 +190,8 @@ def _events(network: Network, tree: Tree, walker: _Walker) -> Integers:
     event = tree.event.copy()
     _, is_within, reached, _, moved, pieces = walker.kept.tolist()
     if is_within:
+        # In the middle of a round the source's side is not up to date: each piece of it lags by
+        # what the sink's side moved since it was taken in.
         sizes = np.diff(walker.piece[:pieces], append=reached)
         event[walker.side[:reached]] += moved - np.repeat(walker.piece_moved[:pieces], sizes)
     event -= event[network.source]

@@ -76,6 +76,7 @@ def in_modes(
     kinds = [in_mode(kind, mode) for (_, kind), mode in zip(iteration.keys, modes, strict=True)]
     waits = [dict(waits) for waits in iteration.waits]
     change_s = dag.profile.modes.change_s if dag.profile.modes is not None else 0.0
+    # A change of the mode takes its time after what runs just before on the rank: a longer wait.
     for place, before, latest in _successions(dag) if change_s else ():
         if modes[place] != modes[latest]:
             waits[place][before] = waits[place].get(before, 0.0) + change_s
@@ -92,16 +93,17 @@ def _successions(dag: PipelineDag) -> list[tuple[int, int, int]]:
     """Return each computation with the node before it on its rank, and with the computation before
     it there.
     """
-    found = list[tuple[int, int, int]]()
+    successions = list[tuple[int, int, int]]()
     count = len(dag.computations)
     for program in dag.iteration.programs:
+        # The latest computation; operations between have no mode.
         latest: int | None = None
         for i, place in enumerate(program):
             if place < count:
                 if latest is not None:
-                    found.append((place, program[i - 1], latest))
+                    successions.append((place, program[i - 1], latest))
                 latest = place
-    return found
+    return successions
 
 
 def baseline(dag: PipelineDag) -> PipelineDag:
@@ -142,9 +144,9 @@ class ModeProblem:
     dag: PipelineDag  #: with open modes
 
     def __post_init__(self) -> None:
-        own = (OWN,) * len(self.dag.computations)
+        as_trained = (OWN,) * len(self.dag.computations)
         for row in self.memory_rows:
-            if (taken := self._taken(row, own)) > row.limit:
+            if (taken := self._taken(row, as_trained)) > row.limit:
                 raise ProfileError(
                     f"modes, memory_bytes: the mode {OWN} takes {si(taken, 'B', 4)} of "
                     f"{si(row.limit, 'B', 4)}, and training runs in it without a plan; measure a "
@@ -164,14 +166,14 @@ class ModeProblem:
         return tuple(
             number.setdefault(
                 {
-                    "computation": each,
-                    "microbatch": (each.stage, each.microbatch),
-                    "stage": each.stage,
+                    "computation": computation,
+                    "microbatch": (computation.stage, computation.microbatch),
+                    "stage": computation.stage,
                     "pipeline": None,
                 }[self.modes.shared_by],
                 len(number),
             )
-            for each in self.dag.computations
+            for computation in self.dag.computations
         )
 
     @cached_property
@@ -189,6 +191,8 @@ class ModeProblem:
         dag = self.dag
         for program in dag.iteration.programs:
             places = [place for place in program if place < len(dag.computations)]
+            # (stage, microbatch) -> its last computation on the rank, after which nothing of it is
+            # kept.
             last = {dag.computations[place][::2]: place for place in places}
             alive: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> group of its forward
             for place in places:
@@ -198,12 +202,15 @@ class ModeProblem:
                 parts: dict[tuple[int, str], float] = defaultdict(float)
                 for name in self.modes.usable:
                     mode = self.modes.ways[name]
+                    # What forwards before this moment keep for their backwards.
                     for (of_stage, _), group in alive.items():
                         parts[group, name] += mode.bytes_of(of_stage)[0]
                     if kind != "F":
+                        # A backward takes some more while it runs.
                         parts[self.groups[place], name] += mode.bytes_of(stage)[1]
                 limit = self.modes.limit_bytes(stage)
                 assert limit is not None
+                # Many moments take the same, so one row stands for them all.
                 rows.setdefault((limit, *sorted(parts.items())), _Row(dict(parts), limit))
                 if kind != "F" and last[stage, microbatch] == place:
                     alive.pop((stage, microbatch), None)
@@ -237,16 +244,18 @@ class ModeProblem:
     def _priced(self, deadline_s: float) -> Choice:
         within_s = deadline_s - self.dag.profile.overhead_s
         starts = [tuple(mode_of(kind) for _, kind in baseline(self.dag).iteration.keys)]
-        known: dict[Assignment, tuple[float, float]] = {}
+        priced: dict[Assignment, tuple[float, float]] = {}
         bound_j = -math.inf
+        # Where memory is short, prices alone start far off; the relaxed programme knows the memory.
         if self.memory_rows and self._size <= _RELAXED:
             relaxed = self._exact(deadline_s, whole=False)
             if relaxed is not None:
                 starts.append(relaxed.modes)
                 bound_j = relaxed.effective_bound_j
         for start in starts:
-            bound_j = max(bound_j, self._priced_from(start, within_s, known))
-        return Choice(min(known, key=lambda modes: known[modes]), bound_j)
+            bound_j = max(bound_j, self._priced_from(start, within_s, priced))
+        # In time before late, and then the cheapest.
+        return Choice(min(priced, key=lambda modes: priced[modes]), bound_j)
 
     def _priced_from(
         self, modes: Assignment, within_s: float, known: dict[Assignment, tuple[float, float]]
@@ -262,13 +271,16 @@ class ModeProblem:
                 costs[mode] for costs, mode in zip(self._costs_j(prices), modes, strict=True)
             )
             known[modes] = late_s, self._dual_j(prices, least_j, within_s, modes)
+            # Prices jump from choice to choice. Their mean settles, and a mean of flows is a flow.
             mean = prices if mean is None else mean.mixed(prices, 1 / (rounds + 1))
             new = list[Assignment]()
-            for each in (mean, prices):
-                cheapest, least_j = self._cheapest(each)
-                bound_j = max(bound_j, self._dual_j(each, least_j, within_s))
+            for flow in (mean, prices):
+                cheapest, least_j = self._cheapest(flow)
+                # Weak duality: any flow bounds all choices, so the largest bound counts.
+                bound_j = max(bound_j, self._dual_j(flow, least_j, within_s))
                 if cheapest not in known:
                     new.append(cheapest)
+            # Both flows lead to modes that are known, so nothing new follows from them.
             if not new:
                 break
             modes = new[0]
@@ -286,16 +298,19 @@ class ModeProblem:
         durations_s = [fixed.points[key][0].time_s for key in fixed.iteration.keys]
         fastest_s = max(end_times(fixed, durations_s))
         tree = slowest_tree(network)
+        # Not at the fast end itself, where the frontier's slope, which is the flow, has no bound.
         target = 1 + int(max(within_s, fastest_s * (1 + _NEAR)) / scaled.tick_s)
         step = next(walk(network, [min(target, int(tree.event[network.sink]))], tree))
         flow_w = step.state.flow * scaled.power_unit_w
         count = len(fixed.order)
         nodes = np.empty(count)
+        # Arcs are in topological order, prices are by place.
         nodes[list(fixed.order)] = flow_w[:count]
+        # Arcs of waits follow those of the nodes, in this order (`network._ends`).
         waits = [
             (place, other)
-            for place, each in enumerate(fixed.iteration.predecessors)
-            for other in each
+            for place, predecessors in enumerate(fixed.iteration.predecessors)
+            for other in predecessors
         ]
         waiting = dict(zip(waits, flow_w[count:].tolist(), strict=False))
         total_w = float(flow_w[network.tail == network.source].sum())
@@ -304,6 +319,7 @@ class ModeProblem:
     def _costs_j(self, prices: _Prices) -> list[dict[str, float]]:
         """Return the least priced cost of each computation in each mode, joules."""
         costs: list[dict[str, float]] = [{} for _ in self.dag.computations]
+        # Computations of one key have the same points, and so are priced together.
         places_of: dict[tuple[int, str], list[int]] = defaultdict(list)
         for place, key in enumerate(self.dag.iteration.keys):
             places_of[key].append(place)
@@ -331,6 +347,7 @@ class ModeProblem:
         dag = self.dag
         count = len(self.dag.computations)
         operations = dag.keys[count:]
+        # Operations and lags take time as well, which is priced like that of computations.
         fixed_j = [
             dag.points[key][0].effective_j + prices.nodes_w[count + i] * dag.points[key][0].time_s
             for i, key in enumerate(operations)
@@ -353,9 +370,9 @@ class ModeProblem:
     def _changes(self) -> list[tuple[int, int, int]]:
         """Where a change of the mode costs time, as `_successions` returns it."""
         return [
-            each
-            for each in (_successions(self.dag) if self.modes.change_s else ())
-            if self.groups[each[0]] != self.groups[each[2]]
+            succession
+            for succession in (_successions(self.dag) if self.modes.change_s else ())
+            if self.groups[succession[0]] != self.groups[succession[2]]
         ]
 
     def _cheapest(self, prices: _Prices) -> tuple[Assignment, float]:
@@ -366,6 +383,7 @@ class ModeProblem:
                 costs[group, mode] += cost_j
         count = 1 + max(self.groups)
         ways = self.modes.usable
+        # Without ties between groups, each takes its cheapest mode.
         if not self.memory_rows and not self._changes:
             of_group = [min(ways, key=lambda mode: costs[group, mode]) for group in range(count)]
             least_j = math.fsum(costs[group, mode] for group, mode in enumerate(of_group))
@@ -402,33 +420,41 @@ class ModeProblem:
         within = (deadline_s - dag.profile.overhead_s) / unit_s
         programme = _ModeProgramme()
         modes = programme.add_modes(self, defaultdict(float), whole=whole)
+        # When each place starts, in units.
         starts = [programme.add(0.0, within) for _ in dag.order]
+        # Whether the modes differ where a change would take time.
         changed = {
             (place, before): programme.add_change(
                 self.groups[place], self.groups[latest], modes, 0.0
             )
             for place, before, latest in self._changes
         }
+        # Of each computation: variable -> the operating point of which it is the part.
         columns: list[dict[int, OperatingPoint]] = []
         for place, fronts in enumerate(self.points):
             columns.append({})
             for mode, front in fronts.items():
+                # The cheapest parts of points are always of points on the hull.
                 hull = front if whole else _hull(front)
                 of_mode = {programme.add(p.effective_j, 1.0, whole=whole): p for p in hull}
                 in_it = modes[self.groups[place], mode]
+                # The points of a mode add up to 1 where the group has the mode, else to 0.
                 programme.limit({**dict.fromkeys(of_mode, 1.0), in_it: -1.0}, 0.0, 0.0)
                 columns[-1] |= of_mode
         durations = [
-            *({i: p.time_s / unit_s for i, p in each.items()} for each in columns),
+            *({i: p.time_s / unit_s for i, p in column.items()} for column in columns),
             *({} for _ in dag.iteration.operations),
         ]
-        fixed = [0.0] * count + [each.time_s / unit_s for each in dag.iteration.operations]
-        waits = [dict(each) for each in dag.iteration.waits]
+        fixed = [0.0] * count + [
+            operation.time_s / unit_s for operation in dag.iteration.operations
+        ]
+        waits = [dict(lags) for lags in dag.iteration.waits]
         for place, before in changed:
             waits[place].setdefault(before, 0.0)
-        for place, each in enumerate(waits):
+        # Each place ends within the deadline, and starts after the end of what it waits for.
+        for place, lags in enumerate(waits):
             programme.limit({starts[place]: 1.0, **durations[place]}, within - fixed[place])
-            for other, lag_s in each.items():
+            for other, lag_s in lags.items():
                 row = {starts[other]: 1.0, starts[place]: -1.0, **durations[other]}
                 if (place, other) in changed:
                     row[changed[place, other]] = self.modes.change_s / unit_s
@@ -438,14 +464,16 @@ class ModeProblem:
             return None
         fixed_j = [dag.points[key][0].effective_j for key in dag.keys[count:]]
         bound_j = math.fsum([solved.bound, *fixed_j])
+        # Parts of modes are no choice: the nearest whole modes that fit into memory are.
         if not whole:
             far = {key: -float(solved.x[variable]) for key, variable in modes.items()}
             return Choice(self._within_memory(far)[0], bound_j)
-        clocks = [max(each, key=lambda i: float(solved.x[i])) for each in columns]
+        # Of whole variables one is 1, but for rounding errors of HiGHS.
+        clocks = [max(column, key=lambda i: float(solved.x[i])) for column in columns]
         return Choice(
             self._assigned(modes, solved.x),
             bound_j,
-            tuple(each[i].clock_mhz for each, i in zip(columns, clocks, strict=True)),
+            tuple(column[i].clock_mhz for column, i in zip(columns, clocks, strict=True)),
         )
 
 
@@ -495,12 +523,16 @@ class _ModeProgramme(Programme):
             for mode in problem.modes.usable
         }
         for group in groups:
+            # Each group has one mode.
             self.limit({modes[group, mode]: 1.0 for mode in problem.modes.usable}, 1.0, 1.0)
         for row in problem.memory_rows:
+            # Any mode of a group takes the least of them, so only what a mode takes more is a
+            # choice.
             least: dict[int, float] = {}
             for (group, _), part in row.parts.items():
                 least[group] = min(part, least.get(group, part))
             more = {key: part - least[key[0]] for key, part in row.parts.items()}
+            # HiGHS is exact to absolute numbers, so the largest part is 1.
             unit = max(more.values()) or 1.0
             taken = {modes[key]: part / unit for key, part in more.items() if part > _SAME * unit}
             most = (row.limit - math.fsum(least.values())) / unit + _SAME

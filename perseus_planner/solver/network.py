@@ -33,9 +33,8 @@ _ENERGY_BITS = 62
 #: nodes up to which slopes are exact; more have coarse ones, as the walk would take minutes
 _MOST_EXACT = 4096
 _COARSE = 5  #: a coarse unit of power is at most the mean slope / 2**5
-_SAME_TIME = (
-    2.0**-30
-)  #: closer than any clock measures, relative: a slope between such times would drown all others
+#: closer than any clock measures, relative: a slope between such times would drown all others
+_SAME_TIME = 2.0**-30
 
 
 class Network(NamedTuple):
@@ -54,9 +53,8 @@ class Network(NamedTuple):
     vertex_time: Integers  #: (vertices,) ticks
     vertex_slope: Integers  #: (vertices,) power units
     start: Integers  #: (nodes + 1,)
-    residual: (
-        Integers  #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
-    )
+    #: (2 * arcs,) `arc` where it leaves the tail, `~arc` where it leaves the head
+    residual: Integers
     other: Integers  #: (2 * arcs,) the node at its far end
     raising: Integers  #: (arcs,) where the residual arc from the tail stands
     lowering: Integers  #: (arcs,) where the one from the head stands
@@ -104,18 +102,20 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     members = [dag.keys[place] for place in dag.order]
     try:
         longest_s = [dag.points[key][-1].time_s for key in members]
+        # No path is longer than all that there is, so no event time overflows.
         tick_s = _power_of_two(
             math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS
         )
         hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
+        # Nor does a flow: a cut carries at most the steepest slope of every arc.
         steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
         power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+        # Coarse slopes from below keep every bound a bound, and the walk has fewer steps.
         if len(members) > _MOST_EXACT:
             power_unit_w = max(power_unit_w, _coarse_unit_w(hulls, Counter(members)))
             hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
-        math.fsum(
-            dag.points[key][0].energy_j for key in members
-        )  # refuse an overflow here, not later
+        # An overflow of this sum is refused here, not later.
+        math.fsum(dag.points[key][0].energy_j for key in members)
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError(
             "measurements: are too large or too small to plan with; give seconds and joules"
@@ -132,10 +132,12 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
 
     tail, head, lags = _ends(dag, tick_s)
     waits = {}
+    # A wait is an arc of one vertex, its lag; equal lags share it.
     for ticks in sorted(set(lags)):
         waits[ticks] = len(times) if ticks else 0
         times += [ticks] if ticks else []
         slopes += [0] if ticks else []
+    # In the order of `_ends`: nodes, waits, and the arcs of source and sink.
     first = [span[key][0] for key in members] + [waits[ticks] for ticks in lags]
     last = [span[key][1] for key in members] + [waits[ticks] for ticks in lags]
     as_array = [
@@ -198,6 +200,7 @@ def _below(
             meeting = cost - touched[0] + flattest * time - line * touched[1]
             lower_times.append(round(meeting / (flattest - line)))
             lower_slopes.append(line * unit_w)
+        # Several of these lines touch at this vertex, so the lower curve has it as well.
         if steepest != flattest:
             lower_times.append(time)
             lower_slopes.append(flattest * unit_w)
@@ -216,18 +219,20 @@ def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], li
     """Return vertex times (ticks, slowest first), and the exact slope (watts) from the next
     slower vertex to each.
     """
+    # Hulls are found in whole numbers, so that slopes are exact and convex.
     largest = max(abs(point.effective_j) for point in front)
     quantum_j = _power_of_two(largest, _ENERGY_BITS) if largest else 1.0
     points: dict[int, int] = {}
     time_s = 0.0
     ticks = 0
     for point in front:
+        # Points closer than that share a tick; all others are at least one apart, however they
+        # round.
         if point.time_s > time_s * (1 + _SAME_TIME):
             time_s = point.time_s
             ticks = max(ticks + 1, round(point.time_s / tick_s))
-        points[ticks] = round(
-            point.effective_j / quantum_j
-        )  # of equal times the last one is the cheapest
+        # Of equal times the last point is the cheapest.
+        points[ticks] = round(point.effective_j / quantum_j)
     hull = lower_hull(points.items())[::-1]
     watts = Fraction(quantum_j) / Fraction(tick_s)
     slopes = [Fraction(y - y0, x0 - x) * watts for (x0, y0), (x, y) in pairwise(hull)]
@@ -244,12 +249,14 @@ def _ends(dag: PipelineDag, tick_s: float) -> tuple[list[int], list[int], list[i
     head = [2 * k + 1 for k in range(count)]
     lags = []
     with_successor = set()
+    # A wait leads from the end of one node to the start of another.
     for place, waits in enumerate(dag.iteration.waits):
         for other, lag_s in waits:
             tail.append(2 * rank[other] + 1)
             head.append(2 * rank[place])
             lags.append(round(lag_s / tick_s))
             with_successor.add(other)
+    # The source starts what waits for nothing, and what nobody waits for leads to the sink.
     for place, before in enumerate(dag.predecessors):
         if not before:
             tail.append(2 * count)
@@ -283,6 +290,7 @@ def make_network(
     start = np.zeros(int(node.max()) + 2, dtype=np.int64)
     np.cumsum(np.bincount(node), out=start[1:])
     place = np.empty_like(order)
+    # The inverse of the order: where each residual arc went.
     place[order] = np.arange(len(order))
     residual = np.concatenate([arcs, ~arcs])[order]
     other = np.concatenate([head, tail])[order]

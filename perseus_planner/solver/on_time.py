@@ -118,11 +118,18 @@ class OnTimePlanner:
     def _plan(
         self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
     ) -> Plan:
+        """Return what `plan` does: made with several margins, repaired where late, the cheapest
+        one.
+        """
+        # Times count relative to the baseline under the same draw, so common errors cancel out.
         ratio = deadline_s / self.curve.baseline_time_s
+        # The tolerance is for deadlines no earlier than the baseline alone.
         limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
         within_s = deadline_s  # what is expected takes no part of the tolerance
 
         def lateness(drawn: _Drawn) -> float:
+            # The worse of two: the likely time against the limit, the mean against the deadline
+            # itself.
             likely = self._likely_ratio(drawn, probability) / limit - _ROUNDING
             return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
 
@@ -138,13 +145,19 @@ class OnTimePlanner:
             except InfeasibleDeadline:
                 return None
 
+        # Rough plans with a few margins are repaired; the best margin gets all effort once.
         if max_changes is None and self.curve.profile.clock_change is None:
-            tried = [drawn for margin in _MARGINS if (drawn := make(margin, is_rough=True))]
+            tried = []
+            for margin in _MARGINS:
+                drawn = make(margin, is_rough=True)
+                if drawn is not None:
+                    tried.append(drawn)
+            # The plan without a margin: what safety costs is told against it.
             unsafe = tried[0] if tried else self._at_maximum
             tried = [self._repaired(drawn, ratio, lateness) for drawn in tried]
-            found = [drawn for drawn in tried if is_on_time(drawn)]
-            if found:  # with all effort once
-                margin = min(found, key=self._effective_j).margin or 0.0
+            in_time = [drawn for drawn in tried if is_on_time(drawn)]
+            if in_time:  # with all effort once
+                margin = min(in_time, key=self._effective_j).margin or 0.0
                 drawn = make(margin, is_rough=False)
                 tried += [self._repaired(drawn, ratio, lateness)] if drawn else []
         else:
@@ -152,8 +165,11 @@ class OnTimePlanner:
             tried = _search(partial(make, is_rough=False), lateness)
             unsafe = tried[0] if tried else self._at_maximum
             tried.append(self._steady(lateness))
+        # All clocks at maximum are a candidate too, and always on time for the baseline's own
+        # deadline.
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
         if not on_time:
+            # The refusal names the least time that any of these plans keeps.
             least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
@@ -164,7 +180,13 @@ class OnTimePlanner:
             limit_ratio=limit,
             expected_limit_ratio=ratio,
         )
+        # The expected time may be a hair above the deadline (`_EXPECTED`): no plan states one it
+        # misses.
         plan = replace(plan, deadline_s=max(deadline_s, plan.time_s), on_time=certainty)
+        return self._with_remark(plan)
+
+    def _with_remark(self, plan: Plan) -> Plan:
+        """Return the plan with a remark, if it takes less than the bound of the measured rows."""
         measured_j = self.curve.bound_j(max(plan.time_s, self.curve.min_time_s))
         if plan.energy_j >= measured_j * (1 - _ROUNDING):
             return plan
@@ -187,6 +209,7 @@ class OnTimePlanner:
 
         def likely_w(plan: Plan) -> float:
             drawn = self._replayed_plan(plan, 0.0)
+            # What the plan draws no more than, with this probability.
             return float(np.quantile(drawn.energy_j / drawn.time_s, probability))
 
         planner = self._planner(0.0)
@@ -212,6 +235,7 @@ class OnTimePlanner:
         spread = self.curve.profile.assumed_spread
         rows = exact_draws(self.curve.profile.measurements)
         if self.estimate is not None:
+            # Scaled like the expected rows, or draws would have another baseline.
             drawn = self.estimate.draws(_DRAWS)
             longer, dearer = self._scales
             rows = Draws(
@@ -220,6 +244,7 @@ class OnTimePlanner:
                 {key: dearer * table for key, table in drawn.energy_j.items()},
             )
         pairs = zip(iteration.keys, iteration.rank_of, strict=False)  # operations come last
+        # All stages of a rank run on its GPUs, and share the factor of these.
         gpu_of = {stage: rank for (stage, _), rank in pairs}
         return on_other_gpus(rows, gpu_of, spread, _DRAWS)
 
@@ -296,7 +321,9 @@ class OnTimePlanner:
             time_s, energy_j = time_and_energy(base, scaled)
             if abs(time_s - wanted_s) <= _SAME * wanted_s:
                 break
+            # At most halved in a step, where fixed times leave little to scale.
             longer *= max(0.5, 1 + (wanted_s - time_s) / (time_s - overhead_s))
+        # Only rows scale: what is drawn while waiting follows from the times.
         dearer = 1 + (wanted_j - energy_j) / sum(row.energy_j for row in rows)
         return longer, dearer if dearer > 0.0 else 1.0
 
@@ -311,6 +338,7 @@ class OnTimePlanner:
         """Return the expected profile with times that are longer by `margin` standard errors, and
         jitter; those of the top clock stay.
         """
+        # Doubts are standard errors of logarithms, so a margin is a factor.
         longer = {key: np.exp(margin * doubt).tolist() for key, doubt in self._doubts.items()}
         measurements = {
             key: tuple(
@@ -335,8 +363,10 @@ class OnTimePlanner:
             if not rows[0].has_work:
                 doubts[key] = np.zeros(len(rows))
                 continue
+            # Against the baseline of the same draw: what is common to both is no doubt.
             logs = np.log(self._draws.time_s[key][[index[row.clock_mhz] for row in rows]])
             doubts[key] = np.hypot(np.std(logs - base, axis=1), steady)
+            # The maximum clock takes no margin, so a plan at full clocks stays possible.
             doubts[key][0] = 0.0
         return doubts
 
@@ -356,10 +386,13 @@ class OnTimePlanner:
         for _ in range(_REPAIRS):
             if lateness(drawn) <= 0.0:
                 break
+            # How late each draw is; the worst ones stand for all, as each is replayed again.
             excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
             latest = np.argsort(-excess, kind="stable")[:_LATEST]
             latest = latest[excess[latest] > 0.0]
             duration_s = _durations(dag, clocks, self._draws, latest)
+            # The lateness of all draws in which a place is on the longest path: what it may take
+            # away.
             late_by = _on_longest_path(iteration, duration_s) @ excess[latest]
             if self._jitter is not None:
                 # What is late with jitter alone is late in iterations that have their own longest
@@ -368,6 +401,7 @@ class OnTimePlanner:
                 with_s = _replayed_s(iteration, list(duration_s)) + overhead_s
                 excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
                 late_by += _on_longest_path(iteration, duration_s) @ excess
+            # Lateness that is reached, times seconds that a joule buys.
             scores = list[tuple[float, int, int]]()
             for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
                 faster = self._faster[key].get(mhz)
@@ -375,7 +409,9 @@ class OnTimePlanner:
                     scores.append((late_by[place] * faster.gain_s_per_j, place, faster.clock_mhz))
             if not scores:
                 break
-            scores.sort(key=lambda each: (-each[0], each[1]))
+            # Places break ties, so that equal input gives an equal plan.
+            scores.sort(key=lambda entry: (-entry[0], entry[1]))
+            # A part of them at a time, as each faster clock may move the longest path elsewhere.
             for _score, place, mhz in scores[: math.ceil(len(scores) * _AT_ONCE)]:
                 clocks[place] = mhz
             drawn = self._replayed(clocks, drawn.margin)
@@ -407,26 +443,37 @@ class OnTimePlanner:
                     high = middle - 1
             return low
 
-        loads_s = sorted({load_s for own in options for load_s, _, _ in own})
+        # A pace is a time within which every rank runs its load; only these times change what fits.
+        loads_s = sorted({load_s for rank_options in options for load_s, _, _ in rank_options})
 
         def at_pace(number: int) -> list[int]:
             within_s = loads_s[number]
-            return [max(0, sum(load_s <= within_s for load_s, _, _ in own) - 1) for own in options]
+            # The slowest clock within the pace, or the fastest one where none is.
+            return [
+                max(0, sum(load_s <= within_s for load_s, _, _ in rank_options) - 1)
+                for rank_options in options
+            ]
 
         def with_rank(chosen: Sequence[int], rank: int, number: int) -> list[int]:
             return [*chosen[:rank], number, *chosen[rank + 1 :]]
 
-        found = [self._at_maximum]
+        candidates = [self._at_maximum]
+        # From full clocks, the ranks with most to save take the slack; from a common pace it is
+        # shared.
         for start in ([0] * len(options), at_pace(slowest(0, len(loads_s) - 1, at_pace))):
             if lateness(drawn_of(start)) > 0.0:
                 continue
-            gain_j = [own[place][1] - own[-1][1] for own, place in zip(options, start, strict=True)]
+            # What each rank saves between its clock here and its slowest one.
+            gain_j = [
+                rank_options[option][1] - rank_options[-1][1]
+                for rank_options, option in zip(options, start, strict=True)
+            ]
             chosen = list(start)
             for rank in sorted(range(len(options)), key=lambda rank: -gain_j[rank]):
                 of_rank = partial(with_rank, tuple(chosen), rank)
                 chosen[rank] = slowest(chosen[rank], len(options[rank]) - 1, of_rank)
-            found.append(drawn_of(chosen))
-        return min(found, key=self._effective_j)
+            candidates.append(drawn_of(chosen))
+        return min(candidates, key=self._effective_j)
 
     @cached_property
     def _paces(self) -> list[list[tuple[float, float, int]]]:
@@ -441,13 +488,16 @@ class OnTimePlanner:
             for key in set(dag.iteration.keys)
         }
         for program in dag.iteration.programs:
-            own = Counter(dag.iteration.keys[i] for i in program if i < len(dag.iteration.keys))
-            clocks = set.intersection(*(set(tables[key]) for key in own))
+            # How often each computation runs on the rank.
+            counts = Counter(dag.iteration.keys[i] for i in program if i < len(dag.iteration.keys))
+            # One clock for the whole rank must have been measured for all that it runs.
+            clocks = set.intersection(*(set(tables[key]) for key in counts))
             top = max(clocks)
             loads = []
             for mhz in clocks:
-                rows = [(count, key, tables[key][mhz]) for key, count in own.items()]
+                rows = [(count, key, tables[key][mhz]) for key, count in counts.items()]
                 load_s = math.fsum(count * row.time_s for count, _, row in rows)
+                # Effective energy: without what the GPU would draw waiting in that time.
                 load_j = math.fsum(
                     count * (row.energy_j - profile.blocking_w(key[0]) * row.time_s)
                     for count, key, row in rows
@@ -472,20 +522,25 @@ class OnTimePlanner:
             points = self._mean.dag.points[key]
             top = rows[0]
             waiting_w = self._mean.profile.blocking_w(key[0])
+            # Effective joules of every row, operating point or not.
             own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
             steps[key] = {}
             for row in rows[1:]:
                 quicker = [point for point in points if point.time_s < row.time_s * (1 - _SAME)]
                 if quicker:
+                    # The slowest of the faster points is the smallest step.
                     time_s, effective_j, mhz = max(
                         (point.time_s, point.effective_j, point.clock_mhz) for point in quicker
                     )
+                # The top clock need not be an operating point, but all clocks at maximum must stay
+                # in reach.
                 elif top.time_s <= row.time_s:
                     time_s = top.time_s
                     effective_j = own_j[top.clock_mhz]
                     mhz = top.clock_mhz
                 else:
                     continue
+                # A step may cost nothing: its gain is finite all the same.
                 cost_j = max(effective_j - own_j[row.clock_mhz], _LEAST_J)
                 steps[key][row.clock_mhz] = _Faster(mhz, (row.time_s - time_s) / cost_j)
         return steps
@@ -507,7 +562,8 @@ class OnTimePlanner:
         if plan.clock_change is None:
             return drawn
         expected = self._plan_of(drawn)
-        points = [expected.measurement(each) for each in self._mean.dag.computations]
+        # The same clocks with free changes: the difference is what changes cost.
+        points = [expected.measurement(computation) for computation in self._mean.dag.computations]
         free_s, free_j = time_and_energy(self._mean.dag, points)
         return drawn._replace(
             time_s=drawn.time_s + (expected.time_s - free_s),
@@ -543,7 +599,9 @@ class OnTimePlanner:
         """Return how sure the plan is; a plan without a margin saves `safety_j` more."""
         base = self._baseline
         keys = self.curve.dag.iteration.keys
+        # The rows that the plan stands on, each once, however often it runs.
         in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
+        # Rows that no sweep has measured are told from all others.
         interpolated = {} if self.estimate is None else self.estimate.interpolated
         return OnTime(
             probability=probability,
@@ -607,11 +665,14 @@ def _search(
             else:
                 high = margin
                 early = lateness(drawn)
+        # Without a margin that is enough, `high` is infinite, and nothing is close.
         if high - low <= _CLOSE * high < math.inf:
             break
+        # No margin is enough yet: go up in growing steps.
         if high == math.inf:
             margin = max(_FIRST, _STEP * low)
         else:
+            # Where the line through both latenesses is 0; halfway where the upper one is unknown.
             part = late / (late - early) if early > -math.inf else 0.5
             margin = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
     return tried
@@ -621,6 +682,7 @@ def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:
     """Return the interval of what is drawn, widened; the least doubt is in `unit`."""
     mean = float(np.mean(values))
     ends = np.quantile(values, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]) - mean
+    # The model's own doubt is independent of the draws', so both add as squares.
     low, high = (math.hypot(wider * end, _LEAST_DOUBT * unit) for end in ends.tolist())
     return Interval(mean, mean - low, mean + high)
 
@@ -643,11 +705,14 @@ def replay_draws(
     index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
     points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
     effective_j: Floats = np.zeros(1)
+    # Energy is a sum over rows, so equal ones are counted, not repeated.
     for (key, i), count in Counter(points).items():
         waiting_j = dag.profile.blocking_w(key[0]) * draws.time_s[key][i]
         effective_j = effective_j + count * (draws.energy_j[key][i] - waiting_j)
     for operation in iteration.operations:
         if operation.energy_j is not None:
+            # An operation without energies of its own draws what waiting draws, which is in the
+            # total.
             effective_j += (
                 operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
             )
@@ -655,6 +720,8 @@ def replay_draws(
     duration_s = [draws.time_s[key][i] for key, i in points]
     time_s = _replayed_s(iteration, duration_s + fixed_s)
     if jitter is not None:
+        # Jitter has fewer iterations than there are draws, so it enters as one factor: the mean
+        # with it over the mean without it, both of the same draws.
         some = slice(jitter.shape[1])
         jittered_s = np.stack([each_s[some] for each_s in duration_s]) * jitter
         time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
@@ -683,6 +750,7 @@ def _durations(
     duration_s = np.empty((len(iteration.names), len(cases)))
     for place, (key, mhz) in enumerate(zip(iteration.keys, clocks_mhz, strict=True)):
         row = draws.time_s[key][index[mhz]]
+        # Exact rows have one draw that holds for all cases.
         duration_s[place] = row[cases] if len(row) > 1 else row[0]
     if jitter is not None:
         duration_s[: len(clocks_mhz)] *= jitter
@@ -701,6 +769,7 @@ def _on_longest_path(iteration: Iteration, duration_s: Floats) -> Floats:
         for i, lag_s in iteration.waits[place]:
             np.maximum(start_s[place], end_s[i] + lag_s, out=start_s[place])
         end_s[place] = start_s[place] + duration_s[place]
+    # What ends last is on the path; backwards, so is what a place on it has waited for.
     on_path = (end_s >= end_s.max(axis=0)) & (end_s > 0.0)
     for place in reversed(iteration.order):
         for i, lag_s in iteration.waits[place]:
@@ -715,5 +784,6 @@ def _replayed_s(iteration: Iteration, duration_s: Sequence[Floats]) -> Floats:
     for place in iteration.order:
         starts_s = [end_s[i] + lag_s if lag_s else end_s[i] for i, lag_s in iteration.waits[place]]
         end_s[place] = (reduce(np.maximum, starts_s) if starts_s else 0.0) + duration_s[place]
+    # Only what nobody waits for can end last.
     last = set(iteration.order).difference(*iteration.predecessors)
     return reduce(np.maximum, [end_s[place] for place in last])

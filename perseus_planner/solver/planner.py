@@ -45,18 +45,10 @@ if TYPE_CHECKING:
     from perseus_planner.solver.point_problem import PointProblem, Window
 
 _MADE_WITH = f"Python {platform.python_version()}, numpy {np.__version__}"
-_LEVELS = (
-    0,
-    2,
-    4,
-    8,
-    16,
-    32,
-)  #: numbers of changes that are tried, beside any number, if changes cost time
-_BOUND_GUIDES = (
-    5,
-    10_000,
-)  #: relaxed solutions of which the bound for operating points is made; nodes of them all
+#: numbers of changes that are tried, beside any number, if changes cost time
+_LEVELS = (0, 2, 4, 8, 16, 32)
+#: relaxed solutions of which the bound for operating points is made; nodes of them all
+_BOUND_GUIDES = (5, 10_000)
 _QUICK = 0.1  #: part of the effort of a rough plan
 _QUICK_ANCHORS = 4  #: relaxed solutions near the deadline that it begins with, at most
 _RETRIES = 3  #: how often a plan that clock changes make late is made again for an earlier deadline
@@ -113,6 +105,7 @@ class Planner:
         """Return the plan if clock changes cost nothing."""
         clocks = self.clocks(deadline_s)
         if max_changes is not None:
+            # The search within a budget knows no overhead, which its answer gets back below.
             within_s = self._replayed_s(deadline_s)
             try:
                 clocks = self._without_idle_changes(
@@ -122,6 +115,7 @@ class Planner:
                 least_s = error.least_time_s + self.profile.overhead_s
                 raise _infeasible(deadline_s, max_changes, least_s) from None
         plan = self.plan_of(clocks, deadline_s)
+        # A plan never misses its deadline: whatever found the clocks, the replay has the last word.
         if plan.time_s > deadline_s:
             raise AssertionError(
                 f"a plan of {plan.time_s} s for a deadline of {deadline_s} s: please report this"
@@ -129,14 +123,20 @@ class Planner:
         return plan
 
     def _plan_with_costs(self, deadline_s: float, max_changes: int | None) -> Plan:
+        """Return the plan if clock changes take time: the best one of few and of many changes, each
+        made again for an earlier deadline while that may pay.
+        """
         levels: list[int | None] = [
             level for level in _LEVELS if max_changes is None or level < max_changes
         ]
         levels.append(max_changes)
+        # The searches take changes as free: only the replay tells how late a plan really is.
         plans = self._candidates(deadline_s, deadline_s, levels)
         best = self._best(plans.values(), deadline_s)
+        # Level -> the deadlines that it was made for, one more for each retry.
         aims = {level: [deadline_s] for level, _ in plans}
         while True:
+            # Worth a retry: late, cheaper than the best plan in time, and not tried too often.
             late = [
                 (level, plan)
                 for (level, _), plan in plans.items()
@@ -149,13 +149,17 @@ class Planner:
             level, plan = min(late, key=lambda entry: self._effective_j(entry[1]))  # most promising
             # Each plan is late by another time: a second and a third one get room for that.
             aims[level].append(aims[level][-1] - len(aims[level]) * (plan.time_s - deadline_s))
+            # Both plans of the level go; one of them that is in time stays as `best`.
             plans = {key: plan for key, plan in plans.items() if key[0] != level}
+            # An aim before the fastest time leaves the level without a plan.
             if aims[level][-1] >= self._min_time_s:
                 plans |= self._candidates(aims[level][-1], deadline_s, [level])
                 best = self._best([*plans.values(), *([best] if best else [])], deadline_s)
         return best or self._fastest_with_costs(deadline_s, levels)
 
     def _fastest_with_costs(self, deadline_s: float, levels: Sequence[int | None]) -> Plan:
+        """Return the best plan in time of those that aim at the least time of all."""
+        # Plans that aim at the fastest time of all have the most room for changes.
         plans = self._candidates(self._min_time_s, deadline_s, levels).values()
         best = self._best(plans, deadline_s)
         if best is not None:
@@ -186,11 +190,14 @@ class Planner:
         """
         unlimited = self.clocks(aim_s)
         within_s = self._replayed_s(aim_s)
+        # Nobody can change a clock more often than there are computations.
         counts = [len(unlimited) if level is None else level for level in levels]
         clocks_by_level: dict[int | None, list[int]] = {}
+        # Only the last level may be unlimited, and that plan is there already.
         if levels[-1] is None:
             clocks_by_level[None] = unlimited
             counts.pop()
+        # One search for all levels, as each begins with the plan of the level before.
         if counts:
             budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
             clocks_by_level |= {
@@ -202,6 +209,7 @@ class Planner:
             (level, False): self.plan_of(clocks, deadline_s)
             for level, clocks in clocks_by_level.items()
         }
+        # A faster clock that comes late costs time, and so may be worth the energy of asking early.
         if self.profile.clock_change is not None:
             early = {
                 level: self._faster_early(clocks, self.profile.clock_change)
@@ -220,6 +228,7 @@ class Planner:
         """
         keys = self.dag.iteration.keys
         changed = list(clocks)
+        # From the request until the clock is in force: all calls of a change, then settling.
         latency_s = (
             change.calls_per_change(self.profile.gpus_per_stage) * change.call_s + change.settle_s
         )
@@ -232,8 +241,11 @@ class Planner:
                 run_mhz = clocks[places[before]]
                 mhz = clocks[place]
                 table = self._table[keys[place]]
+                # Only a clock that shortens this computation is worth asking for early.
                 if run_mhz not in table or table[mhz].time_s >= table[run_mhz].time_s:
                     continue
+                # Go back until the latency is covered, through the last clock segment alone: so no
+                # change is added.
                 while (
                     left_s > 0.0
                     and before > number - len(places)
@@ -243,6 +255,7 @@ class Planner:
                     if mhz not in self._table[key]:
                         break
                     changed[places[before]] = mhz
+                    # It still runs at the clock before, as the new one is not in force yet.
                     left_s -= self._table[key][run_mhz].time_s
                     before -= 1
         return changed
@@ -258,9 +271,9 @@ class Planner:
         """
         points = self.points(deadline_s, is_rough=is_rough)
         clocks = self._without_idle_changes([point.clock_mhz for point in points])
-        if (known := self._known.get(deadline_s)) is None:
+        if (kept := self._known.get(deadline_s)) is None:
             return clocks
-        return min(clocks, list(known), key=lambda each: self._cost(each, deadline_s))
+        return min(clocks, list(kept), key=lambda choice: self._cost(choice, deadline_s))
 
     def _without_idle_changes(self, clocks: list[int]) -> list[int]:
         """Return the clocks, where computations without work keep the clock of what runs before
@@ -281,6 +294,7 @@ class Planner:
             for place in computed:
                 if self.profile.has_work(keys[place]):
                     clock = clocks[place]
+                # Where this clock was not measured, the computation keeps its own.
                 elif clock in self._table[keys[place]]:
                     kept[place] = clock
         return kept
@@ -308,15 +322,19 @@ class Planner:
         if key not in self._chosen:
             problem = self._points
             within_s = self._replayed_s(deadline_s)
+            # Beyond this time nothing saves any more, so there is nothing to search.
             if deadline_s >= self._max_time_s:
                 chosen = problem.point_start[problem.member + 1] - 1  # the slowest of each
             elif is_polished:
+                # Remembered by itself: a rough plan is this one, not polished.
                 rounded = self._choose(deadline_s, effort, is_polished=False)
                 chosen = polish(problem, within_s, rounded)
+                # Labels reach what local moves do not, but only small problems are searched so.
                 if len(chosen) <= MOST_NODES:
                     search = LabelSearch(self.dag, problem, within_s, effort)
                     chosen = search.improve(chosen)
             else:
+                # A rough plan begins with the nearest relaxed solutions alone.
                 anchors = self._anchors(within_s, None if effort == 1.0 else _QUICK_ANCHORS)
                 chosen = round_plan(problem, within_s, anchors, self._at_maximum_clock, effort)
             self._chosen[key] = chosen
@@ -329,6 +347,7 @@ class Planner:
     @cached_property
     def _at_maximum_clock(self) -> Integers:
         """(n,) in `dag.order`, the cheapest point that is no slower than the maximum clock."""
+        # Points rise in time and fall in cost, so the last one that is no slower is the cheapest.
         last = {
             key: sum(point.time_s <= self.profile.measurements[key][0].time_s for point in points)
             - 1
@@ -347,16 +366,24 @@ class Planner:
         curve = self.curve
         guides = self.curve.guides
         within_s = self._replayed_s(deadline_s)
+        # All flow enters where nothing is waited for: those prices sum to that of the iteration's
+        # time.
         sources = np.diff(self._points.before_start) == 0
         bounds_j = [curve.bound_j(deadline_s)]
+        # Each guide takes a pass over all nodes, so large problems get fewer.
         count = max(1, min(_BOUND_GUIDES[0], _BOUND_GUIDES[1] // len(sources)))
+        # Relaxed solutions near the deadline give the tightest bounds, as a rule.
         for i in np.argsort(np.abs(guides.time_s - within_s), kind="stable")[:count].tolist():
             at_s = float(guides.time_s[i])
             price_w = guides.price_w[i].astype(np.float64)
+            # Ticks round, so a guide may lie a hair outside the curve.
             guide_s = min(max(at_s + self.profile.overhead_s, curve.min_time_s), curve.max_time_s)
             later_s = deadline_s - guide_s
             price_of_all_w = float(price_w[sources].sum())
+            # The flow of one time bounds all others, along the tangent there: a second more is
+            # worth the flow's price, and all GPUs draw waiting power in it.
             tangent_j = curve.bound_j(guide_s) + (self.dag.waiting_w - price_of_all_w) * later_s
+            # Prices are 32-bit numbers: the slope of the tangent is off by so much.
             rounding_j = PRICE_ROUNDING * price_of_all_w * abs(later_s)
             bounds_j.append(
                 tangent_j - rounding_j + point_bound_gain_j(self._points, self._windows, price_w)
@@ -371,10 +398,8 @@ class Planner:
         start = self._points.point_start
         member = self._points.member
         end_s = np.empty(len(member))
-        fastest_s, slowest_s = (
-            compute_ends(self._points, chosen, end_s)
-            for chosen in (start[member], start[member + 1] - 1)
-        )
+        fastest_s = compute_ends(self._points, start[member], end_s)
+        slowest_s = compute_ends(self._points, start[member + 1] - 1, end_s)
         return fastest_s, slowest_s
 
     @property
@@ -388,11 +413,14 @@ class Planner:
     @cached_property
     def _guides(self) -> Guides:
         """The guides of the curve, stretched to the times of the slower iteration."""
-        guides, (first_s, last_s) = self.curve.guides, self.curve.replayed_ends_s
+        guides = self.curve.guides
+        first_s, last_s = self.curve.replayed_ends_s
         if self.dag is self.curve.dag or first_s == last_s:
             return guides
+        # The fast and the slow end are mapped to those of the slower iteration, straight between.
         per_s = (self._ends_s[1] - self._ends_s[0]) / (last_s - first_s)
         time_s = self._ends_s[0] + (guides.time_s - first_s) * per_s
+        # Each end stays the same part of its iteration.
         longer = time_s / guides.time_s
         return Guides(time_s, guides.end_s * longer[:, None], guides.price_w)
 
@@ -406,9 +434,12 @@ class Planner:
         `deadline_s`.
         """
         overhead_s = self.profile.overhead_s
+        # A sum that is half a unit in the last place above the deadline still rounds to it;
+        # fractions keep this exact.
         within_s = float(
             Fraction(deadline_s) + Fraction(math.ulp(deadline_s)) / 2 - Fraction(overhead_s)
         )
+        # Rounding to a float here, or a tie there, may have gone up.
         while within_s + overhead_s > deadline_s:
             within_s = math.nextafter(within_s, 0.0)
         return within_s
@@ -417,18 +448,24 @@ class Planner:
         """Return a relaxed solution at a replayed time, between the two next to it, and the
         nearest ones to it, `most` of them or all.
         """
-        guides, (fastest_s, slowest_s) = self._guides, self._ends_s
+        guides = self._guides
+        fastest_s, slowest_s = self._ends_s
+        # Ticks round, so the first and the last guide may lie outside of what replays.
         times_s = np.clip(guides.time_s, fastest_s, slowest_s)
+        # Times fall, so it is their negatives that are sorted.
         before = min(max(int(np.searchsorted(-times_s, -within_s)), 1), len(times_s) - 1)
+        # 0 at the slower guide, 1 at the faster one.
         part = (times_s[before - 1] - within_s) / max(
             times_s[before - 1] - times_s[before], math.ulp(within_s)
         )
         part = min(max(part, 0.0), 1.0)
+        # Precedence is linear in the ends, so a mean of two relaxed solutions is feasible as well.
         between = (
             (1 - part) * guide[before - 1] + part * guide[before]
             for guide in (guides.end_s, guides.price_w)
         )
         distance = np.abs(times_s / within_s - 1)
+        # One that is at the time itself is the first anchor already.
         near = [
             i
             for i in np.argsort(distance, kind="stable")[:most].tolist()
@@ -461,6 +498,7 @@ class Planner:
             deadline_s=time_s if deadline_s is None else deadline_s,
             time_s=time_s,
             energy_j=energy_j,
+            # A plan at the fastest time may be a rounding error below it, where no bound is.
             bound_j=curve.bound_j(max(time_s, curve.min_time_s)),
             baseline_time_s=curve.baseline_time_s,
             baseline_energy_j=curve.baseline_energy_j,
@@ -476,6 +514,7 @@ class Planner:
         )
         if plan.clock_change is None:
             return plan
+        # With changes that take time, the replay of these says time and energy.
         timeline = replay(plan)
         time_s = timeline.time_s
         bound_j = curve.bound_j(max(timeline.time_s, curve.min_time_s))
@@ -498,9 +537,9 @@ class Planner:
         """The `Plan.full_clocks` of each plan."""
         rows = {}
         for stage, kind in self._table:
-            own = stage, in_mode(kind, OWN)
-            key = own if own in self.profile.measurements else (stage, kind)
-            rows[own] = self.profile.measurements[key][0]
+            plain_key = stage, in_mode(kind, OWN)
+            key = plain_key if plain_key in self.profile.measurements else (stage, kind)
+            rows[plain_key] = self.profile.measurements[key][0]
         return rows
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:
@@ -510,9 +549,9 @@ class Planner:
         ranks = self.dag.iteration.rank_of
         for key, clock in zip(keys, clocks, strict=True):
             used[key].add(clock)
-        if (
-            self.profile.clock_change is not None
-        ):  # a computation may begin at the clock of any other on its rank
+        # Where changes take time, a computation may begin at the clock of any other on its rank.
+        if self.profile.clock_change is not None:
+            # Each computation needs rows for all clocks of its rank, or the nearest that it has.
             on_rank: dict[int, set[int]] = {}
             for rank, clock in zip(ranks, clocks, strict=False):
                 on_rank.setdefault(rank, set()).add(clock)

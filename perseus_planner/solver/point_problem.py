@@ -67,6 +67,7 @@ def point_problem(dag: PipelineDag) -> PointProblem:
     cost_j = np.array([point.effective_j for key in keys for point in dag.points[key]])
     gain_w = np.zeros_like(time_s)
     loss_w = np.full_like(time_s, np.inf)
+    # The best slope to any slower point, and to any faster one: where dispatching may stop.
     for first, stop in pairwise(start.tolist()):
         for i in range(first, stop):
             gain_w[i] = max(
@@ -75,6 +76,7 @@ def point_problem(dag: PipelineDag) -> PointProblem:
             loss_w[i] = min(
                 (cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf
             )
+    # Rounding changes all classes of a kind together.
     kinds = list(dict.fromkeys(kind for _, kind in keys))
     kind = np.array([kinds.index(kind) for _, kind in keys])
     return PointProblem(
@@ -152,9 +154,8 @@ def point_bound_gain_j(problem: PointProblem, windows: Sequence[Window], price_w
     if windows:
         nodes = np.array([(*window.first, *window.second) for window in windows])
         lags_s = np.array([(*window.lags_s, window.loose_s) for window in windows])
-        alike = np.hstack(
-            [problem.member[nodes], price_w[nodes], lags_s]
-        )  # microbatches often have equal prices
+        # Microbatches often have equal prices: one example stands for all windows of its kind.
+        alike = np.hstack([problem.member[nodes], price_w[nodes], lags_s])
         _, example, kind = np.unique(alike, axis=0, return_index=True, return_inverse=True)
         least_j = [_least_j(problem, windows[i], price_w) for i in example.tolist()]
         for window, i in zip(windows, kind.ravel().tolist(), strict=True):
@@ -179,6 +180,7 @@ def find_windows(problem: PointProblem, rank_of: Sequence[int]) -> list[Window]:
         if k in starting_of or len(ending) != 2:
             continue
         starting = frozenset(after[min(ending)])
+        # A meeting: both ends lead to just these starts, and these wait for nothing else.
         if all(after[i].keys() == starting for i in ending) and all(
             before[i].keys() == ending for i in starting
         ):
@@ -190,6 +192,8 @@ def find_windows(problem: PointProblem, rank_of: Sequence[int]) -> list[Window]:
     windows = list[Window]()
     used = set[tuple[int, int]]()
     for meeting in dict.fromkeys(starting_of.values()):
+        # Two computations in a row on one rank, from this meeting to a later one, with no third
+        # party between them but at a meeting.
         pairs = [
             (i, j)
             for i in sorted(meeting.starting)
@@ -198,6 +202,7 @@ def find_windows(problem: PointProblem, rank_of: Sequence[int]) -> list[Window]:
             and j in ending_of
             and (i in ending_of or len(after[i]) == 1)
         ]
+        # Neighbouring ranks from the same meeting to the same meeting, and no node twice.
         for first, second in combinations(pairs, 2):
             low, high = sorted((rank_of[first[0]], rank_of[second[0]]))
             nodes = {(low, node) for node in (*first, *second)}
@@ -221,21 +226,19 @@ def _least_j(problem: PointProblem, window: Window, price_w: Floats) -> float:
     """Return the least cost of a window's four points, and of the shorter pair's wait, above the
     best, joules.
     """
-    (length_s, cost_j), (other_s, other_j) = (
-        _pairs(problem, nodes, price_w, lag_s)
-        for nodes, lag_s in zip((window.first, window.second), window.lags_s, strict=True)
-    )
-    wait_w, other_wait_w = (
-        float(price_w[list(nodes)].min()) for nodes in (window.first, window.second)
-    )
+    length_s, cost_j = _pairs(problem, window.first, price_w, window.lags_s[0])
+    other_s, other_j = _pairs(problem, window.second, price_w, window.lags_s[1])
+    # Which of its two nodes waits is open, so the smaller flow counts, and the bound stays one.
+    wait_w = float(price_w[list(window.first)].min())
+    other_wait_w = float(price_w[list(window.second)].min())
     least_j = np.inf
-    for most_j in (
-        0.0,
-        np.inf,
-    ):  # cheap pairs first: those that cost more than both together need no look
+    # Cheap pairs first: what costs more alone than these do together needs no look.
+    for most_j in (0.0, np.inf):
         mine = cost_j <= min(most_j, least_j)
         others = other_j <= min(most_j, least_j)
         longer_s = np.subtract.outer(length_s[mine], other_s[others])
+        # The shorter pair waits for the longer one, but for what lags let pass, at the price of its
+        # flow.
         wait_j = np.maximum(
             other_wait_w * (longer_s - window.loose_s), wait_w * (-longer_s - window.loose_s)
         )
@@ -243,6 +246,7 @@ def _least_j(problem: PointProblem, window: Window, price_w: Floats) -> float:
             least_j,
             float((np.add.outer(cost_j[mine], other_j[others]) + np.maximum(wait_j, 0.0)).min()),
         )
+    # Prices are 32-bit numbers: the bound gives away what their rounding may have added.
     rounding_j = PRICE_ROUNDING * max(map(float, price_w[[*window.first, *window.second]]))
     return max(least_j - rounding_j * float(max(length_s.max(), other_s.max())), 0.0)
 
@@ -269,5 +273,6 @@ def _best_of_disjoint(gains_j: dict[tuple[int, int], float]) -> float:
     """
     best = {-1: 0.0, 0: 0.0}  # of the ranks up to each
     for rank in range(1, 1 + max((high for _, high in gains_j), default=0)):
+        # Either this rank is in no pair with the one before it, or both are out of all others.
         best[rank] = max(best[rank - 1], best[rank - 2] + gains_j.get((rank - 1, rank), 0.0))
     return max(best.values())

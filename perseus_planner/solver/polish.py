@@ -48,6 +48,7 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
         deadline_s: seconds.
         chosen: (n,) index of the point of each node, in time.
     """
+    # Steps from one point to the next of the same class, not from class to class.
     inside = np.ones(len(problem.cost_j) - 1, dtype=np.bool_)
     inside[problem.point_start[1:-1] - 1] = False
     steps_j = -np.diff(problem.cost_j)[inside]
@@ -58,8 +59,10 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
     for room in (_ROUNDING, -_ROUNDING):
         ticks = _in_ticks(problem, deadline_s, room)
         start = _starts(problem, ticks, chosen)
+        # Rounding up to ticks made it late: there is no room for polishing.
         if not start:
             break
+        # The scale of a temperature is what one move changes, typically.
         hot_j = _HEAT[0] * np.median(steps_j)
         best = chosen.copy()
         scratch = np.zeros((6, len(chosen)), np.int64)

@@ -101,6 +101,7 @@ class Programme:
         unit = float(np.abs(costs).max()) or 1.0
         rows = [*self._rows, *more]
         values = [factor for row in rows for factor in row.factors.values()]
+        # Row and column of each factor.
         places = (
             [number for number, row in enumerate(rows) for _ in row.factors],
             [variable for row in rows for variable in row.factors],
@@ -120,6 +121,7 @@ class Programme:
                 options=options,
             )
         if solution.x is None:
+            # Without a limit of time, no point means that there is none.
             if limit_s is None or solution.status == _INFEASIBLE:
                 return None
             raise PlannerError(f"no solution was found in the {limit_s:g} s that it may take")

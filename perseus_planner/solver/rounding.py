@@ -47,9 +47,8 @@ class Guide(NamedTuple):
 
     end_s: Floats  #: (n,) when each computation should end
     price_w: Floats  #: (n,) price of each computation's time
-    stiffness: (
-        Floats  #: (2,) what a second too early, and too late, costs, as a multiple of the price
-    )
+    #: (2,) what a second too early, and too late, costs, as a multiple of the price
+    stiffness: Floats
 
 
 @kernel("chosen", "end_s", "before")
@@ -85,15 +84,18 @@ def mix(
     As much as fits is taken from the slower one of the two. Returns the effective energy, joules,
     or infinity if not even the faster one fits.
     """
+    # Whether more of the early plan, or less of it, is slower.
     slow_first = problem.time_s[early].sum() > problem.time_s[late].sum()
     fits, misses = (0, len(order)) if slow_first else (len(order), 0)
     while True:
+        # By halving. Where both are neighbours, the last try is the one that fits.
         part = (fits + misses) // 2 if abs(fits - misses) > 1 else fits
         chosen[order[:part]] = early[order[:part]]
         chosen[order[part:]] = late[order[part:]]
         in_time = compute_ends(problem, chosen, end_s) <= deadline_s
         if part == fits:
             return (
+                # The moment of change leaves slack, as it is a whole number of computations.
                 _fill_exactly(problem, deadline_s, chosen, end_s, order.copy(), np.inf)
                 if in_time
                 else np.inf
@@ -173,15 +175,11 @@ def _try_all(
 
 ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a part of it
 _PAIRS = 8  #: number of pairs of anchors that are mixed
-_ANCHOR_EFFORT = (
-    80_000,
-    50,
-    100,
-)  #: for a plan at an anchor: tries times computations, least tries, most tries
+#: for a plan at an anchor: tries times computations, least tries, most tries
+_ANCHOR_EFFORT = (80_000, 50, 100)
 _EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
-_FEW = (
-    2**15
-)  #: combinations up to which all are tried, so that the smallest problems are solved exactly
+#: combinations up to which all are tried, so that the smallest problems are solved exactly
+_FEW = 2**15
 STIFFNESS = (0.3, 0.6)  #: at first: early and late
 _STIFF = (2.0, 2.0)  #: so stiff that a plan that guides is repeated
 
@@ -220,6 +218,7 @@ def round_plan(
     step_s = point_step_s(problem)
     plans: list[_RoundedPlan] = []
     for anchor in anchors:
+        # A quick plan at each anchor, by changes of its whole guide.
         plan = _RoundedPlan(anchor.deadline_s, np.inf, problem.point_start[problem.member])
         guide = _guide(anchor.end_s, anchor.price_w, STIFFNESS)
         cost_j = improve(
@@ -233,13 +232,17 @@ def round_plan(
             False,
         )
         plans.append(plan._replace(cost_j=cost_j))
+        # The first anchor is that of the deadline itself.
         if len(plans) == 1:
             best = plans[0]
             best_guide = guide
             target = anchor
+    # A mixture changes plans at one moment of the iteration, so the relaxed ends say who comes
+    # first.
     order = np.argsort(target.end_s)
     as_known = _RoundedPlan(deadline_s, np.inf, known)
     mixed = best._replace(cost_j=np.inf)
+    # The known plan, mixed with itself, has its slack filled.
     for first, second in [(as_known, as_known), *_mixtures(plans, best)]:
         chosen = np.empty_like(best.chosen)
         end_s = np.empty(len(best.chosen))
@@ -248,9 +251,11 @@ def round_plan(
             mixed = best._replace(cost_j=cost_j, chosen=chosen)
     starts = [(best, best_guide)]
     if mixed.cost_j < np.inf:
+        # Its own ends are its guide, so stiff that dispatching begins by repeating it.
         compute_ends(problem, mixed.chosen, end_s)
         starts.append((mixed, _guide(end_s, target.price_w, _STIFF)))
     tries = round(effort * _tries(_EFFORT, problem))
+    # Now parts of the guide change too. Each search changes its plan in place.
     costs_j = [
         improve(problem, deadline_s, guide, plan.chosen, plan.cost_j, tries, step_s, True)
         for plan, guide in starts

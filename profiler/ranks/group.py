@@ -100,6 +100,7 @@ def process_group() -> Iterator[tuple[int, int] | None]:
     if not is_started and not (dist.is_available() and dist.is_initialized()):
         yield None
         return
+    # A group of the training's is used as it is, and left.
     make = not dist.is_initialized()
     if make:
         _init_process_group()
@@ -170,6 +171,7 @@ class RankGroup:
 
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # A prefix of its own, as a process may profile several times over one store.
         self.store: Store = dist.PrefixStore(
             f"perseus-planner/{next(_sessions)}", _get_default_store()
         )
@@ -191,6 +193,7 @@ class RankGroup:
             self._wait_for_others()
             return
         text = f"rank {self.rank} has ended: {_reason(error)}"
+        # Only the first to end says why; the others end because of it.
         is_first = isinstance(error, RankError) or self._report(text, has_lost=True)
         self._wait_for_others()
         if not is_first and isinstance(error, PlannerError):
@@ -205,10 +208,14 @@ class RankGroup:
         """
         ranks = range(self.size) if ranks is None else ranks
         name = f"{len(ranks)} ranks from {ranks[0]}"
-        turn = self._turns[name] = self._turns[name] + 1
+        self._turns[name] += 1
+        turn = self._turns[name]
         with self._reachable_store():
+            # Each value goes with whether its rank knows of an end, so that all of a gather end or
+            # none does.
             self.store.set(f"{name}/{turn}/{self.rank}", pickle.dumps((value, self._end())))
             if self.rank == ranks[0]:
+                # One rank packs all values, so the others wait for one key and not for all.
                 keys = [f"{name}/{turn}/{rank}" for rank in ranks]
                 self._wait_for(keys)
                 self.store.set(f"{name}/{turn}", pickle.dumps([*map(self.store.get, keys)]))
@@ -233,6 +240,7 @@ class RankGroup:
                 return
             if self._ended_s is None:
                 self._ended_s = time.monotonic()
+            # A stuck rank may still come back: for some time the others wait for it.
             if not end.is_stuck or time.monotonic() > self._ended_s + self._repetition_s:
                 raise self._error(end)
 
@@ -261,7 +269,8 @@ class RankGroup:
         Raises:
             RankError: If the rank that holds the store has ended.
         """
-        return str(self._error(end)) if (end := self._agreed_end(error)) is not None else None
+        end = self._agreed_end(error)
+        return None if end is None else str(self._error(end))
 
     def wait_for_return(self, error: Exception) -> None:
         """Tell the other ranks of an error, and wait until every rank has come back from what it
@@ -289,6 +298,7 @@ class RankGroup:
             while (verdict := read_key(self.store, "verdict")) is None:
                 if self.store.check(everyone) or time.monotonic() > until_s:
                     all_are = str(self.store.check(everyone))
+                    # The first verdict counts, so that all ranks go on, or none.
                     self.store.compare_set("verdict", "", all_are)
                 time.sleep(_MAX_POLL_S)
         return bool(verdict == b"True")
@@ -350,12 +360,14 @@ class RankGroup:
         for beat in count():
             now_s = time.monotonic()
             begun_s = self._begun_s
+            # Set and cleared by the other thread: read once, or it may change in between.
             lasts_s = 0.0 if begun_s is None else now_s - begun_s
             if lasts_s > 3 * self._repetition_s:
                 _end_collectives(is_last=lasts_s > 4 * self._repetition_s)
             with suppress(RuntimeError):  # the rank that holds the store may have ended already
                 self.store.set(f"alive/{self.rank}", str(beat))
                 alive = read_key(self.store, f"alive/{other}")
+                # Beats are compared, not times, as the clocks of nodes differ.
                 if alive != others:
                     others = alive
                     changed_s = now_s
@@ -367,6 +379,8 @@ class RankGroup:
                     )
                 is_late = lasts_s > self._repetition_s
                 if begun_s is not None and not is_shown and (is_late or self._end() is not None):
+                    # Once, and also where another rank is late: who waits for whom shows in all
+                    # stacks together.
                     is_shown = True
                     number = self.store.add("stacks", 1)
                     self.store.set(f"stack/{number}", f"rank {self.rank} at {self._stack()}")

@@ -159,6 +159,7 @@ def measure_with_ranks(
     replicas: Counter[object] = Counter()
     pipelines: dict[tuple[int, int], list[int]] = {}  # of a replica and a tensor rank
     sharing: list[tuple[int, int, int]] = []  # replica, tensor rank, rank
+    # The k-th rank with the same stages and tensor rank is of the k-th replica.
     for rank, (numbers, tensor) in enumerate(held):
         replica = replicas[numbers, tensor]
         replicas[numbers, tensor] += 1
@@ -166,12 +167,14 @@ def measure_with_ranks(
         if numbers == held[group.rank][0]:
             sharing.append((replica, tensor, rank))
     size = len({tensor for _, tensor, _ in sharing})
+    # Every replica must have each of its tensor ranks once.
     if len(sharing) != size * (1 + max(sharing)[0]):
         raise UsageError(
             f"stage {stages[0].number} is on {len(sharing)} ranks, which are not replicas of "
             f"{size} GPUs each; give every rank that shares a stage the same tensor_group"
         )
     of_stage = StageGroup(group, [rank for _, _, rank in sorted(sharing)], size)
+    # The ranks of each pipeline from the first stage to the last.
     messages = [sorted(ranks, key=held.__getitem__) for ranks in pipelines.values()]
     with (
         connect_neighbour(
@@ -179,11 +182,13 @@ def measure_with_ranks(
         ) as neighbour,
         _lease_gpu(request, device) as gpu,
     ):
+        # Two ranks on one GPU would set and measure each other's clocks.
         _refuse_shared_gpus(group.gather((socket.gethostname(), gpu.uuid, gpu.keeps_settings)))
         block = neighbour.block if neighbour.exists else None
         total = len({number for numbers, _ in held for number in numbers})
         with _rank_errors(group):
             rows = _measure(gpu, stages, total, request, of_stage, block, group.repeating)
+    # One rank of each stage hands over the rows, which all of the stage have.
     gathered = group.gather(rows if group.rank == min(sharing)[2] else [])
     profile = None
     if group.rank == 0:
@@ -258,6 +263,7 @@ def _measure(
         with stage.open(gpu, block, repeating) as opened:
             # The times of a simulated GPU are modelled.
             trained_s = {} if gpu.origin == "simulated" else stage.trained_s
+            # Before clocks are set, as the training ran at its own.
             difference = difference_from_training(opened, trained_s)
             if difference:
                 _logger.warning("stage %d: %s, %s", stage.number, difference, UNLIKE_TRAINING)
@@ -279,6 +285,7 @@ def _measure(
             measured = replace(
                 measured, conditions={**measured.conditions, "unlike training": difference}
             )
+        # Said once for each stage, by the rank that keeps its rows.
         for name in ("slow replicas", "power sensor"):
             if group.is_first and name in measured.conditions:
                 _logger.warning("stage %d: %s: %s", stage.number, name, measured.conditions[name])
@@ -287,6 +294,7 @@ def _measure(
 
 
 def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profile:
+    """Return the profile of all stages; write it and delete the kept rows, if there is a file."""
     import torch
 
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -301,5 +309,6 @@ def _write_profile(rows: Sequence[StageRows], request: ProfileRequest) -> Profil
         profile = request.again.joined(profile)
     if request.output is not None:
         profile.save(request.output)
+        # Only now: until the profile is on disk, they are what `resume` goes on from.
         delete_rows(request.output, profile.stages)
     return profile

@@ -83,8 +83,10 @@ class Neighbour:
 
         rank = self._group.rank
         sender = self._pairs[self._group.rank]
+        # The sender may be sending another message first.
         limit_s = duration_s + LIMIT_S
         try:
+            # The store counts requests, so those of several ranks to one sender have an order.
             turn = self._group.store.add(f"asked/{sender}", 1)
             self._group.store.set(f"message/{sender}/{turn}", pickle.dumps((rank, duration_s)))
             message = torch.empty(1, device=self._device)
@@ -123,6 +125,7 @@ class Neighbour:
             work.wait(timedelta(seconds=limit_s))
             return
         until_s = time.monotonic() + limit_s
+        # Polled on the host: a stream that waits may hold up all others.
         while not work.is_completed():
             self._group.check()
             if time.monotonic() > until_s:
@@ -152,6 +155,7 @@ class Neighbour:
                     yield _POLL_S
                 receiver, duration_s = pickle.loads(self._group.store.get(key))
                 self._group.store.delete_key(key)
+                # This delay is what the other rank is blocked for.
                 yield duration_s
                 message = torch.zeros(1, device=self._device)
                 work = dist.isend(message, receiver, self._channels[receiver])

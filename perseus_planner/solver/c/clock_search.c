@@ -92,6 +92,7 @@ static double set_clock(const ClockProblem *problem, ClockState *state, int64_t 
         return 0.0;
     }
     const int64_t clocks = problem->time_s.width;
+    /* With modes a rank lacks some options; `usable` lists those that it has. */
     if (problem->mode_bits > 0) {
         const int64_t row = problem->rank.at[i] * clocks;
         const int64_t place = problem->place.at[row + new];
@@ -261,8 +262,10 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         /* A plan counts as what it costs and how late it is; it is taken if that is at most `most_j`. */
         const double part = (double)attempt / (double)heat->tries;
         const double heat_j = heat->first_j * pow(heat->last_j / heat->first_j, part);
+        /* Lateness gets dearer as the search cools down, so that it ends in time. */
         const double price_w = goal->price_w * exp2(DEARER_BITS * part);
         const double worth_j = cost_j + price_w * most_of(0.0, time_s - goal->deadline_s);
+        /* Metropolis, but drawn before the trial: what costs too much by its clocks is then never replayed. */
         const double most_j = worth_j - heat_j * log(1.0 - draw(&random));
 
         /* One change or two, the second one the other way. */
@@ -271,6 +274,8 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         int64_t at = draw_below(&random, computations);
         int64_t first = rank[at];
         int64_t last = first;
+        /* Pipelines run in lockstep, so one rank alone seldom gains: half of these moves are of all ranks, half
+           of some. */
         if (draw(&random) < TOGETHER) {
             first = 0;
             last = ranks - 1;
@@ -308,6 +313,7 @@ KERNEL void anneal_clocks(const ClockProblem *problem, ClockState *now, ClockSta
         is_good = is_good && max_changes(rank_start, trial->clock.at, low, high, problem->mode_bits) <= goal->budget;
         double trial_s = time_s;
         if (is_good) {
+            /* The replay goes on from the first node whose end may differ. */
             if (change == NULL) {
                 stale = least(trial->touched.at[0], stale);
                 trial->touched.at[0] = stale;

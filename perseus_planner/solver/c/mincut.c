@@ -21,6 +21,7 @@ KERNEL void grow_tree(const Network *network, Tree *tree, int64_t *waiting, int6
         taken++;
         for (int64_t i = network->start.at[node]; i < network->start.at[node + 1]; i++) {
             const int64_t arc = residual[i];
+            /* It leads into this node, and was looked at from its tail. */
             if (arc < 0) {
                 continue;
             }
@@ -144,17 +145,22 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
             while (node != sink) {
                 const int64_t arc = residual[parent[node]];
                 int64_t room = UNLIMITED;
+                /* Against the path's direction the flow of an arc falls, down to the slope at its vertex; along
+                   it, it rises to the next slope, and past the fastest vertex without end. */
                 if (arc >= 0) {
                     room = flow[arc] - vertex_slope[level[arc]];
                 } else if (level[~arc] < last[~arc]) {
                     room = vertex_slope[level[~arc] + 1] - flow[~arc];
                 }
+                /* Strictly: of several full arcs the one nearest to the source leaves, so the tree stays
+                   strongly feasible. */
                 if (room < smallest) {
                     smallest = room;
                     leaving = parent[node];
                 }
                 node = arc >= 0 ? tail[arc] : head[~arc];
             }
+            /* Nothing on the path is ever full: this is the fast end, below which nothing is feasible. */
             if (smallest == UNLIMITED) {
                 powers[count - 1] = UNLIMITED;
                 kept[1] = 0;
@@ -172,8 +178,10 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
                     node = head[~arc];
                 }
             }
+            /* A new round, with a steeper frontier below `time`: the source's side is empty so far. */
             power += smallest;
             powers[count - 1] = power;
+            /* Rounds are counted, so that `taken_in` need not be cleared. */
             mark++;
             reached = 0;
             waiting = 0;
@@ -191,6 +199,7 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
                     arc = ~arc;
                     level[arc]++;
                 }
+                /* The last bit says whether an arc is in the tree, for both of its residual arcs. */
                 far[raising[arc]] ^= 1;
                 far[lowering[arc]] ^= 1;
                 piece[pieces] = reached;
@@ -238,6 +247,7 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
                         }
                         further = vertex_time[level[arc] - 1] - event[head[arc]] + event[tail[arc]];
                     }
+                    /* Counted from the begin of the round, so that it need not change as the side moves on. */
                     push(heap_moved, heap_arc, waiting, further + moved, i);
                     waiting++;
                 }
@@ -260,6 +270,7 @@ KERNEL int64_t advance(const Network *network, Tree *tree, int64_t *flow, Walker
                     return count;
                 }
                 const bool is_short = begin - heap_moved[0] < target;
+                /* Either the target comes first, in the middle of a segment, or the next vertex does. */
                 moved = is_short ? begin - target : heap_moved[0];
                 time = begin - moved;
                 if (is_first) {

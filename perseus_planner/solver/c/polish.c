@@ -183,6 +183,7 @@ KERNEL void anneal_starts(const PointProblem *problem, const Ticks *ticks, int64
             }
         }
 
+        /* Metropolis: what costs more is taken with a probability that falls as the search cools down. */
         if (fits && (added <= 0.0 || draw(&random) < exp(-added / heat_j))) {
             for (int64_t i = 0; i < changed; i++) {
                 now[nodes[i]] = points[i];

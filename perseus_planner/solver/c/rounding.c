@@ -70,6 +70,7 @@ static void dispatch(const PointProblem *problem, const Guide *guide, const doub
         double smallest = INFINITY;
         /* From there to slower ones, until none can be better. */
         for (int64_t point = middle; point < stop && (time_s[point] <= limit || point == first); point++) {
+            /* Energy, time at its price, and the distance from the wanted end at a multiple of it. */
             double cost = cost_j[point] + price * (time_s[point] + late * most_of(0.0, time_s[point] - wanted));
             cost += price * early * most_of(0.0, wanted - time_s[point]);
             if (cost < smallest) {
@@ -133,6 +134,7 @@ KERNEL double fill_exactly(const PointProblem *problem, double deadline_s, int64
     for (int64_t k = 0; k < nodes; k++) {
         before[k] = chosen[k];
     }
+    /* A hair more than the deadline first: what fits exactly would often miss by a rounding error. */
     double total_j = fill(problem, deadline_s * (1 + ROUNDING), chosen, end_s);
     if (total_j <= worth_j && compute_ends(problem, chosen, end_s) > deadline_s) {
         for (int64_t k = 0; k < nodes; k++) {
@@ -172,6 +174,7 @@ static void vary_group(const PointProblem *problem, Guide *guide, double step_s,
     }
     const int64_t which = draw_below(random, classes);
     const int64_t what = draw_below(random, 4);
+    /* Sizes over a factor of 20, evenly in their logarithm: small moves matter as guides get better. */
     const double moved_s = 2.0 * step_s * size * exp(-3.0 * draw(random));
     const bool is_of_prices = draw(random) < 0.25;
     const double dearer = exp(0.2 * size);
@@ -218,6 +221,7 @@ KERNEL double improve_guide(const PointProblem *problem, double deadline_s, Guid
     double *end_s = times_s + nodes;
     Random random;
     seed_random(&random, 1);
+    /* A hair less than the deadline, so that no rounding error makes a dispatched plan late. */
     set_limits(problem, deadline_s * (1 - ROUNDING), limit_s);
     for (int64_t attempt = 0; attempt < tries; attempt++) {
         /* The first plan is that of the guide itself. */
