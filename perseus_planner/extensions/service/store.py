@@ -564,15 +564,24 @@ class Storage:
                     content,
                     to_json(curve).decode(),
                 )
+            moved = False
             for name, before, after in change.changes():
                 if after is None:
                     for table in ("states", "reports", "totals", "plans"):
                         self.execute(f"DELETE FROM {table} WHERE job = ?", name)
                     self.execute("DELETE FROM jobs WHERE name = ?", name)
-                    # A frontier may have megabytes, and goes with the last job that has it.
-                    self._sweep_frontiers()
                 else:
                     self._write_job(name, before, after)
+                is_as_registered = (
+                    before is not None
+                    and after is not None
+                    and before.registered is after.registered
+                )
+                moved = moved or not is_as_registered
+            # A frontier may have megabytes, and goes with the last job that has it: swept when all
+            # jobs of the change are written, as those of later ones are there already.
+            if moved:
+                self._sweep_frontiers()
             for name in change.telemetry:
                 # It may have ended in the same transaction.
                 state = change.find(name)
@@ -632,7 +641,6 @@ class Storage:
                 self.execute("DELETE FROM jobs WHERE name = ?", name)
             row = (name, after.job.frontier, _registration_text(after.registered))
             self.execute("INSERT INTO jobs (name, frontier, registration) VALUES (?, ?, ?)", *row)
-            self._sweep_frontiers()
         if _differ(before, after, _CHANGING):
             self._put("states", name, _state_text(after))
         self._write_reports(name, before, after)

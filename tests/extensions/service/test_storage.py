@@ -161,6 +161,22 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
         assert [count(place, table) for table in tables] == [0] * len(tables)
 
 
+def test_jobs_that_are_registered_together_keep_their_own_frontiers(place: Path):
+    """The first one's rows are written before the second one has any."""
+    other = "0" * len(DIGEST)
+    one, two = state("one"), state("two")
+    registered = replace(two.registered, frontier=other)
+    two = replace(two, registered=registered, job=replace(two.job, frontier=other))
+    with Storage(place) as storage:
+        gone = state("gone")
+        storage.commit(added(gone))
+        change = added(one, two)
+        # A job ends in the same change, before one that is new.
+        storage.commit(replace(change, stored={"gone": gone}, changed={"gone": None, **change.changed}))
+        assert storage.load().jobs == {"one": one, "two": two}
+    assert count(place, "frontiers") == 2
+
+
 def test_a_change_that_cannot_be_written_whole_is_not_written_at_all(storage: Storage):
     storage.commit(added(state("one")))
     twice = Draft({}, {"two": state("two"), "one": state("one")})  # "one" is there
