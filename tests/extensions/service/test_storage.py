@@ -172,7 +172,8 @@ def test_jobs_that_are_registered_together_keep_their_own_frontiers(place: Path)
         storage.commit(added(gone))
         change = added(one, two)
         # A job ends in the same change, before one that is new.
-        storage.commit(replace(change, stored={"gone": gone}, changed={"gone": None, **change.changed}))
+        changed = {"gone": None, **change.changed}
+        storage.commit(replace(change, stored={"gone": gone}, changed=changed))
         assert storage.load().jobs == {"one": one, "two": two}
     assert count(place, "frontiers") == 2
 
