@@ -8,6 +8,7 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from commands import loaded
@@ -16,9 +17,9 @@ from strategies import smooth_profile, soaks
 
 from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.engines.engine import PipelineRank
-from perseus_planner.extensions.service.access import _JOULES, _TELEMETRY
 from perseus_planner.extensions.service.agent.outbox import added_up
 from perseus_planner.extensions.service.jobs import add_counters
+from perseus_planner.extensions.service.metrics import _JOULES, _TELEMETRY
 from perseus_planner.extensions.service.text import _telemetry
 from perseus_planner.runs import Account
 from perseus_planner.runs.recording import Attempt, RankFiles
@@ -154,7 +155,8 @@ def check_nothing_saved(rng: Random, folder: Path) -> None:
     assert tally.points[-1].saved_j in (None, 0.0)
     if tally.energy_is is not None:
         assert NOTHING_SAVED in _telemetry(tally, saves=True)
-    metrics = {name: value(tally) for name, _, value in (*_TELEMETRY, *_JOULES)}
+    status = SimpleNamespace(telemetry=tally, unlike_plan=None)
+    metrics = {name: value(status) for name, _, value in (*_TELEMETRY, *_JOULES)}
     assert metrics["planner_job_saved_joules"] in (None, 0.0)
     assert metrics["planner_job_baseline_joules"] == metrics["planner_job_energy_joules"]
 
