@@ -1,6 +1,11 @@
 """Follows an engine through its iterations on the training thread, and requests the clock of each
 computation.
 
+Who does what: a decider (`decider`) chooses the clocks, as a `Program` for each iteration. The
+usual request, after a computation that ran as planned, is written by the engine's wrapper
+(`HookGuard.computing`) from the `Lane` that the hook has filled: the hook is not called for it. The
+hook itself requests the first clock of an iteration, and all clocks while the lane is closed.
+
 The rules:
 
 - The clock of a computation is requested when the computation before it ends; the first clock of an

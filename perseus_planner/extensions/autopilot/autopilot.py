@@ -1,5 +1,8 @@
 """The autopilot: learns what clocks cost from the training's own iterations, and decides the
 clocks of those ahead.
+
+It orders audits, which are iterations at full clocks (`Autopilot.decide`). When one is due
+(`AuditTimes`), and what its time says of those around it (`Audits`), `runtime/guarantee.py` knows.
 """
 
 from __future__ import annotations
