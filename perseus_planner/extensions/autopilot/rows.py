@@ -34,7 +34,9 @@ _OWN_SLOPE = 0.1
 _OWN = 0.4  #: how much of bends and steps is a stage's own
 #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _NEW_ROWS = 0.05
-_ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
+#: measured rows of a kind from which the process is trusted to bound others; and times of an
+#: iteration from which its noise is noted
+_ENOUGH = 12
 #: how far over the physical bound a measured row may be for the process to be trusted, and one of
 #: few times over the process to be planned on
 _OVER = 0.05
@@ -294,7 +296,8 @@ class TimeRows:
         noise += np.where(doubted, miss**2, 0.0)
         apart = np.zeros_like(known)
         apart[known] = doubted & (miss > _OVER)
-        # By the Cholesky factor, as the posterior at all rows needs the same triangular solves.
+        # By the Cholesky factor L: L^-1 K, with the covariance K of measured rows and all rows,
+        # gives both the mean and the error there. numpy solves it as any other system.
         root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
