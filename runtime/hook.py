@@ -73,6 +73,40 @@ class ProgramSource(Protocol):
         """No more iterations are shown, because of this problem."""
 
 
+# The state of a hook, all of it written on the training thread:
+#
+# | attribute       | written by                      | meaning
+# |-----------------|---------------------------------|------------------------------------------
+# | `_program`      | `_load`, `_ask_again`           | what the iteration runs by; None: nothing
+# | `_order`,       | `_load`; `_deviate` empties     | what is expected; empty: all that runs is
+# | `_count`        | them, `begin_iteration` refills | noted
+# | `_deviation`    | `_deviate`, `begin_iteration`   | what ran otherwise in this iteration
+# | `_is_unclocked` | `_set_unclocked` alone          | no clock is requested
+# | `_awaits`       | `_load`                         | another program may come while it runs: the
+# |                 |                                 | source is asked after each computation
+# | `_shows_begins` | `_load`                         | begins are requested too (`BEGUN`): `_awaits`
+# |                 |                                 | or the program has a table to catch up by
+# | `_turns`        | `_load`                         | 1 if the program has one computation
+# | `_first`        | `_load`, `_end_otherwise`       | index of the first request: 0; with `_turns`
+# |                 |                                 | 0 and 1 in turn, as equal ones are not seen
+# | `_next`         | `_load`                         | index of the request for `Program.then`,
+# |                 |                                 | after the last computation; None: `_first`
+# | `lane.is_open`  | `_set_unclocked` alone          | the engine's wrapper writes requests itself
+#
+# What they mean together:
+#
+# | program | unclocked | deviation | lane   | then
+# |---------|-----------|-----------|--------|---------------------------------------------------
+# | None    | yes       | none      | closed | the GPU is reset; all that runs is noted
+# | given   | yes       | given     | closed | the GPU is reset for the rest of the iteration, and
+# |         |           |           |        | all that runs is noted
+# | given   | yes       | none      | closed | the iteration after a deviation: compared with the
+# |         |           |           |        | program; if it fits, clocks come from the next one on
+# | given   | no        | none      | open   | the usual iteration: `end` is not called
+# | given   | no        | none      | closed | `end` goes to `_end_otherwise`: `_awaits`, `_turns`,
+# |         |           |           |        | `_shows_begins` or a switch of modes decides more
+
+
 class Hook:
     """Receives the begin and the end of each iteration and computation of one rank.
 

@@ -85,6 +85,40 @@ class ClockRequest(NamedTuple):
     due_ns: int | None = None  #: When a clock by time was due
 
 
+# What `poll_request` keeps of a rank from one look to the next, all on the controller's thread.
+# "By position" are requests of one clock each, "by time" those of a table of an iteration.
+#
+# | attribute     | written by                     | meaning
+# |---------------|--------------------------------|--------------------------------------------
+# | `_seen`       | each look at a new word        | the whole word, with `OUTSIDE`
+# | `_outside_ns` | each look at a new word        | since when `OUTSIDE` stands; None: it does not
+# | `_is_reset`   | `_reset_request`: yes; a clock | whether the last answer was a reset
+# |               | that is wanted: no             |
+# | `_request`    | by position                    | the last one with a clock, without `OUTSIDE`;
+# |               |                                | a reset leaves it
+# | `_position`   | by position; by time: None     | its position; a reset leaves it
+# | `_wanted`     | both; `_reset_request`: RESET  | the planned value, not the one to catch up by
+# | `_table`      | by position, not captured      | where captured requests find their clocks
+# | `_first_ns`   | by position, 0 and `BEGUN`     | from when latest starts count; None: from
+# |               |                                | nothing, so nobody catches up
+# | `_begun_ns`,  | both, at a new iteration       | how long iterations last, which says when a
+# | `_lasted_ns`  |                                | reset outside is worth its calls
+# | `_values`     | both; another program empties  | what was wanted where, to tell what was passed
+# | `_changes`    | None when `_values` changes    | a count of `_values`, made when asked for
+# | `_armed`      | by time; by position cancels   | the clocks by time that are still to come
+#
+# Outside and reset together:
+#
+# | `_outside_ns` | `_is_reset` | the rank
+# |---------------|-------------|----------------------------------------------------------------
+# | None          | no          | runs computations at requested clocks
+# | a moment      | no          | runs something else; its GPU keeps the clock until the limit
+# | a moment      | yes         | has passed the limit, or wanted nothing before; stays reset until
+# |               |             | it is inside again
+# | None          | yes         | wants nothing: before the first iteration, after a deviation, or,
+# |               |             | by time, until its next clock is due or its next iteration begins
+
+
 class Rank:
     """A rank that has sent its attach request.
 
@@ -116,7 +150,7 @@ class Rank:
         self._word = shared.request
         self._seen = NO_REQUEST  #: what `_word` was when it was looked at last
         self._request = NO_REQUEST
-        self._wanted = RESET  #: the value of the last request that had one
+        self._wanted = RESET  #: the planned value of the last request; `RESET` if it had none
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
         self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last

@@ -180,6 +180,40 @@ _KEPT = 64  #: iterations whose end may become known late
 _LOWERED = "lowered"  #: noted with a program that has a clock below the highest one
 
 
+# The way of one iteration through the three threads. "Told" has two senses: `_told_of` is what the
+# leader told this rank of an iteration ahead; `_told` is what one that ended tells of the laws.
+#
+# | value              | written by          | read by    | meaning
+# |--------------------|---------------------|------------|---------------------------------------
+# | `_asked`: `_Asked` | training: `show`,   | exchange:  | the newest iteration to be decided; one
+# |                    | `give`, else        | `_round`   | that no round came for is replaced
+# |                    | `program_for`       |            |
+# | `_handled`         | exchange: `_round`  | exchange   | the `_Asked` that a round was for
+# | `_decided`         | exchange: `_decide` | training   | its program, at the clocks told
+# | `_known`: `_Known` | exchange: `_decide` | background | what was known of it then; `plan` and
+# |                    |                     |            | `full_s` come from `_told_of`
+# | `_ended`           | training: `on_end`  | background | its program; None if it deviated
+# | from `_told`       | background: `_learn`| background | times at full clocks, for the learner
+#
+# `_Asked`:
+#
+# | batch | function | problem | then
+# |-------|----------|---------|----------------------------------------------------------------
+# | given | given    | None    | the engine's microbatches; the function says the work of each
+# | given | None     | None    | the work itself, as the user gave it
+# | None  | None     | None    | a rank that follows; for one that leads, the engine shows nothing
+# | None  | None     | given   | reading the microbatches failed; full clocks
+#
+# `_Known`:
+#
+# | work  | plan  | full_s | then
+# |-------|-------|--------|------------------------------------------------------------------
+# | None  | None  | empty  | the batch is not known: full clocks, and no law is learnt from it
+# | given | None  | empty  | no clocks were told: full clocks, of which laws are learnt
+# | given | given | empty  | this rank has no laws yet: clocks as told, but no catching up
+# | given | given | given  | all is known: it is also compared how the computations came
+
+
 class _Asked(NamedTuple):
     """An iteration that has begun on the training thread, or whose work is given."""
 
