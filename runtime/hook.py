@@ -84,8 +84,8 @@ class ProgramSource(Protocol):
 # | `_is_unclocked` | `_set_unclocked` alone          | no clock is requested
 # | `_awaits`       | `_load`                         | another program may come while it runs: the
 # |                 |                                 | source is asked after each computation
-# | `_shows_begins` | `_load`                         | begins are requested too (`BEGUN`): `_awaits`
-# |                 |                                 | or the program has a table to catch up by
+# | `_shows_begins` | `_load`                         | begins are requested too: `_awaits`, or the
+# |                 |                                 | program has a table to catch up by
 # | `_turns`        | `_load`                         | 1 if the program has one computation
 # | `_first`        | `_load`, `_end_otherwise`       | index of the first request: 0; with `_turns`
 # |                 |                                 | 0 and 1 in turn, as equal ones are not seen

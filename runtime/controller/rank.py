@@ -55,15 +55,20 @@ another program.
 """
 
 OUTSIDE_NS = 20_000_000
+"""How long a rank whose iterations are long (`LONG_NS`) runs something else than computations
+before its GPU is reset for it; ten times that, if they are shorter. By hand.
+"""
+
 LONG_NS = 2_000_000_000
-"""How long a rank runs something else than computations before its GPU is reset for it, if its
-iterations are at least so long; else ten times that. The calls of a node for that and for the first
-clocks of the next iteration take up to 90 ms, which should not be spent in each short iteration.
+"""How long an iteration lasts, at least, to count as a long one. The calls of a node for a reset
+and for the first clocks of the next iteration take up to 90 ms, which should not be spent in each
+short iteration. By hand.
 """
 
 _SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
-# By how much, and how often in a row it is overridden
+#: a clock that is more than so many times the one that was set is faster than that; by hand
 _ABOVE = 1.05
+#: how often in a row it has to be faster, so that its rank is told; by hand
 _OVERRIDDEN = 3
 _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
 
