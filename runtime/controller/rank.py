@@ -97,8 +97,8 @@ class ClockRequest(NamedTuple):
 # |---------------|--------------------------------|--------------------------------------------
 # | `_seen`       | each look at a new word        | the whole word, with `OUTSIDE`
 # | `_outside_ns` | each look at a new word        | since when `OUTSIDE` stands; None: it does not
-# | `_is_reset`   | `_reset_request`: yes; a clock | whether the last answer was a reset
-# |               | that is wanted: no             |
+# | `_is_reset`   | `_reset_request`: yes; a clock | whether the rank was left without a clock by
+# |               | or an armed table: no          | the last answer
 # | `_request`    | by position                    | the last one with a clock, without `OUTSIDE`;
 # |               |                                | a reset leaves it
 # | `_position`   | by position; by time: None     | its position; a reset leaves it
@@ -121,7 +121,7 @@ class ClockRequest(NamedTuple):
 # | a moment      | yes         | has passed the limit, or wanted nothing before; stays reset until
 # |               |             | it is inside again
 # | None          | yes         | wants nothing: before the first iteration, after a deviation, or,
-# |               |             | by time, until its next clock is due or its next iteration begins
+# |               |             | by time, from the end of an iteration to the next begin
 
 
 class Rank:

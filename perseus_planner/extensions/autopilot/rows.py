@@ -388,10 +388,12 @@ def _variance(x: Floats, bend: float, step: float) -> Floats:
     return variance
 
 
-_KNOTS = 7
-# Power of a waiting GPU, relative to the highest
+_KNOTS = 7  #: clocks at most between which power is taken as linear
+#: expected power of a waiting GPU, relative to the highest power; by hand, as the others here
 _WAITING = 0.2
+#: standard deviation of that power of all ranks together
 _WAITING_DOUBT = 0.08
+#: standard deviation of that power from one rank to another
 _OWN_WAITING = 0.01
 _ENERGY_NOISE = 0.002  #: standard deviation of an energy, relative
 _DRIFT = 0.002  #: of the level of a stage's power between iterations, relative

@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 
-# Iterations at full clocks that tell how long ranks wait beside
+#: the last iterations at full clocks that tell how much longer one is than its plan; by hand
 _REMEMBERED = 20
+#: how many of them are needed, before a rank catches up; by hand
 _NEEDED = 3
 _LATE_NS = 1_000_000  #: by which a controller may see a request late
 _CHANGES = 4096  #: that are remembered
@@ -169,12 +170,15 @@ class CatchingUp:
 _SETTLING = 2  #: iterations until clocks are locked and the training runs as usual
 _AGAIN = 8  #: iterations between two looks at what the ranks have learnt
 _SLICE_S = 0.2  #: the longest wait at a time, so that the end of training is seen
-#: how long other pipelines are waited for, as a share of the iteration, and at least and most
+#: how long other pipelines are waited for, as a share of the iteration; by hand
 _TIMEOUT = 0.05
+#: how long they are waited for at least, seconds; by hand
 _LEAST_TIMEOUT_S = 0.02
+#: how long they are waited for at most, seconds; by hand
 _MOST_TIMEOUT_S = 1.0
-#: how long an iteration of one computation waits for its clock, as a share of it, and at most
+#: how long an iteration of one computation waits for its clock, as a share of it; by hand
 _WAIT = 0.01
+#: how long it waits for it at most, seconds; by hand
 _MOST_WAIT_S = 0.02
 _KEPT = 64  #: iterations whose end may become known late
 _LOWERED = "lowered"  #: noted with a program that has a clock below the highest one
