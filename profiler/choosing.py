@@ -47,7 +47,7 @@ RowTable = Mapping[str, Mapping[int, Measurement]]
 """Kind -> setting -> its row. All kinds have the same settings."""
 
 MAX_SETTINGS = 12
-"""An adaptive sweep measures no more settings, but where `doubt.py` asks for more."""
+"""An adaptive sweep measures no more settings, but where `find_doubt` asks for more."""
 
 PRICES = tuple(2 ** (half / 2) for half in range(-8, 4))
 """Prices of a second, relative to the power at the top setting: from the price where there is time

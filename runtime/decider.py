@@ -5,6 +5,9 @@ A fixed plan is a decider (`fixed_plan`); others are found by name among the ext
 `planner_runtime`. The runtime knows nothing else of them. A decider's programs reach all ranks at
 one iteration in one of two ways: it proposes them to the job's `Agreement`, which hands each to
 `program_of`; or each rank's decider knows its own, and `program_for` returns it.
+
+This is the interface only. `joining.decider_of` chooses the decider of a training, and the decider
+chooses clocks. Who writes them as requests: `hook`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """Follows an engine through its iterations on the training thread, and requests the clock of each
 computation.
 
+Who does what: a decider (`decider`) chooses the clocks, as a `Program` for each iteration. The
+usual request, after a computation that ran as planned, is written by the engine's wrapper
+(`HookGuard.computing`) from the `Lane` that the hook has filled: the hook is not called for it. The
+hook itself requests the first clock of an iteration, and all clocks while the lane is closed.
+
 The rules:
 
 - The clock of a computation is requested when the computation before it ends; the first clock of an
@@ -66,6 +71,40 @@ class ProgramSource(Protocol):
 
     def on_unfollowed(self, problem: str) -> None:
         """No more iterations are shown, because of this problem."""
+
+
+# The state of a hook, all of it written on the training thread:
+#
+# | attribute       | written by                      | meaning
+# |-----------------|---------------------------------|------------------------------------------
+# | `_program`      | `_load`, `_ask_again`           | what the iteration runs by; None: nothing
+# | `_order`,       | `_load`; `_deviate` empties     | what is expected; empty: all that runs is
+# | `_count`        | them, `begin_iteration` refills | noted
+# | `_deviation`    | `_deviate`, `begin_iteration`   | what ran otherwise in this iteration
+# | `_is_unclocked` | `_set_unclocked` alone          | no clock is requested
+# | `_awaits`       | `_load`                         | another program may come while it runs: the
+# |                 |                                 | source is asked after each computation
+# | `_shows_begins` | `_load`                         | begins are requested too: `_awaits`, or the
+# |                 |                                 | program has a table to catch up by
+# | `_turns`        | `_load`                         | 1 if the program has one computation
+# | `_first`        | `_load`, `_end_otherwise`       | index of the first request: 0; with `_turns`
+# |                 |                                 | 0 and 1 in turn, as equal ones are not seen
+# | `_next`         | `_load`                         | index of the request for `Program.then`,
+# |                 |                                 | after the last computation; None: `_first`
+# | `lane.is_open`  | `_set_unclocked` alone          | the engine's wrapper writes requests itself
+#
+# What they mean together:
+#
+# | program | unclocked | deviation | lane   | then
+# |---------|-----------|-----------|--------|---------------------------------------------------
+# | None    | yes       | none      | closed | the GPU is reset; all that runs is noted
+# | given   | yes       | given     | closed | the GPU is reset for the rest of the iteration, and
+# |         |           |           |        | all that runs is noted
+# | given   | yes       | none      | closed | the iteration after a deviation: compared with the
+# |         |           |           |        | program; if it fits, clocks come from the next one on
+# | given   | no        | none      | open   | the usual iteration: `end` is not called
+# | given   | no        | none      | closed | `end` goes to `_end_otherwise`: `_awaits`, `_turns`,
+# |         |           |           |        | `_shows_begins` or a switch of modes decides more
 
 
 class Hook:

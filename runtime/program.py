@@ -76,7 +76,9 @@ class Program:
     what its decider has decided.
     """
 
-    version: int  #: Number of the program in this job: 1 for the first, 2 for the next, and so on
+    #: Number of the program in this job: 1 for the first, 2 for the next, and so on. Elsewhere 0
+    #: stands for no program yet.
+    version: int
     computations: tuple[Computation, ...] = field(repr=False)  #: What the rank runs, in order
     #: The value for each computation: MHz, or watts of a power limit.
     clocks: tuple[int, ...] = field(repr=False)

@@ -207,8 +207,8 @@ class Run:
         return tuple(sorted(version for version in used_versions if version >= oldest))
 
     def plan_name(self, version: int) -> str:
-        # The service counts plans over all jobs; without one a version is a number of this run.
         """Return what a plan is called: as its service counts it, where plans of one have come."""
+        # The service counts plans over all jobs; without one a version is a number of this run.
         rows = [row for rank in self.ranks for row in rank.iterations]
         numbers = [row.service_version for row in rows if row.version == version]
         number = next((number for number in numbers if number is not None), None)

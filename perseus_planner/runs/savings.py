@@ -13,6 +13,8 @@ was lowered, F is C, and nothing was saved, whatever was measured.
 
 `scale` and `waiting_w` are learnt from the energies of iterations, by least squares with the rows
 as the first guess (Bayesian linear regression of two coefficients).
+
+This is of one rank and iteration. `account` adds them up, and has the 95 % interval of the sum.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Find plans within a switch budget: a limit on clock changes per GPU and iteration, and a least
-time between them.
+"""Find plans within a switch budget: a limit on clock changes per GPU and iteration.
 
 The ranks of a pipeline run in lockstep, so a good plan with few changes has phases: for a time all
 ranks keep one pace, each at the clock that suits it best there, and then another pace. Mixing two
@@ -314,7 +313,9 @@ class _Search:
         return _front([self.plan(clock[self.problem.rank]) for clock in clocks])
 
     def _starts(self) -> list[_Plan]:
-        """Return the cheapest pace that meets the deadline, and the fastest one, which does."""
+        """Return where local searches start: of the plans of one pace that meet the deadline, the
+        cheapest and the fastest; none if none meets it.
+        """
         in_time = [plan for plan in self.paces if plan.late_s == 0.0]
         return [in_time[-1], *in_time[:1]] if len(in_time) > 1 else in_time
 

@@ -1,7 +1,8 @@
 """The clocks of an iteration, laid out in arrays, and the compiled replay of a choice of them.
 
 Where modes are chosen too, the number of a clock has that of the mode as its last bits: it is an
-option. A change of the mode alone takes no time.
+option. A change of the mode alone takes no time. Option 0 is the highest clock in the training's
+own way, so a program of zeros is one of full clocks.
 
 Where clock changes take time, the rules are those of `plans.clock_replay`, for many equal
 iterations; `plans` has the readable replays, with which tests compare this one. Programs hold

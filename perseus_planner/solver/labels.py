@@ -331,8 +331,8 @@ def _prices(dag: PipelineDag, deadline_s: float) -> _Prices:
     ):
         flows[target] = step.state.flow * scaled.power_unit_w
     # The walk ends where nothing is faster: the flow there is that of all shorter times.
-    last_w = flows[min(flows)]
-    flow_w = np.array([flows.get(target, last_w) for target in targets])
+    fastest_w = flows[min(flows)]
+    flow_w = np.array([flows.get(target, fastest_w) for target in targets])
     heads = network.head.tolist()
     tails = network.tail.tolist()
     # Node 2k starts, and node 2k + 1 ends, the k-th in the order: half of a number is k.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _SMALL = 120  #: points of all computations in all modes, up to which HiGHS solves modes and clocks
 _NEAR = 1e-9  #: relative; so far from its fast end a frontier still has a finite slope
-_RELAXED = 40_000  #: likewise, up to which it solves them relaxed
+_RELAXED = 40_000  #: points as in `_SMALL`, up to which HiGHS solves modes and clocks relaxed
 _ROUNDS = 12  #: of pricing, at most
 _SAME = 1e-9  #: relative; what takes as much more memory
 _UNIT = 1e-3  #: of the deadline: the programmes' unit of time, as HiGHS is exact to 1e-6

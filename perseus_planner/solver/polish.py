@@ -55,7 +55,9 @@ def polish(problem: PointProblem, deadline_s: float, chosen: Integers) -> Intege
     moves = min(_MOVES[0] * len(chosen), _MOVES[1])
     if not len(steps_j):
         return chosen
-    # What fits exactly misses by a rounding error, and the other way around.
+    # Durations are rounded to ticks. First the deadline gets a little room, or a plan that fits
+    # exactly would count as late. If the plan found is then late in seconds, the deadline is taken
+    # a little earlier instead.
     for room in (_ROUNDING, -_ROUNDING):
         ticks = _in_ticks(problem, deadline_s, room)
         start = _starts(problem, ticks, chosen)

@@ -55,15 +55,20 @@ another program.
 """
 
 OUTSIDE_NS = 20_000_000
+"""How long a rank whose iterations are long (`LONG_NS`) runs something else than computations
+before its GPU is reset for it; ten times that, if they are shorter. By hand.
+"""
+
 LONG_NS = 2_000_000_000
-"""How long a rank runs something else than computations before its GPU is reset for it, if its
-iterations are at least so long; else ten times that. The calls of a node for that and for the first
-clocks of the next iteration take up to 90 ms, which should not be spent in each short iteration.
+"""How long an iteration lasts, at least, to count as a long one. The calls of a node for a reset
+and for the first clocks of the next iteration take up to 90 ms, which should not be spent in each
+short iteration. By hand.
 """
 
 _SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
-# By how much, and how often in a row it is overridden
+#: a clock that is more than so many times the one that was set is faster than that; by hand
 _ABOVE = 1.05
+#: how often in a row it has to be faster, so that its rank is told; by hand
 _OVERRIDDEN = 3
 _MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
 
@@ -83,6 +88,40 @@ class ClockRequest(NamedTuple):
     #: Whether another value is wanted than before, or may be, as the rank catches up.
     is_change: bool = True
     due_ns: int | None = None  #: When a clock by time was due
+
+
+# What `poll_request` keeps of a rank from one look to the next, all on the controller's thread.
+# "By position" are requests of one clock each, "by time" those of a table of an iteration.
+#
+# | attribute     | written by                     | meaning
+# |---------------|--------------------------------|--------------------------------------------
+# | `_seen`       | each look at a new word        | the whole word, with `OUTSIDE`
+# | `_outside_ns` | each look at a new word        | since when `OUTSIDE` stands; None: it does not
+# | `_is_reset`   | `_reset_request`: yes; a clock | whether the rank was left without a clock by
+# |               | or an armed table: no          | the last answer
+# | `_request`    | by position                    | the last one with a clock, without `OUTSIDE`;
+# |               |                                | a reset leaves it
+# | `_position`   | by position; by time: None     | its position; a reset leaves it
+# | `_wanted`     | both; `_reset_request`: RESET  | the planned value, not the one to catch up by
+# | `_table`      | by position, not captured      | where captured requests find their clocks
+# | `_first_ns`   | by position, 0 and `BEGUN`     | from when latest starts count; None: from
+# |               |                                | nothing, so nobody catches up
+# | `_begun_ns`,  | both, at a new iteration       | how long iterations last, which says when a
+# | `_lasted_ns`  |                                | reset outside is worth its calls
+# | `_values`     | both; another program empties  | what was wanted where, to tell what was passed
+# | `_changes`    | None when `_values` changes    | a count of `_values`, made when asked for
+# | `_armed`      | by time; by position cancels   | the clocks by time that are still to come
+#
+# Outside and reset together:
+#
+# | `_outside_ns` | `_is_reset` | the rank
+# |---------------|-------------|----------------------------------------------------------------
+# | None          | no          | runs computations at requested clocks
+# | a moment      | no          | runs something else; its GPU keeps the clock until the limit
+# | a moment      | yes         | has passed the limit, or wanted nothing before; stays reset until
+# |               |             | it is inside again
+# | None          | yes         | wants nothing: before the first iteration, after a deviation, or,
+# |               |             | by time, from the end of an iteration to the next begin
 
 
 class Rank:
@@ -116,7 +155,7 @@ class Rank:
         self._word = shared.request
         self._seen = NO_REQUEST  #: what `_word` was when it was looked at last
         self._request = NO_REQUEST
-        self._wanted = RESET  #: the value of the last request that had one
+        self._wanted = RESET  #: the planned value of the last request; `RESET` if it had none
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
         self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last

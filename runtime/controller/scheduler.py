@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, TypeVar
 from perseus_planner.base.errors import UsageError
 
 RESET = 0
-"""The value that resets a GPU."""
+"""The value that resets a GPU: no clock or power limit is 0."""
 
 JUDGED = 64
 """How many changes of a GPU are looked at to judge whether the node can follow the plan."""

@@ -1,5 +1,8 @@
 """The autopilot: learns what clocks cost from the training's own iterations, and decides the
 clocks of those ahead.
+
+It orders audits, which are iterations at full clocks (`Autopilot.decide`). When one is due
+(`AuditTimes`), and what its time says of those around it (`Audits`), `runtime/guarantee.py` knows.
 """
 
 from __future__ import annotations
@@ -29,29 +32,40 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
-_TIGHT = 0.0005  #: how much longer than agreed a plan may be, as a share of the reference
-# Likewise with trials, early and later
+# All by hand. Numbers 22 and 31 of `benchmarks/run.py` show what the autopilot saves with them.
+
+#: how much longer than agreed an iteration of a plan may be, as a share of the reference
+_TIGHT = 0.0005
+#: how much longer than agreed an iteration with trials may be while it is early, as a share of the
+#: reference
 _TRIAL = 0.0028
+#: how much longer than agreed an iteration with trials may be later, as a share of the reference
 _LATE_TRIAL = 0.0014
-# Early are so many iterations of one pipeline, and until so many rows may be planned on
+#: iterations of one pipeline, in one mode, that are early; replicas share what they learn
 _EARLY = 36
+#: share of rows that may be planned on, from which an iteration is no longer early
 _ENOUGH = 0.75
-# How much longer it may be if rows are over the bound; and while trials are ahead
+#: how much longer than with trials an iteration may be if rows are over the physical bound, as a
+#: share of the reference: only if all trials so far were observed
 _DOUBT = 0.01
+#: how much longer it may be while some trials were not observed yet, as a share of the reference
 _MORE_DOUBT = 0.002
 #: iterations between two solutions for the same rows, whose powers are known better by then
 _AGAIN = 4
-#: a search for the same costs waits for the next iteration; later for that share of all of them.
-#: Costs are the same if none differs by more, relative
+#: a search for the same costs waits for the next iteration; later for that share of all of them,
+#: so that searching takes a bounded part of the time
 _REST = 1 / 200
+#: costs are the same if no row's time differs by more, relative
 _SAME = 0.001
 _FRESH = 2  #: how often a fresh plan is polished before it is compared with the running one
 #: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
 #: compare lower ones with; half as often later
 _CHECK = 4
 _REPEAT = 6  #: iterations before a trial is tried again
-# How many more rows are worth a new plan, or a new target
+#: how many times as many measured rows as at the last solution are worth a new one
 _GROWTH = 1.25
+#: how many times as many measured rows as at the last target are worth a new one: it says which
+#: rows to try first, for which a rough one is enough
 _TARGET_GROWTH = 1.6
 
 

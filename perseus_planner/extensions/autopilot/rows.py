@@ -17,38 +17,51 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+# All by hand. Numbers 22 and 31 of `benchmarks/run.py` show what the autopilot saves with them.
+
 _MEMORY = 400.0  #: observations of a row that count; older ones fade
 _MOST_MISS = 3.0  #: standard errors by which an iteration changes a row at most
 _REMEMBERED = 20  #: iterations from which the noise is known
 _LONGEST = 0.3  #: a time that is longer by more, relative, is a pause
 _NOISE = 0.006  #: standard deviation of an observed time, relative, before it is known
+#: what the noise, the spread and the excess of an iteration count as at least, relative
 _LEAST_NOISE = 1e-4
 _TAILS = 2.0  #: times the noise; a tail that is larger is not noise
-# That are tried; see `_covariance`
+#: scales of the Brownian bends of log time over log clock (`_covariance`) that are tried
 _BENDS = (0.01, 0.03, 0.1)
+#: scales of the step of log time at each clock (`_covariance`) that are tried
 _STEPS = (0.0007, 0.002, 0.005, 0.015, 0.05, 0.15)
-# Of log time over log clock: expected, its doubt, and between stages
+#: expected slope of log time over log of (highest clock / clock); 1 is bound by the clock alone
 _SLOPE = 0.6
+#: standard deviation of that slope of all stages together
 _SLOPE_DOUBT = 0.4
+#: standard deviation of that slope from one stage to another
 _OWN_SLOPE = 0.1
-_OWN = 0.4  #: how much of bends and steps is a stage's own
+#: standard deviation of a stage's own bends and steps, as a part of those that stages share
+_OWN = 0.4
 #: how many more rows, as a share, are worth other scales: those of few rows promise too much
 _NEW_ROWS = 0.05
-_ENOUGH = 12  #: measured rows of a kind from which the process is trusted to bound others
-#: how far over the physical bound a measured row may be for the process to be trusted, and one of
-#: few times over the process to be planned on
+#: measured rows of a kind from which the process is trusted to bound others; and times of an
+#: iteration from which its noise is noted
+_ENOUGH = 12
+#: logarithm: how far over the physical bound the worst measured rows may be for the process to be
+#: trusted; and how far over the process an outlier of few times may be to be planned on
 _OVER = 0.05
-# Computations of a row up to which it is doubted, and standard errors beside all others
+#: computations of a row up to which it may count as an outlier
 _FEW = 12
+#: standard errors between a row and what all others say of it, above which it is an outlier
 _OUTLIER = 3.0
 _FEW_OVER = 0.05  #: share of measured rows over the bound that tells nothing of others
-# How far over the physical bound a row may be before any is known, and after how many
+#: how far over the physical bound a row may be before any is measured, relative
 _DOUBT = 0.3
+#: measured rows below full clocks after which `_DOUBT` has fallen by a factor of e
 _FADING = 10.0
-#: logarithm of the time of a class in a mode in which it was not measured yet, over that in its own
-#: way: its doubt, most likely at most, and at most
+#: standard error of the logarithm of a class's time in a mode in which it was not measured yet;
+#: its expected time is that in its own way
 _NEW = 0.3
+#: logarithm of its time that is safe to try (`TimeTables.safe_s`), over the same in its own way
 _NEW_SAFE = 0.3
+#: logarithm of the time that it takes at most (`TimeTables.doubt_s`), over the same in its own way
 _NEW_DOUBT = 0.7
 
 
@@ -294,7 +307,8 @@ class TimeRows:
         noise += np.where(doubted, miss**2, 0.0)
         apart = np.zeros_like(known)
         apart[known] = doubted & (miss > _OVER)
-        # By the Cholesky factor, as the posterior at all rows needs the same triangular solves.
+        # By the Cholesky factor L: L^-1 K, with the covariance K of measured rows and all rows,
+        # gives both the mean and the error there. numpy solves it as any other system.
         root, missed = _factored(of_rows(scales), value)
         every = np.repeat(np.arange(len(rows)), len(x)), np.tile(np.arange(len(x)), len(rows))
         half = np.linalg.solve(root, _covariance(x, stage, clock, *every, *scales))
@@ -374,10 +388,12 @@ def _variance(x: Floats, bend: float, step: float) -> Floats:
     return variance
 
 
-_KNOTS = 7
-# Power of a waiting GPU, relative to the highest
+_KNOTS = 7  #: clocks at most between which power is taken as linear
+#: expected power of a waiting GPU, relative to the highest power; by hand, as the others here
 _WAITING = 0.2
+#: standard deviation of that power of all ranks together
 _WAITING_DOUBT = 0.08
+#: standard deviation of that power from one rank to another
 _OWN_WAITING = 0.01
 _ENERGY_NOISE = 0.002  #: standard deviation of an energy, relative
 _DRIFT = 0.002  #: of the level of a stage's power between iterations, relative

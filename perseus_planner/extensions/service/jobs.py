@@ -194,7 +194,8 @@ class JobState:
     tally: Tally | None = None  #: Its telemetry, which counts before it is written; None without
     #: Since when its GPUs have drawn more than that; None if they do not.
     over_s: float | None = field(default=None, compare=False)
-    events: tuple[Event, ...] = ()  #: What has happened to it, oldest first; see `history`
+    #: What has happened to it, oldest first, as `service.Service.history` returns it.
+    events: tuple[Event, ...] = ()
     #: Its own power budgets by the moment when each was set or began, oldest first
     budgets: tuple[PowerStep, ...] = ()
     silent_since_s: float | None = None  #: As in `JobStatus`
@@ -446,7 +447,7 @@ def lease_s(state: JobState, now_s: float) -> float | None:
 
 
 def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
-    """Make one of the things that `reconciled` needs to publish the state's plans; takes up to
+    """Make one of the things that `reconcile` needs to publish the state's plans; takes up to
     minutes.
 
     Returns:

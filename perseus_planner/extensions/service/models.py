@@ -727,7 +727,9 @@ class PowerRequest:
 
 
 def to_json(value: Any, *, without_defaults: bool = False, indent: int | None = None) -> bytes:
-    """Write a value of `model` or of this module as JSON; infinite moments become null."""
+    """Write a value of a class such as those of this module as JSON; infinite moments become
+    null.
+    """
     kind: Any = type(value)
     adapter = _adapter(kind)
     return adapter.dump_json(value, by_alias=True, exclude_defaults=without_defaults, indent=indent)

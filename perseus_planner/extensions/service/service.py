@@ -266,7 +266,7 @@ class Service:
         return f"{self._epoch}-{self._state(job).job.since_s!r}"
 
     def lease_s(self, job: str) -> float | None:
-        """Return for how long the job's plans hold if it hears nothing more, as `state.lease_s`."""
+        """Return for how long the job's plans hold if it hears nothing more, as `jobs.lease_s`."""
         return lease_s(self._state(job), self.now_s())
 
     def history(self, job: str) -> History:
@@ -508,7 +508,7 @@ class Service:
             draft.reconcile(replace(state, taken=Taken(version, iteration, self.now_s())))
 
     def telemetry(self, job: str, sent: Counters) -> Future[None]:
-        """Add the counters of a run of a job, as `telemetry.add_counters` does. They are on disk
+        """Add the counters of a run of a job, as `jobs.add_counters` does. They are on disk
         some seconds later.
 
         The job is planned again if the power limit of its GPUs has changed.

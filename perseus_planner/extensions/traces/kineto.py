@@ -7,6 +7,8 @@ What differs between releases: the categories `Operator`, `Runtime` and `Kernel`
 `cpu_op`, `cuda_runtime` and `kernel` now; `ts` counts from the epoch before 2024, and since then
 from `baseTimeNanoseconds`. Kernels belong to what launched them by `correlation`: `External id` is
 missing or wrong in traces of many releases.
+
+What computations and steps these operations are is found in `steps`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """A process that resets GPUs when the process that leased them dies, even by SIGKILL.
 
+The process that leased them, the owner, is the one that called `lease_gpus`. In training that is
+the clock controller of the node, not a rank: the GPU of a rank that dies is reset by the
+controller. (A rank leases only its memory clock, and only for modes that set it.) Elsewhere it is
+the process that measures or serves, such as that of a sweep.
+
 The owner of the lease starts the guardian as a child, in a separate session, so that neither Ctrl-C
 nor a hang-up of the terminal reaches it; it also ignores the signals that ask a process to end. The
 guardian opens the owner's GPUs first, so that nothing has to be loaded later, writes `ready`, and

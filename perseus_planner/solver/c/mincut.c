@@ -1,3 +1,27 @@
+/* The walk along the frontier, a parametric network simplex; `solver/mincut.py` says why it is right.
+ *
+ * A round of `advance`:
+ *
+ *  1. See by how much the flow can rise along the tree's path from source to sink; the first arc that is full then,
+ *     from the source, is `leaving`. If no arc is ever full, this is the fast end.
+ *  2. Raise the flow: below this time the frontier is that much steeper.
+ *  3. `leaving` leaves the tree. What is on its source's side joins S, the source's side of the cut, a node at a time;
+ *     arcs out of S go into the heap, by how far the sink's side moves (earlier) until they are at a vertex.
+ *  4. Take arcs within S off the top of the heap. Move the sink's side as far as the arc on top says; that is a time
+ *     of the walk. Stop at the target, or when the record is full; the next call goes on here.
+ *  5. The arc on top, `entering`, joins the tree. If the path from it to the sink has a full arc, that is `leaving`,
+ *     and the round goes on with 3, from `entry`. Else update the event times of S, turn its path, and begin anew.
+ *
+ * The heap has a top whenever steps 4 and 5 read `heap_arc[0]`: an arc from S to a node outside. For S has the source,
+ * from which its first piece is taken in, and not the sink: each piece is what the removal of an arc on a path of the
+ * tree to the sink cuts off from the sink. The sink is the head of a path of arcs from the source (`make_network` is
+ * called with networks of pipelines, where each node that waits for nothing follows the source and each for which
+ * nobody waits leads to the sink; `grow_tree` follows such a path back). So an arc of it has its tail in S and its head
+ * outside. No arc of the tree crosses the cut, so step 3 listed it when its tail joined S, and pushed it: only arcs
+ * from S against their direction may be left out, those at their slowest vertex. It is taken off only once its head is
+ * in S too. A call that goes on in a round finds the heap as the last call left it. The heap's arrays suffice, as each
+ * residual arc is pushed at most once a round, when the node that it leaves joins S. */
+
 #include "mincut.h"
 
 KERNEL void grow_tree(const Network *network, Tree *tree, int64_t *waiting, int64_t *ready)

@@ -10,6 +10,15 @@ static const double ROUNDING = 1e-11;
 /* Part of the changes of a guide that are of a group, where groups are changed. */
 static const double OF_GROUPS = 0.75;
 
+/* How guides are changed, all by hand. `size` is drawn from the normal distribution, and `step_s` is the caller's. */
+static const double STIFFER = 0.5;      /* of `size`: a change of the logarithm of a stiffness */
+static const double ALL_STEPS = 0.3;    /* of `step_s * size`: a move of all ends */
+static const double TO_THE_LAST = 0.2;  /* part of the groups that go on to the last computation */
+static const double GROUP_STEPS = 2.0;  /* of `step_s * size`: the longest move of the ends of a group */
+static const double GROUP_RANGE = 3.0;  /* moves are shorter than that by a factor of up to exp(3), about 20 */
+static const double OF_PRICES = 0.25;   /* part of the changes of a group that are of prices, not of ends */
+static const double DEARER = 0.2;       /* of `size`: a change of the logarithm of the prices of a group */
+
 /* Fill `limit_s` with the latest end of each computation that leaves time for all successors at their fastest. */
 static void set_limits(const PointProblem *problem, double deadline_s, double *limit_s)
 {
@@ -151,11 +160,11 @@ static void vary_all(Guide *guide, double step_s, double size, Random *random)
 {
     const int64_t what = draw_below(random, 3);
     if (what < 2) {
-        guide->stiffness.at[what] *= exp(0.5 * size);
+        guide->stiffness.at[what] *= exp(STIFFER * size);
         return;
     }
     double *end_s = guide->end_s.at;
-    const double moved_s = 0.3 * step_s * size;
+    const double moved_s = ALL_STEPS * step_s * size;
     for (int64_t k = 0; k < guide->end_s.count; k++) {
         end_s[k] += moved_s;
     }
@@ -169,15 +178,15 @@ static void vary_group(const PointProblem *problem, Guide *guide, double step_s,
     const int64_t *kind = problem->kind.at;
     const int64_t first = draw_below(random, nodes);
     int64_t stop = nodes;
-    if (draw(random) >= 0.2) {
+    if (draw(random) >= TO_THE_LAST) {
         stop = least(nodes, first + (int64_t)pow((double)nodes, draw(random)));
     }
     const int64_t which = draw_below(random, classes);
     const int64_t what = draw_below(random, 4);
-    /* Sizes over a factor of 20, evenly in their logarithm: small moves matter as guides get better. */
-    const double moved_s = 2.0 * step_s * size * exp(-3.0 * draw(random));
-    const bool is_of_prices = draw(random) < 0.25;
-    const double dearer = exp(0.2 * size);
+    /* Evenly in the logarithm of their size: small moves matter as guides get better. */
+    const double moved_s = GROUP_STEPS * step_s * size * exp(-GROUP_RANGE * draw(random));
+    const bool is_of_prices = draw(random) < OF_PRICES;
+    const double dearer = exp(DEARER * size);
     for (int64_t k = first; k < stop; k++) {
         const int64_t member = problem->member.at[k];
         bool is_changed = true; /* every class, */

@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 
-# Iterations at full clocks that tell how long ranks wait beside
+#: the last iterations at full clocks that tell how much longer one is than its plan; by hand
 _REMEMBERED = 20
+#: how many of them are needed, before a rank catches up; by hand
 _NEEDED = 3
 _LATE_NS = 1_000_000  #: by which a controller may see a request late
 _CHANGES = 4096  #: that are remembered
@@ -169,15 +170,52 @@ class CatchingUp:
 _SETTLING = 2  #: iterations until clocks are locked and the training runs as usual
 _AGAIN = 8  #: iterations between two looks at what the ranks have learnt
 _SLICE_S = 0.2  #: the longest wait at a time, so that the end of training is seen
-#: how long other pipelines are waited for, as a share of the iteration, and at least and most
+#: how long other pipelines are waited for, as a share of the iteration; by hand
 _TIMEOUT = 0.05
+#: how long they are waited for at least, seconds; by hand
 _LEAST_TIMEOUT_S = 0.02
+#: how long they are waited for at most, seconds; by hand
 _MOST_TIMEOUT_S = 1.0
-#: how long an iteration of one computation waits for its clock, as a share of it, and at most
+#: how long an iteration of one computation waits for its clock, as a share of it; by hand
 _WAIT = 0.01
+#: how long it waits for it at most, seconds; by hand
 _MOST_WAIT_S = 0.02
 _KEPT = 64  #: iterations whose end may become known late
 _LOWERED = "lowered"  #: noted with a program that has a clock below the highest one
+
+
+# The way of one iteration through the three threads. "Told" has two senses: `_told_of` is what the
+# leader told this rank of an iteration ahead; `_told` is what one that ended tells of the laws.
+#
+# | value              | written by          | read by    | meaning
+# |--------------------|---------------------|------------|---------------------------------------
+# | `_asked`: `_Asked` | training: `show`,   | exchange:  | the newest iteration to be decided; one
+# |                    | `give`, else        | `_round`   | that no round came for is replaced
+# |                    | `program_for`       |            |
+# | `_handled`         | exchange: `_round`  | exchange   | the `_Asked` that a round was for
+# | `_decided`         | exchange: `_decide` | training   | its program, at the clocks told
+# | `_known`: `_Known` | exchange: `_decide` | background | what was known of it then; `plan` and
+# |                    |                     |            | `full_s` come from `_told_of`
+# | `_ended`           | training: `on_end`  | background | its program; None if it deviated
+# | from `_told`       | background: `_learn`| background | times at full clocks, for the learner
+#
+# `_Asked`:
+#
+# | batch | function | problem | then
+# |-------|----------|---------|----------------------------------------------------------------
+# | given | given    | None    | the engine's microbatches; the function says the work of each
+# | given | None     | None    | the work itself, as the user gave it
+# | None  | None     | None    | a rank that follows; for one that leads, the engine shows nothing
+# | None  | None     | given   | reading the microbatches failed; full clocks
+#
+# `_Known`:
+#
+# | work  | plan  | full_s | then
+# |-------|-------|--------|------------------------------------------------------------------
+# | None  | None  | empty  | the batch is not known: full clocks, and no law is learnt from it
+# | given | None  | empty  | no clocks were told: full clocks, of which laws are learnt
+# | given | given | empty  | this rank has no laws yet: clocks as told, but no catching up
+# | given | given | given  | all is known: it is also compared how the computations came
 
 
 class _Asked(NamedTuple):

@@ -176,7 +176,7 @@ class ScaledDag:
         return replace(base, network=network._replace(vertex_time=time), tick_s=base.tick_s / fits)
 
 
-def _check_slopes(network: Network, follows: Integers) -> None:
+def _check_slopes(network: Network, follows: NDArray[np.bool_]) -> None:
     """Check what the kernels take for granted: slopes are 0 at the slow end, and rise."""
     slope = network.vertex_slope
     if slope[network.first].any() or not (slope[1:] > slope[:-1])[follows[1:]].all():
