@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]
-    from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 
 # Iterations at full clocks that tell how long ranks wait beside
 _REMEMBERED = 20
