@@ -21,7 +21,13 @@ from perseus_planner.base.files import reading, write_file
 from perseus_planner.base.units import Index, Minutes, Seconds, Share, Wait
 from perseus_planner.base.wires import Record, decode, encode
 from perseus_planner.plans.again import VISITS, clocks_in_use
-from perseus_planner.profiler.choosing import MAX_SETTINGS, RowTable, next_of_descent, next_setting
+from perseus_planner.profiler.choosing import (
+    MAX_SETTINGS,
+    RowTable,
+    find_doubt,
+    next_of_descent,
+    next_setting,
+)
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
 from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merge, subtract
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows, together
@@ -554,8 +560,6 @@ class _Sweep:
         """Return the setting to measure, perhaps again; None when the time is up or the saving
         is known.
         """
-        from perseus_planner.profiler.choosing import find_doubt
-
         if self._is_late(settings[0]):
             return None
         # Doubt needs a coarse sweep to be drawn from.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.curve import TimeEnergyCurve
     from perseus_planner.solver.network import Integers
-    from perseus_planner.solver.point_problem import PointProblem, Window
+    from perseus_planner.solver.point_problem import Window
 
 _MADE_WITH = f"Python {platform.python_version()}, numpy {np.__version__}"
 #: numbers of changes that are tried, beside any number, if changes cost time

@@ -158,7 +158,8 @@ class Rank:
         self._wanted = RESET  #: the planned value of the last request; `RESET` if it had none
         self._outside_ns: int | None = None  #: since when the rank is outside of its computations
         self._is_reset = True  #: `NO_REQUEST` was returned last
-        self._begun_ns = self._lasted_ns = 0  #: of the iterations that were seen to begin last
+        self._begun_ns: int | None = None  #: when an iteration was seen to begin last
+        self._lasted_ns = 0  #: how long the one before took; 0 until one was seen whole
         self._first_ns: int | None = None  #: when the first computation of this one was
         self._position: int | None = None  #: of the last request that had one
         self._values: dict[int, int] = {}  #: position -> what was requested there last
@@ -274,10 +275,10 @@ class Rank:
         before = self._position
         self._position = position
         is_new_iteration = before is not None and (position < before or is_again)
+        # The first one begins where the rank is first seen.
+        if before is None or is_new_iteration:
+            self._begin_iteration(now_ns)
         if is_new_iteration:
-            # How long the last one took decides when a reset is worth its calls.
-            self._lasted_ns = now_ns - self._begun_ns
-            self._begun_ns = now_ns
             self._first_ns = None
         # Latest starts count from here.
         if position == 0 and request & BEGUN:
@@ -327,6 +328,11 @@ class Rank:
         self._wanted = RESET
         return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
 
+    def _begin_iteration(self, now_ns: int) -> None:
+        """Note how long the last iteration took, which decides when a reset is worth its calls."""
+        self._lasted_ns = 0 if self._begun_ns is None else now_ns - self._begun_ns
+        self._begun_ns = now_ns
+
     def _poll_by_time(self, request: int, now_ns: int, looked_ns: int) -> ClockRequest | None:
         """Take a request with clocks by time: nothing is wanted before the iteration begins, and
         nothing once it has ended.
@@ -336,8 +342,7 @@ class Rank:
         if not request & BEGUN:
             self._armed.end(now_ns)
             return self._reset_request()
-        self._lasted_ns = now_ns - self._begun_ns
-        self._begun_ns = now_ns
+        self._begin_iteration(now_ns)
         # The table's first row has all clocks of the iteration, with their times.
         row = self.shared.latest.row(table_of(request), 0)
         # Not armed means full clocks until the next begin.

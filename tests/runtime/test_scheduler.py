@@ -277,6 +277,16 @@ def test_outside_of_computations_a_gpu_is_reset_until_the_next_iteration_begins_
     assert seen == [begun, changed, again, None, None, changed, again, None, reset, None]
 
 
+@pytest.mark.parametrize(("length_s", "pause_s"), [(0.1, 0.1), (2.0, 0.01)], ids=["short", "long"])
+def test_the_length_of_the_first_iteration_is_not_that_of_the_machine(
+    length_s: float, pause_s: float
+):
+    """The machine has run for an hour when a job begins; after two such pauses it is reset."""
+    first, last = clock_request(0, 900), clock_request(1, 1200)
+    seen = requests_seen(3600.0, first, length_s, last, first | OUTSIDE, pause_s, pause_s)
+    assert seen[-2:] == [None, ClockRequest(None, 0, (), is_new_iteration=False)]
+
+
 def test_resets_that_are_overtaken_are_no_sign_of_overload():
     scheduler = scheduler_of("a")
     scheduler.request("a", 900, 0, 0)

@@ -230,11 +230,13 @@ class BatchingServer(Instance):
             while self._waiting and len(self._prompts) + len(self._running) < self._most:
                 request = self._waiting.popleft()
                 self._prompts.append((request, max(1, request.input_tokens)))
-            # An empty server idles until the time is up; without an end there is nothing to do.
+            # An empty server idles until the time is up or it stops; without an end there is
+            # nothing to do.
             if not (self._prompts or self._running):
                 if until_s < math.inf:
-                    self.energy_j += pace.idle_w * (until_s - self._now_s)
-                    self._now_s = until_s
+                    end_s = max(self._now_s, min(until_s, self.until_s))
+                    self.energy_j += pace.idle_w * (end_s - self._now_s)
+                    self._now_s = end_s
                 return
             # All that have their first token get one more in each iteration.
             time_s, energy_j = pace.decode(len(self._running))
@@ -305,10 +307,12 @@ class Fluid(Instance):
 
     def advance(self, until_s: float) -> Iterator[Served]:
         """Count the energy since the last time, at the mean load since then."""
-        length_s = until_s - self._now_s
+        # It takes no request from its own end on, and draws nothing then.
+        end_s = min(until_s, self.until_s)
+        length_s = end_s - self._now_s
         if 0 < length_s < math.inf:
             self.energy_j += self._power_w(length_s) * length_s
-            self._now_s = until_s
+            self._now_s = end_s
             self._got.clear()
         yield from ()
 
@@ -478,7 +482,8 @@ class _Cluster:
             if instance.until_s <= until_s and not instance.count:
                 self.instances.remove(instance)
                 self.ended_j += instance.energy_j
-            gpus += instance.pool.at.tensor_degree
+            else:
+                gpus += instance.pool.at.tensor_degree
         return gpus
 
     def _plan(self, now_s: float, length_s: float) -> None:

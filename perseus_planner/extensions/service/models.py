@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -35,10 +35,6 @@ from perseus_planner.base.units import ON_TIME
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
 from perseus_planner.runs.status import DeciderStatus, upgraded
-
-if TYPE_CHECKING:
-    pass
-
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "thermal", "unknown"]

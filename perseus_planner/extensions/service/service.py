@@ -89,7 +89,7 @@ from perseus_planner.extensions.service.watch import Watchdog
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve
-    from perseus_planner.extensions.service.models import Counters, JobTotals
+    from perseus_planner.extensions.service.models import Counters
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,6 +18,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -280,16 +281,20 @@ def _decoded(path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[_Head]:
         more = file.read(_CHUNK)
         if not more:
             break
-        # Cut at a gap between events, so that each piece is a list of its own.
-        gap = _last_gap(text)
+        # Cut at a gap between events, so that each piece is a list of its own. The end of each
+        # piece may be within a long event, so all is looked at before the file is refused.
+        is_longest = len(text) > _LONGEST
+        gap = _last_gap(text, len(text) if is_longest else _TAIL)
+        piece = None
         if gap is not None:
-            try:
-                yield _Head(traceEvents=events.decode(b"[" + text[:gap] + b"]"))
+            # A gap may also be inside an event: then the next one is tried.
+            with suppress(msgspec.DecodeError):
+                piece = _Head(traceEvents=events.decode(b"[" + text[:gap] + b"]"))
                 text = text[gap + 1 :]
-            except msgspec.DecodeError:
-                # The gap is inside an event: go on to the next one.
-                if len(text) > _LONGEST:
-                    raise UsageError(_cut(path, "an event has no end")) from None
+        if piece is not None:
+            yield piece
+        elif is_longest:
+            raise UsageError(_cut(path, "an event has no end"))
         text += more
     # A bare list is made an object, so that both sorts are read alike.
     if begin is None:
@@ -312,10 +317,10 @@ def _cut(path: Path, problem: str) -> str:
     )
 
 
-def _last_gap(text: bytes) -> int | None:
-    """Return the place of the last comma between two events."""
+def _last_gap(text: bytes, tail: int) -> int | None:
+    """Return the place of the last comma between two events in so many bytes at the end."""
     last = None
-    for match in _GAP.finditer(text, max(0, len(text) - _TAIL)):
+    for match in _GAP.finditer(text, max(0, len(text) - tail)):
         last = match.start(1)
     return last
 

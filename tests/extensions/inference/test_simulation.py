@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from perseus_planner.extensions.inference.serving import Shape, save_served
 from perseus_planner.extensions.inference.simulation import (
     CHANGES,
     BatchingServer,
+    Fluid,
+    Instance,
     Pace,
     Request,
     Served,
@@ -214,6 +217,44 @@ def test_new_instances_take_their_time():
     assert found["change_j"] > 0
     assert found["most_gpus"] > found["periods"][0]["gpus"]
     assert sum(period["requests"] for period in found["periods"]) == 18000
+
+
+def test_instances_that_have_stopped_are_not_in_use_at_the_end_of_their_tick():
+    """At 600 s new instances begin to load; they are ready, and the others stop, after 900 s."""
+    found = replay(PLAIN, shifting(600), Settings(64, epoch_s=600.0, prediction="perfect"))
+    assert found["instance_changes"] == 1
+    before, same, loading, *after = [period["gpus"] for period in found["periods"]]
+    assert before == same
+    assert set(after) == {loading - before}
+
+
+@pytest.mark.parametrize("stop_s", [0.0, 60.0, 300.0, 900.0, math.inf])
+@pytest.mark.parametrize(
+    "instance",
+    [
+        lambda: BatchingServer(POOL, 0.0, {ONE: PACE}, 256, 8),
+        lambda: Fluid(POOL, 0.0, profile_of({(SHORT, ONE): Cell(500.0, 10.0, idle_w=50.0)})),
+    ],
+    ids=["server", "fluid"],
+)
+def test_an_instance_draws_no_power_once_it_has_stopped(
+    instance: Callable[[], Instance], stop_s: float
+):
+    stopping = instance()
+    stopping.until_s = stop_s
+    for tick_end_s in (300.0, 600.0):
+        assert list(stopping.advance(tick_end_s)) == []
+    assert stopping.energy_j == pytest.approx(50.0 * min(stop_s, 600.0))
+
+
+def test_an_instance_that_stops_finishes_what_it_has():
+    stopping = BatchingServer(POOL, 0.0, {ONE: PACE}, 256, 8)
+    stopping.add(Request(0, 0.0, SHORT, 100, 50))
+    stopping.until_s = 0.5
+    ((served, _, _),) = stopping.advance(300.0)
+    assert served.number == 0
+    _, energy_j = run([Asked(0.0, 100, 50)], pace_physics, 50.0, chunk=256, most=8)
+    assert stopping.energy_j == pytest.approx(energy_j)
 
 
 def test_what_costs_more_than_it_saves_is_not_changed():

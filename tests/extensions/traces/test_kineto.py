@@ -94,6 +94,50 @@ def test_pieces_of_any_size_say_the_same(tmp_path: Path, monkeypatch: pytest.Mon
         assert whole.ranges == pieces.ranges
 
 
+def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in pieces of 1 KiB, of which one event has 16 at most."""
+    monkeypatch.setattr(kineto, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(kineto, "_TAIL", 1 << 6)
+    monkeypatch.setattr(kineto, "_LONGEST", 1 << 14)
+
+
+def test_text_without_an_end_of_an_event_is_not_kept_without_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    document = _document()
+    document["traceEvents"][0]["name"] = "a" * (1 << 17)
+    path = _written(tmp_path, document)
+    assert len(read_trace(path).operations.begin_us) == 1
+    _bounded(monkeypatch)
+    with pytest.raises(UsageError, match=r"is cut or damaged .*an event has no end"):
+        read_trace(path)
+
+
+def test_the_text_has_its_limit_where_gaps_are_inside_an_event_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    document = _document()
+    document["traceEvents"][0]["args"]["inner"] = [{"ph": "a"}] * (1 << 13)
+    path = _written(tmp_path, document)
+    _bounded(monkeypatch)
+    with pytest.raises(UsageError, match=r"is cut or damaged .*an event has no end"):
+        read_trace(path)
+
+
+def test_events_longer_than_where_gaps_are_looked_for_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Hardly a piece ends beside a gap, and they are many more bytes than an event may have."""
+    document = _document()
+    (operation,) = document["traceEvents"]
+    document["traceEvents"] = [
+        {**operation, "name": "a" * 3001, "ts": 10.0 * number} for number in range(64)
+    ]
+    path = _written(tmp_path, document)
+    _bounded(monkeypatch)
+    assert len(read_trace(path).operations.begin_us) == 64
+
+
 def test_names_say_what_an_operation_is():
     kinds = {
         "autograd::engine::evaluate_function: AddmmBackward0": BACKWARD,

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]
-    from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 
 #: the last iterations at full clocks that tell how much longer one is than its plan; by hand
 _REMEMBERED = 20
