@@ -91,6 +91,17 @@ class _Faster(NamedTuple):
     gain_s_per_j: float  #: of the time that it saves, for the effective energy that it costs
 
 
+class _Move(NamedTuple):
+    """A faster clock for places of one segment, in which a rank keeps its clock."""
+
+    score: float  #: lateness that it takes away, for the effective energy that it costs
+    first: int  #: its first place, which breaks ties
+    places: tuple[int, ...]
+    segment: list[int]  #: all places of the segment
+    from_mhz: int
+    to_mhz: int
+
+
 class OnTimePlanner:
     """Makes plans for a probability from the rows of one frontier, and remembers them and what it
     solves for them.
@@ -164,6 +175,9 @@ class OnTimePlanner:
             # A switch budget is inside the search: few clocks need other margins than many.
             tried = _search(partial(make, is_rough=False), lateness)
             unsafe = tried[0] if tried else self._at_maximum
+            # A margin on all computations pays for many that need none: a late plan is repaired.
+            late = [drawn for drawn in tried if not is_on_time(drawn)]
+            tried += [self._repaired_in_segments(drawn, ratio, lateness) for drawn in late]
             tried.append(self._steady(lateness))
         # All clocks at maximum are a candidate too, and always on time for the baseline's own
         # deadline.
@@ -379,28 +393,12 @@ class OnTimePlanner:
         on the longest path in late draws get the next faster of their operating points, those
         first that cost the least energy for the time that they save, until the plan is on time.
         """
-        dag = self._mean.dag
-        iteration = dag.iteration
-        overhead_s = dag.profile.overhead_s
+        iteration = self._mean.dag.iteration
         clocks = list(drawn.clocks_mhz)
         for _ in range(_REPAIRS):
             if lateness(drawn) <= 0.0:
                 break
-            # How late each draw is; the worst ones stand for all, as each is replayed again.
-            excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
-            latest = np.argsort(-excess, kind="stable")[:_LATEST]
-            latest = latest[excess[latest] > 0.0]
-            duration_s = _durations(dag, clocks, self._draws, latest)
-            # The lateness of all draws in which a place is on the longest path: what it may take
-            # away.
-            late_by = _on_longest_path(iteration, duration_s) @ excess[latest]
-            if self._jitter is not None:
-                # What is late with jitter alone is late in iterations that have their own longest
-                # path, and not in the draws that are the latest by their rows.
-                duration_s = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
-                with_s = _replayed_s(iteration, list(duration_s)) + overhead_s
-                excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-                late_by += _on_longest_path(iteration, duration_s) @ excess
+            late_by = self._late_by(drawn, ratio)
             # Lateness that is reached, times seconds that a joule buys.
             scores = list[tuple[float, int, int]]()
             for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
@@ -416,6 +414,108 @@ class OnTimePlanner:
                 clocks[place] = mhz
             drawn = self._replayed(clocks, drawn.margin)
         return drawn
+
+    def _repaired_in_segments(
+        self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]
+    ) -> _Drawn:
+        """Return the plan with faster clocks for what makes it late, and with no more changes.
+
+        As `_repaired`, but what gets a faster clock is a whole segment, in which a rank keeps its
+        clock, or the computation at one end of it, which joins the segment beside it.
+        """
+        clocks = list(drawn.clocks_mhz)
+        margin = drawn.margin
+        for _ in range(_REPAIRS):
+            if lateness(drawn) <= 0.0:
+                break
+            moves = self._faster_segments(clocks, self._late_by(drawn, ratio))
+            if not moves:
+                break
+            # Moves of one round must not touch each other, or a segment might be cut in two.
+            for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
+                if all(clocks[place] == move.from_mhz for place in move.segment):
+                    for place in move.places:
+                        clocks[place] = move.to_mhz
+            drawn = self._replayed(clocks, margin)
+            if self.curve.profile.clock_change is not None:
+                drawn = self._replayed_plan(self._plan_of(drawn), margin)
+        return drawn
+
+    def _faster_segments(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
+        """Return the moves that take lateness away, those first that cost the least energy for it.
+
+        Args:
+            clocks: of each computation, MHz.
+            late_by: see `_late_by`.
+        """
+        iteration = self._mean.dag.iteration
+        keys = iteration.keys
+        costs = self._costs
+        moves = []
+        for program in iteration.programs:
+            # Fixed operations have no clock, and end no segment.
+            own = [place for place in program if place < len(keys)]
+            segments = _segments(own, clocks)
+            for number, segment in enumerate(segments):
+                at_mhz = clocks[segment[0]]
+                common = set.intersection(*(set(costs[keys[place]]) for place in segment))
+                tried = [(segment, mhz) for mhz in sorted(common) if mhz > at_mhz]
+                # The segments before and after it; iterations follow each other, so all have both.
+                if len(segments) > 1:
+                    before = clocks[segments[number - 1][0]]
+                    after = clocks[segments[(number + 1) % len(segments)][0]]
+                    ends = (([segment[0]], before), ([segment[-1]], after))
+                    tried += [(places, mhz) for places, mhz in ends if mhz > at_mhz]
+                is_found = False
+                for places, to_mhz in tried:
+                    # Of the clocks of the whole segment, the next one that is faster is enough.
+                    if is_found and places is segment:
+                        continue
+                    score = self._score(places, at_mhz, to_mhz, late_by)
+                    if score > 0.0:
+                        is_found = is_found or places is segment
+                        moves.append(
+                            _Move(score, places[0], tuple(places), segment, at_mhz, to_mhz)
+                        )
+        # Places break ties, so that equal input gives an equal plan.
+        return sorted(moves, key=lambda move: (-move.score, move.first, len(move.places)))
+
+    def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
+        """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
+        one of them has no such clock.
+        """
+        keys = self._mean.dag.iteration.keys
+        gain = 0.0
+        cost_j = 0.0
+        for place in places:
+            of_clock = self._costs[keys[place]]
+            if to_mhz not in of_clock:
+                return 0.0
+            gain += late_by[place] * (of_clock[at_mhz][0] - of_clock[to_mhz][0])
+            cost_j += of_clock[to_mhz][1] - of_clock[at_mhz][1]
+        return float(gain / max(cost_j, _LEAST_J))
+
+    def _late_by(self, drawn: _Drawn, ratio: float) -> Floats:
+        """Return the lateness of all draws in which a place is on the longest path, for each place:
+        what a faster clock there may take away.
+        """
+        dag = self._mean.dag
+        iteration = dag.iteration
+        clocks = drawn.clocks_mhz
+        # How late each draw is; the worst ones stand for all, as each is replayed again.
+        excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
+        latest = np.argsort(-excess, kind="stable")[:_LATEST]
+        latest = latest[excess[latest] > 0.0]
+        duration_s = _durations(dag, clocks, self._draws, latest)
+        late_by: Floats = _on_longest_path(iteration, duration_s) @ excess[latest]
+        if self._jitter is not None:
+            # What is late with jitter alone is late in iterations that have their own longest
+            # path, and not in the draws that are the latest by their rows.
+            duration_s = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
+            with_s = _replayed_s(iteration, list(duration_s)) + dag.profile.overhead_s
+            excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
+            late_by += _on_longest_path(iteration, duration_s) @ excess
+        return late_by
 
     def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
         """Return the best plan found with one clock for each rank, by local search on the draws.
@@ -510,6 +610,18 @@ class OnTimePlanner:
                     kept.append(load)
             options.append(kept)
         return options
+
+    @cached_property
+    def _costs(self) -> dict[Key, dict[int, tuple[float, float]]]:
+        """(stage, kind) -> clock -> seconds and effective joules of the expected rows."""
+        profile = self._mean.profile
+        return {
+            key: {
+                row.clock_mhz: (row.time_s, row.energy_j - profile.blocking_w(key[0]) * row.time_s)
+                for row in profile.measurements[key]
+            }
+            for key in set(self._mean.dag.iteration.keys)
+        }
 
     @cached_property
     def _faster(self) -> dict[Key, dict[int, _Faster]]:
@@ -676,6 +788,21 @@ def _search(
             part = late / (late - early) if early > -math.inf else 0.5
             margin = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
     return tried
+
+
+def _segments(places: Sequence[int], clocks: Sequence[int]) -> list[list[int]]:
+    """Return the runs of equal clocks of a rank, in order; iterations follow each other, so the
+    last run goes on in the first one if their clocks are equal.
+    """
+    segments: list[list[int]] = []
+    for place in places:
+        if segments and clocks[segments[-1][-1]] == clocks[place]:
+            segments[-1].append(place)
+        else:
+            segments.append([place])
+    if len(segments) > 1 and clocks[segments[-1][-1]] == clocks[segments[0][0]]:
+        segments[0] = segments.pop() + segments[0]
+    return segments
 
 
 def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:

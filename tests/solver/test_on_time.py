@@ -24,12 +24,13 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
+from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiles.estimation import Draws, exact_draws
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.on_time import replay_draws
+from perseus_planner.solver.on_time import _segments, replay_draws
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
@@ -261,6 +262,43 @@ def test_one_clock_for_each_gpu_never_falls_back_to_full_clocks():
     assert saved_shares[0] >= 0.0
     assert saved_shares[1] > 0.01
     assert saved_shares == sorted(saved_shares)
+
+
+@pytest.mark.parametrize("most", [4, *soaks(2, 8)])
+def test_a_switch_budget_keeps_most_of_the_saving_where_gpus_differ(most: int):
+    """Late plans are repaired by segments; without that, full clocks were all that was on time."""
+    profile = profile_simulated("simulated:a100-sxm", 4)
+    frontier = solve(profile, schedules.one_f_one_b(4, 16))
+    deadline_s = frontier.baseline_time_s
+    free, plan = (frontier.plan_for(deadline_s, max_changes=changes) for changes in (None, most))
+    assert max(plan.changes) <= most
+    assert plan.on_time is not None
+    assert plan.on_time.time_ratio.expected <= 1.00005
+    assert plan.saving_j > 0.9 * free.saving_j
+
+
+@drawn(2, 20, problem=pipelines(3, 4), most=st.integers(1, 4), share=shares())
+def test_repairs_keep_to_the_switch_budget(
+    problem: tuple[Profile, Schedule], most: int, share: float
+):
+    frontier = solve(replace(problem[0], gpu_spread=0.02), problem[1])
+    deadline_s = frontier.baseline_time_s * (1 + share / 10)
+    plan = frontier.plan_for(min(deadline_s, frontier.max_time_s), max_changes=most)
+    assert max(plan.changes) <= most
+
+
+@pytest.mark.parametrize(
+    ("clocks", "runs"),
+    [
+        ([5], [[0]]),
+        ([5, 5, 5], [[0, 1, 2]]),
+        ([5, 7, 7], [[0], [1, 2]]),
+        ([5, 7, 7, 5], [[3, 0], [1, 2]]),
+        ([5, 7, 5, 7], [[0], [1], [2], [3]]),
+    ],
+)
+def test_segments_of_a_rank_go_on_in_the_next_iteration(clocks: list[int], runs: list[list[int]]):
+    assert _segments(range(len(clocks)), clocks) == runs
 
 
 def test_clocks_that_were_not_measured_are_used_and_counted():
