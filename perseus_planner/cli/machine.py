@@ -1,7 +1,6 @@
 """Commands about this machine. `planner doctor` says what can be read and set on the GPUs of this
 node, and what to do about what is missing; with --rehearse, what a profile needs is tried on all
-ranks. `planner reset` resets GPUs that other processes left set, and `planner warm-up` compiles all
-kernels.
+ranks. `planner reset` resets GPUs that other processes left set.
 """
 
 from __future__ import annotations

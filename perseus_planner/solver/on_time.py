@@ -95,11 +95,8 @@ class _Move(NamedTuple):
     """A faster clock for places of one segment, in which a rank keeps its clock."""
 
     score: float  #: lateness that it takes away, for the effective energy that it costs
-    first: int  #: its first place, which breaks ties
-    places: tuple[int, ...]
-    segment: list[int]  #: all places of the segment
-    from_mhz: int
-    to_mhz: int
+    places: tuple[int, ...]  #: the computations that get it; the first one breaks ties
+    to_mhz: int  #: the faster clock
 
 
 class OnTimePlanner:
@@ -423,6 +420,7 @@ class OnTimePlanner:
         As `_repaired`, but what gets a faster clock is a whole segment, in which a rank keeps its
         clock, or the computation at one end of it, which joins the segment beside it.
         """
+        rank_of = self._mean.dag.iteration.rank_of
         clocks = list(drawn.clocks_mhz)
         margin = drawn.margin
         for _ in range(_REPAIRS):
@@ -431,9 +429,13 @@ class OnTimePlanner:
             moves = self._faster_segments(clocks, self._late_by(drawn, ratio))
             if not moves:
                 break
-            # Moves of one round must not touch each other, or a segment might be cut in two.
+            # One move of a rank in a round: an end that joins a segment which gets another clock
+            # itself would be a segment of its own, and one change more.
+            moved = set[int]()
             for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
-                if all(clocks[place] == move.from_mhz for place in move.segment):
+                rank = rank_of[move.places[0]]
+                if rank not in moved:
+                    moved.add(rank)
                     for place in move.places:
                         clocks[place] = move.to_mhz
             drawn = self._replayed(clocks, margin)
@@ -474,11 +476,9 @@ class OnTimePlanner:
                     score = self._score(places, at_mhz, to_mhz, late_by)
                     if score > 0.0:
                         is_found = is_found or places is segment
-                        moves.append(
-                            _Move(score, places[0], tuple(places), segment, at_mhz, to_mhz)
-                        )
+                        moves.append(_Move(score, tuple(places), to_mhz))
         # Places break ties, so that equal input gives an equal plan.
-        return sorted(moves, key=lambda move: (-move.score, move.first, len(move.places)))
+        return sorted(moves, key=lambda move: (-move.score, move.places))
 
     def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
         """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
