@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -42,6 +43,9 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
 }
 
 
+_BINDING = threading.Lock()
+"""Held while a kernel is bound, as two threads may call it for the first time at once."""
+
 DECLARED: list[tuple[Callable[..., object], frozenset[str]]] = []
 """Each function that was declared so far, and the arguments that its kernel writes on."""
 
@@ -62,16 +66,18 @@ def kernel(*changed: str) -> Callable[[F], F]:
         DECLARED.append((function, frozenset(changed)))
         folder = Path(function.__code__.co_filename).with_name("c")
         call: Callable[..., object] | None = None
-        converters = list[Callable[[Any], object]]()
+        converters: tuple[Callable[[Any], object], ...] = ()
 
         @wraps(function)
         def door(*values: object) -> object:
-            nonlocal call
+            nonlocal call, converters
             if call is None:
                 # Loaded when it is first called, as looking at a frontier needs no kernel.
-                made = declared(function, frozenset(changed))
-                converters.extend(argument.convert for argument in made.arguments)
-                call = _bound(folder, name, made)
+                with _BINDING:
+                    made = declared(function, frozenset(changed))
+                    converters = tuple(argument.convert for argument in made.arguments)
+                    # Last, as another thread that sees it takes all the rest as made.
+                    call = _bound(folder, name, made)
             if len(values) != len(converters):
                 raise TypeError(f"{name}: takes {len(converters)} arguments, not {len(values)}")
             return call(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 import select
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
+import controller_ranks
 import pytest
-from controller_ranks import LONG_S, served
+from controller_ranks import LONG_S
 
-from perseus_planner.base.processes import WatchedProcess
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes
@@ -110,32 +111,52 @@ def test_computations_of_one_clock_are_looked_at_every_few_milliseconds(
     controller.run()
 
 
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    """Open so many files that all that follow have numbers above 1,024."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
-    gc.collect()  # so that what earlier tests left open frees no lower number meanwhile
-    files = [os.dup(2) for _ in range(1100)]
-    yield
-    for file in files:
-        os.close(file)
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def with_many_descriptors(script: str) -> None:
+    """Run a script in a process of its own, in which all numbers up to 1,100 are taken.
+
+    In this process, what an earlier test left to other threads may free a lower number meanwhile.
+    """
+    opened = """
+import os, resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, most))
+files = [os.dup(2) for _ in range(1100)]
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", opened + textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(controller_ranks.__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert not ended.returncode, ended.stderr
 
 
-def test_a_process_is_watched_by_a_descriptor_of_any_number(many_descriptors: None):
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    watched = WatchedProcess(child)
-    assert watched.descriptor is None or watched.descriptor > 1024
-    os.waitpid(child, 0)
-    assert watched.has_ended()
-    watched.close()
+def test_a_process_is_watched_by_a_descriptor_of_any_number():
+    with_many_descriptors(
+        """
+        from perseus_planner.base.processes import WatchedProcess
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        watched = WatchedProcess(child)
+        assert watched.descriptor is None or watched.descriptor > 1024, watched.descriptor
+        os.waitpid(child, 0)
+        assert watched.has_ended()
+        watched.close()
+        """
+    )
 
 
-def test_ranks_are_served_over_descriptors_of_any_number(many_descriptors: None):
-    with served(SIMULATED) as connection:
-        assert connection.fileno() > 1024
-        connection.request[0] = clock_request(0, 1200)
-        assert connection.detach(LONG_S) is None
+def test_ranks_are_served_over_descriptors_of_any_number():
+    with_many_descriptors(
+        f"""
+        from controller_ranks import LONG_S, served
+        from perseus_planner.runtime.marks import clock_request
+        with served({SIMULATED!r}) as connection:
+            assert connection.fileno() > 1024, connection.fileno()
+            connection.request[0] = clock_request(0, 1200)
+            assert connection.detach(LONG_S) is None
+        """
+    )

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -298,3 +301,27 @@ def test_no_access_is_beside_an_array_and_nothing_is_undefined(
     assert (ran.returncode, ran.stdout) == (0, f"{clone}/perseus_planner/__init__.py\n"), (
         ran.stderr[-3000:]
     )
+
+
+def test_threads_may_call_a_kernel_for_the_first_time_at_once(monkeypatch: pytest.MonkeyPatch):
+    problem = problem_of()
+    count = len(problem.member)
+    chosen = problem.point_start[problem.member]
+    makespan_s = compute_ends(problem, chosen, np.empty(count))
+    monkeypatch.setattr(kernels, "DECLARED", [])
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(40):
+                never_called = kernels.kernel("end_s")(inspect.unwrap(compute_ends))
+                together = threading.Barrier(8)
+
+                def called(door=never_called, together=together) -> float:
+                    together.wait()
+                    return door(problem, chosen, np.empty(count))
+
+                made = [pool.submit(called) for _ in range(8)]
+                assert [each.result() for each in made] == [makespan_s] * 8
+    finally:
+        sys.setswitchinterval(interval_s)
