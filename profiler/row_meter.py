@@ -482,6 +482,8 @@ class RowMeter:
                     "on this GPU"
                 )
             time_s = chunk_s / repetitions
+            # Of this chunk: the number of repetitions may grow for one that never comes.
+            own_repetition_s = own_s / repetitions
             long_s = _WARM_UP * self.window_s
             if chunk_s < long_s:
                 # Short chunks say little: they grow at most tenfold at a time, as the first ones
@@ -490,7 +492,7 @@ class RowMeter:
             elif abs(time_s - before_s) <= _STABLE * time_s:
                 break
             before_s = time_s
-        return own_s / repetitions
+        return own_repetition_s
 
     def _time(self, run: Run, repetitions: int) -> float:
         self._rest = None

@@ -78,7 +78,6 @@ _UNDER_LIMIT = 0.2  #: some computation reaches this share of a power limit, or 
 _GAP = 3.0  #: neighbouring clocks that are further apart, as a factor, are unusual
 _OTHER_CLOCK = 5.0  #: how far off a clock must be, as a factor, to stand in for another one
 _LONGEST_S = 30.0  #: a computation of one microbatch that takes longer is unusual, seconds
-_MOST = 0.9  #: so large a share of all rows is nearly all of them
 _SAME_UNIT = 300.0  #: a factor above it is that of a unit (1000), and not of GPUs or microbatches
 
 
@@ -273,7 +272,7 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
 def _is_single(judged: _Judged, key: Key, wrong: Sequence[tuple[Key, Measurement]]) -> bool:
     """Return whether few rows of a computation are wrong, so that it is not a matter of units."""
     rows = [row for key_of_row, row in wrong if key_of_row == key]
-    return len(rows) < _MOST * len(judged.rows[key]) and len(rows) < len(judged.rows[key]) / 2
+    return len(rows) < len(judged.rows[key]) / 2
 
 
 def _too_high(
@@ -369,18 +368,14 @@ def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
         if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(rows)):
             continue
         # The row that disagrees with the most others is the wrong one.
-        against = dict.fromkeys(range(len(rows)), 0)
+        against: dict[int, list[int]] = {place: [] for place in range(len(rows))}
         for i, j in combinations(range(len(rows)), 2):
             if _are_apart(judged, rows[i], rows[j]):
-                against[i] += 1
-                against[j] += 1
-        worst = max(against, key=lambda i: against[i])
-        # The neighbour shows the jump to people, so it must be one that disagrees.
-        near = worst - 1 if worst else worst + 1
-        if not _are_apart(
-            judged, *sorted((rows[worst], rows[near]), key=lambda row: -row.clock_mhz)
-        ):
-            near = min(worst + 1, len(rows) - 1) if near < worst else near
+                against[i].append(j)
+                against[j].append(i)
+        worst = max(against, key=lambda place: len(against[place]))
+        # The neighbour shows the jump to people, so it is the nearest one that disagrees.
+        near = min(against[worst], key=lambda place: abs(place - worst))
         row = rows[worst]
         neighbour = rows[near]
         unit = unit_of(judged.control)

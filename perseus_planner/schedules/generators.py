@@ -658,6 +658,11 @@ def generate_for_stages(
         )
     if ranks is None:
         ranks = stages // per_rank
+    if ranks * per_rank != stages:
+        raise ScheduleError(
+            f"{stages} stages cannot be shared by {ranks} ranks of {per_rank} stages each; give a "
+            "number of ranks that divides them"
+        )
     return generate(
         name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group
     )

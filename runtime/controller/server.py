@@ -126,6 +126,9 @@ class Controller:
         # by any.
         if ready or now_ns - self._polled_ns > _POLL_NS:
             self._serve(ready, now_ns)
+            # All GPUs are reset and given back: a change that was to come is not made any more.
+            if self._is_over:
+                return
         # GPUs are leased together, so the first ranks wait for the others.
         if self._waiting and self._is_complete(now_ns):
             self._attach_waiting()

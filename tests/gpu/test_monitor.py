@@ -295,6 +295,9 @@ def test_callbacks_log_the_energy(nvml: StandIn, libraries: None):
     hugging = transformers_callback.EnergyCallback("nvml:0")
     lightning = lightning_callback.EnergyCallback("nvml:0")
     lightning.setup(None, None, stage="fit")
+    evaluated = {"eval_loss": 1.0}
+    hugging.on_log(None, SimpleNamespace(log_history=[{}]), None, logs=evaluated)  # and before
+    assert evaluated == {"eval_loss": 1.0}
     hugging.on_train_begin(None, None, None)
     nvml.set("now_s", LATER_S)
     hugging.on_log(None, SimpleNamespace(log_history=[{}]), None, logs={})
@@ -302,6 +305,7 @@ def test_callbacks_log_the_energy(nvml: StandIn, libraries: None):
     nvml.set("now_s", LATER_S + 10)
     hugging.on_log(None, state, None, logs=logs)
     hugging.on_train_end(None, None, None)
+    hugging.on_log(None, state, None, logs={"eval_loss": 1.0})  # `Trainer.evaluate()`, afterwards
     assert logs == state.log_history[0]
     assert logs["energy_j"] == pytest.approx(3000.0)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 from strategies import smooth_profile, soaks
@@ -449,3 +450,20 @@ def test_what_training_learnt_beside_other_work_is_said_and_not_refused(tmp_path
     replace(learnt, conditions={}).save(tmp_path / "measured.yaml")
     with pytest.raises(ProfileError, match="do not go with"):
         Profile.load(tmp_path / "measured.yaml")
+
+
+@settings(max_examples=60)
+@given(factors=st.lists(st.floats(0.3, 1.1), min_size=6, max_size=6))
+@example(factors=[0.7, 0.9, 1.0, 0.65, 0.62, 0.42])  # the last row is wrong, its neighbour fits it
+def test_a_row_that_jumps_is_shown_beside_one_that_it_does_not_go_with(factors: list[float]):
+    measured = smooth_profile(2).measurements
+    rows = measured[0, "F"][:6]
+    changed = tuple(
+        replace(row, time_s=factor * row.time_s, energy_j=factor * row.energy_j)
+        for row, factor in zip(rows, factors, strict=True)
+    )
+    jumps = [
+        re.search(r" at (\d+) MHz do not go with .* at (\d+) MHz;", doubt.problem)
+        for doubt in find_doubts({**measured, (0, "F"): changed}, "clock", 1, lambda _: 83.64)
+    ]
+    assert all(said[1] != said[2] for said in jumps if said is not None)

@@ -111,6 +111,34 @@ def test_computations_of_one_clock_are_looked_at_every_few_milliseconds(
     controller.run()
 
 
+def test_a_change_that_was_to_come_is_not_made_once_all_gpus_are_reset(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pauses = Pauses()
+    for module in ("time", "select"):
+        monkeypatch.setattr(server, module, pauses)
+    handshakes = Handshakes()
+    controller = Controller(handshakes, 1, 1e4)
+    request = AttachRequest(0, SIMULATED, "clock", None)
+    with closing(Connection(handshakes.address, request)) as connection:
+        while not controller._attached:
+            controller._turn()
+        connection.attach(0.0)
+        (rank,) = controller._attached
+        connection.request[0] = clock_request(0, 1200)
+        controller._look_at_requests(pauses.now_ns)
+        made = []
+        monkeypatch.setattr(rank, "make", made.append)
+        # As where the launcher is found dead while a change is due.
+        monkeypatch.setattr(controller, "_serve", lambda *_: controller._end("the launcher ended"))
+        pauses.now_ns += 10**9
+        controller._turn()
+        assert controller._is_over
+        assert made == []
+        assert controller._scheduler.take(pauses.now_ns) is not None, "there was one to make"
+    controller.run()
+
+
 def with_many_descriptors(script: str) -> None:
     """Run a script in a process of its own, in which all numbers up to 1,100 are taken.
 

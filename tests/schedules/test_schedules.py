@@ -324,3 +324,12 @@ def test_one_virtual_stage_is_the_schedule_without_interleaving():
 def test_no_ranks_are_refused_for_any_number_of_stages(name: str):
     with pytest.raises(ScheduleError):
         schedules.generate_for_stages(name, 4, microbatches=8, ranks=0)
+
+
+def test_stages_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ScheduleError, match="5 stages cannot be shared by 2 ranks of 1 stages"):
+        schedules.generate_for_stages("1f1b", 5, microbatches=8, ranks=2)
+    with pytest.raises(ScheduleError, match="8 stages cannot be shared by 2 ranks of 2 stages"):
+        schedules.generate_for_stages(
+            "interleaved-1f1b", 8, microbatches=8, ranks=2, virtual_stages=2
+        )

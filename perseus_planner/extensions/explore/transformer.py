@@ -623,13 +623,16 @@ def read_dimensions(path: Path) -> dict[str, Any]:
             )
     # Falcon derives its width and its heads of keys and values from other keys.
     if kind == "falcon":
-        config = {"ffn_hidden_size": 4 * config.get("hidden_size", 0), **config}
+        hidden = config.get("hidden_size")
+        # Another value than a number is refused below, with its key.
+        if COUNT.accept(hidden) is not None:
+            config = {"ffn_hidden_size": 4 * hidden, **config}
         if config.get("multi_query") and not config.get("new_decoder_architecture"):
             config["num_kv_heads"] = 1
     dimensions = dict(fixed)
     for name, key in keys.items():
         # Sizes are at least 1, and the others may be 0.
-        rule = COUNT if name in _SIZES else INDEX
+        rule = COUNT if name in _SIZES or name == "expert_every" else INDEX
         if config.get(key) is not None:
             dimensions[name] = config[key]
             if rule.accept(config[key]) is None:

@@ -32,7 +32,7 @@ from waiting import LONG_S, eventually
 from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, ProfileError, RankError, UsageError
 from perseus_planner.engines.deepspeed import ReadAhead
-from perseus_planner.extensions.autopilot.batches.batches import Batches
+from perseus_planner.extensions.autopilot.batches.batches import Batches, _Asked
 from perseus_planner.extensions.autopilot.batches.exchange import (
     Exchange,
     OwnTime,
@@ -663,3 +663,24 @@ def test_data_that_a_collator_reuses_are_not_read_ahead_and_reach_the_training_a
     assert [each[0].tolist() for each in ahead.rest] == [[n, n] for n in map(float, range(4))]
     constant = torch.ones(2)
     assert len(ReadAhead(iter([(constant,)] * 4)).read(4)) == 4
+
+
+def test_laws_that_the_store_does_not_take_are_told_in_the_next_round(
+    two: Pipelines, monkeypatch: pytest.MonkeyPatch
+):
+    batches = two.batches[1]
+    laws = RankLaws((), ())
+    told = []
+
+    def tell_laws(given: RankLaws) -> None:
+        told.append(given)
+        if len(told) == 1:
+            raise RuntimeError("the store is gone for a moment")
+
+    monkeypatch.setattr(batches._exchange, "tell_laws", tell_laws)
+    monkeypatch.setattr(batches, "_follow", lambda _: None)
+    batches._laws = laws
+    for iteration in range(3):
+        batches._asked = _Asked(iteration)
+        batches._round()
+    assert told == [laws, laws]

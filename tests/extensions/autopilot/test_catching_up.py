@@ -192,3 +192,6 @@ def test_latest_starts_are_in_the_time_that_iterations_take():
         for clock, start_ns in row:
             latest_ns = 1.1e3 * (each_us - 1000) - 1e9 * each_s * measured[clock] + 1e6
             assert start_ns == pytest.approx(latest_ns, abs=10)
+    # A planned clock above all that were measured of its computation still has a latest start.
+    above = Program(1, order, (rows["F"][0].clock_mhz + 15,) * len(order))
+    assert all(catching_up.rows(above, full_s, plan, has_begun=True))

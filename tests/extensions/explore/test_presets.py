@@ -74,6 +74,14 @@ def test_a_config_is_the_model_that_it_describes(tmp_path: Path):
             "file with the dimensions",
         ),
         ({"vocab_size": "absent"}, ": has no vocab_size; add it"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 0},
+            ": decoder_sparse_step of 0 is not a whole number of at least 1",
+        ),
+        (
+            {"model_type": "falcon", "hidden_size": {"text": 64}},
+            ": hidden_size of {'text': 64} is not a whole number of at least 1",
+        ),
         ({"hidden_size": 0}, ": hidden_size of 0 is not a whole number of at least 1"),
         (
             {"num_key_value_heads": 5},

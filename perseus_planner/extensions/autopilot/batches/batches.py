@@ -128,6 +128,10 @@ class CatchingUp:
                 # A faster clock is of use only if it may start later than the one before it.
                 if faster >= clock and (not row or start_ns > row[-1][1]):
                     row.append((faster, start_ns))
+            # Where no clock that was measured is as fast as the planned one, the fastest runs.
+            if not row:
+                ratio = self._ratios[c.stage, c.kind][max(self._ratios[c.stage, c.kind])]
+                row.append((clock, end_ns - round(1e9 * each_s * ratio) + _LATE_NS))
             found.append(row)
         return found
 
@@ -296,7 +300,8 @@ class Batches:
         self._times: deque[IterationTimes] = deque(maxlen=_KEPT)
         self._clock = 0  #: of the last computation of the iteration before
         self._lasts_s = 0.0
-        self._unsent: RankLaws | None = None
+        self._laws: RankLaws | None = None  #: the newest; the background thread writes it
+        self._sent: RankLaws | None = None  #: those that the other ranks have
         self._busy_s: dict[int, float] = {}
         self._loop = Loop(self._round, "perseus-planner batches")
         self._is_stopped = False
@@ -487,7 +492,7 @@ class Batches:
             self._first = {program.microbatches: program, **self._first}
         # Other ranks plan by the orders told, so a new one is told again with the laws.
         if self._learner.laws is not None:
-            self._unsent = RankLaws.of(self._orders, self._learner.laws)
+            self._laws = RankLaws.of(self._orders, self._learner.laws)
 
     @property
     def _orders(self) -> list[tuple[Computation, ...]]:
@@ -527,7 +532,7 @@ class Batches:
             is_full = slowest.pays or not slowest.time_s
             told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
         if self._learner.add(told) and self._learner.laws is not None:
-            self._unsent = RankLaws.of(self._orders, self._learner.laws)
+            self._laws = RankLaws.of(self._orders, self._learner.laws)
 
     def _compared(
         self, ran: Ran, seen: IterationTimes, program: Program, known: _Known, before: int
@@ -574,10 +579,12 @@ class Batches:
             return
         self._handled = asked
         try:
-            if self._unsent is not None:
-                laws = self._unsent
-                self._unsent = None
+            # Read once, as the background thread may put newer ones there meanwhile.
+            laws = self._laws
+            if laws is not None and laws is not self._sent:
                 self._exchange.tell_laws(laws)
+                # Only now: if the store has failed, they are sent in the next round.
+                self._sent = laws
             if self._leader is not None:
                 self._lead(asked, self._leader)
             else:
