@@ -411,7 +411,7 @@ def test_replays_of_megatrons_graph_are_shown_and_nothing_else(monkeypatch: pyte
 
     from perseus_planner.engines.edges import EdgeHook
     from perseus_planner.engines.guard import HookGuard
-    from perseus_planner.engines.megatron import _showing_replays
+    from perseus_planner.engines.megatron_graphs import showing_replays
 
     wrapper_class = graphs.FullCudaGraphWrapper
     replays = []
@@ -427,7 +427,7 @@ def test_replays_of_megatrons_graph_are_shown_and_nothing_else(monkeypatch: pyte
     monkeypatch.setattr(wrapper_class, "curr_iteration", {"training": 0, "validation": 0})
     recorder = Recorder()
     guard = HookGuard(EdgeHook(recorder))
-    monkeypatch.setattr(wrapper_class, "__call__", _showing_replays(guard))
+    monkeypatch.setattr(wrapper_class, "__call__", showing_replays(guard))
     wrapper = wrapper_class(run, cuda_graph_warmup_steps=9)
     call = dict.fromkeys(("model", "data_iterator", "seq_length"))
 

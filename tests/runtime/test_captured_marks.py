@@ -188,7 +188,7 @@ def test_the_timers_of_a_captured_iteration_leave_a_mark_after_each_computation(
     from perseus_planner.engines.edges import EdgeHook
     from perseus_planner.engines.engine import PipelineRank
     from perseus_planner.engines.guard import HookGuard
-    from perseus_planner.engines.megatron import _captured, _showing_replays
+    from perseus_planner.engines.megatron_graphs import run_captured, showing_replays
     from perseus_planner.schedules import one_f_one_b
 
     order = one_f_one_b(2, 3).ranks[0]
@@ -218,7 +218,7 @@ def test_the_timers_of_a_captured_iteration_leave_a_mark_after_each_computation(
     rank = PipelineRank(0, 2, 0, (0, 1))
 
     def capture(step: Any, microbatches: int | None) -> Any:
-        return _captured(guard, hook.capturing, [config], rank, 1, 2, None, step, microbatches)
+        return run_captured(guard, hook.capturing, [config], rank, 1, 2, None, step, microbatches)
 
     wrapper_class = graphs.FullCudaGraphWrapper
     monkeypatch.setattr(graphs, "StaticBufferLoader", lambda: None)
@@ -226,7 +226,7 @@ def test_the_timers_of_a_captured_iteration_leave_a_mark_after_each_computation(
     monkeypatch.setattr(wrapper_class, "cuda_graph", {"training": None, "validation": None})
     monkeypatch.setattr(wrapper_class, "result", {"training": None, "validation": None})
     monkeypatch.setattr(wrapper_class, "curr_iteration", {"training": 0, "validation": 0})
-    monkeypatch.setattr(wrapper_class, "__call__", _showing_replays(guard, capture))
+    monkeypatch.setattr(wrapper_class, "__call__", showing_replays(guard, capture))
     call = dict.fromkeys(("model", "data_iterator", "seq_length"))
     wrapper = wrapper_class(run, cuda_graph_warmup_steps=2)
     assert wrapper(**call, num_microbatches=3, forward_only=False) == "losses"
