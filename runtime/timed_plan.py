@@ -137,7 +137,7 @@ class TimedPlan(FixedPlan):
         whole = replace(
             program,
             computations=WHOLE.ranks[0],
-            inside=Inside(program.microbatches),
+            inside=Inside(program.microbatches, program.shown),
             expected=replace(program.expected, top=top),
         )
         count = len(program.clocks)

@@ -25,7 +25,7 @@ from perseus_planner.engines.engine import (
     replaced,
 )
 from perseus_planner.engines.guard import Guard, HookGuard
-from perseus_planner.engines.megatron_graphs import is_one_graph, run_captured, showing_replays
+from perseus_planner.engines.megatron_graphs import is_one_graph, run_watched, showing_replays
 from perseus_planner.engines.megatron_pairs import CombinedStep
 from perseus_planner.engines.megatron_timers import (
     HALF_SEEN_MODULES,
@@ -282,8 +282,8 @@ class MegatronModel:
         """Call `hook` at the begin and the end of each training iteration.
 
         Where iterations are one graph, these are its replays: the first iterations, and the one in
-        which the graph is captured, run otherwise and are not shown. Else they are those of the
-        schedule, whatever computations it runs.
+        which the graph is captured, run otherwise, and are only compared with the plan. Else they
+        are those of the schedule, whatever computations it runs.
         """
         if not self.shows_edges_only:
             with self._attached_to_timers(hook, EdgeEvents):
@@ -292,13 +292,13 @@ class MegatronModel:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         guard = HookGuard(hook)
-        capture = None
-        # The hook takes marks inside the graph, so the capture has to be followed as well.
+        watch = None
+        # What runs before there is a graph is compared with the plan; what is captured is marked.
         if isinstance(hook, EdgeHook) and hook.capturing is not None:
             rank = self.pipeline_rank
             group = self._group or rank.ranks
-            capture = partial(
-                run_captured,
+            watch = partial(
+                run_watched,
                 guard,
                 hook.capturing,
                 self._configs,
@@ -307,7 +307,7 @@ class MegatronModel:
                 group,
                 CombinedStep.found() if self.has_pairs else None,
             )
-        shown = showing_replays(guard, capture)
+        shown = showing_replays(guard, watch)
         attached = attached_once(FullCudaGraphWrapper, __call__=shown)
         with attached, ExitStack() as stack:
             stack.callback(guard.close)

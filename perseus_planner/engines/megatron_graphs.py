@@ -40,17 +40,21 @@ def is_one_graph(config: Any) -> bool:
     return "full_iteration" in (getattr(config, "cuda_graph_impl", None), *scopes)
 
 
-Capture = Callable[[Callable[[], Any], "int | None"], Any]
-"""Runs an iteration, with so many microbatches, in which a graph is captured; marks it."""
+Watch = Callable[[bool, Callable[[], Any], "int | None"], Any]
+"""Runs an iteration that is not a replay, with so many microbatches, and looks inside; is told
+whether a graph is captured in it.
+"""
 
 
-class _CaptureEvents(TimerEvents):
-    """Marks the computations of an iteration that is captured."""
+class _InsideEvents(TimerEvents):
+    """Notes the computations of an iteration that is not a replay; marks them if a graph is
+    captured in it.
+    """
 
     def __init__(
         self,
         guard: HookGuard,
-        capturing: Capturing,
+        capturing: Capturing | None,
         rank: PipelineRank,
         chunks: int,
         group: int,
@@ -62,7 +66,7 @@ class _CaptureEvents(TimerEvents):
             "F": self._in_order("F", range(chunks), microbatches),
             "B": self._in_order("B", range(chunks)[::-1], microbatches),
         }
-        self.order: list[Computation] = []  #: What was captured
+        self.order: list[Computation] = []  #: What has run
 
     def around(self, name: str, timer: Any) -> WrappedTimer:
         """See `TimerEvents.around`."""
@@ -72,32 +76,33 @@ class _CaptureEvents(TimerEvents):
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             if not self._is_in_step:
-                self.guard.attempt(self._mark, kind)
+                self.guard.attempt(self._note, kind)
             return timer.stop(*args, **kwargs)
 
         return WrappedTimer(timer, timer.start, stop)
 
     def run_step(self, kinds: str, step: Callable[..., T], values: Mapping[str, Any]) -> T:
-        """See `TimerEvents.run_step`; its end is marked."""
+        """See `TimerEvents.run_step`; its end is noted."""
         self._is_in_step = True
         try:
             result = step()
         finally:
             self._is_in_step = False
-        self.guard.attempt(self._mark, kinds)
+        self.guard.attempt(self._note, kinds)
         return result
 
-    def _mark(self, kinds: str) -> None:
+    def _note(self, kinds: str) -> None:
         self.order.append(joined([next(self._in_turn[kind]) for kind in kinds]))
-        self._capturing.capture(len(self.order))
+        if self._capturing is not None:
+            self._capturing.capture(len(self.order))
 
 
-def showing_replays(guard: HookGuard, capture: Capture | None = None) -> Callable[..., Any]:
+def showing_replays(guard: HookGuard, watch: Watch | None = None) -> Callable[..., Any]:
     """Return a `FullCudaGraphWrapper.__call__` that shows the replays of the training's graph.
 
     Args:
         guard: The guard of the hook.
-        capture: Marks what is captured; None to mark nothing.
+        watch: Runs what is not a replay; None to look at nothing.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -114,9 +119,10 @@ def showing_replays(guard: HookGuard, capture: Capture | None = None) -> Callabl
             return step()
         # Before there is a graph, iterations run as usual, and are not shown.
         if not guard.ask(_replays, self):
-            microbatches = kwargs.get("num_microbatches")
-            is_next = guard.ask(_is_captured_next, self)
-            return capture(step, microbatches) if capture and is_next else step()
+            if watch is None:
+                return step()
+            is_captured = bool(guard.ask(_is_captured_next, self))
+            return watch(is_captured, step, kwargs.get("num_microbatches"))
         return guard.run(step, _begin_replay, guard, kwargs.get("num_microbatches"))
 
     return marked(call, original)
@@ -132,7 +138,7 @@ def _is_captured_next(wrapper: Any) -> bool:
     return bool(wrapper.curr_iteration["training"] == wrapper.cuda_graph_warmup_steps)
 
 
-def run_captured(
+def run_watched(
     guard: HookGuard,
     capturing: Capturing,
     configs: Sequence[Any],
@@ -140,24 +146,30 @@ def run_captured(
     chunks: int,
     group: int,
     combined: CombinedStep | None,
+    is_captured: bool,
     step: Callable[[], Any],
     microbatches: int | None,
 ) -> Any:
-    """Run an iteration in which a graph is captured: its timers start and stop once more, and each
-    one that stops leaves a mark in the graph. What it returns or raises is not touched.
+    """Run an iteration that is not a replay. Its timers start and stop, and each one that stops
+    tells what has run; if a graph is captured it also leaves a mark there. What the iteration
+    returns or raises is not touched.
     """
-    marks = _CaptureEvents(guard, capturing, rank, chunks, group, microbatches or 0)
+    marking = capturing if is_captured else None
+    events = _InsideEvents(guard, marking, rank, chunks, group, microbatches or 0)
     # Set on the configs, as the schedule asks these for its timers.
     before = [config.timers for config in configs]
     for config, timers in zip(configs, before, strict=True):
-        config.timers = WrappedTimers(timers, marks)
+        config.timers = WrappedTimers(timers, events)
     try:
-        with nullcontext() if combined is None else combined.shown(marks):
+        with nullcontext() if combined is None else combined.shown(events):
             result = step()
     finally:
         for config, timers in zip(configs, before, strict=True):
             config.timers = timers
-    guard.attempt(capturing.end_capture, marks.order)
+    if is_captured:
+        guard.attempt(capturing.end_capture, events.order)
+    else:
+        guard.attempt(capturing.end_eager, events.order, microbatches)
     return result
 
 

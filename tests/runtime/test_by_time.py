@@ -299,6 +299,10 @@ class Timed:
         self.now_ns = 0
         self.ran: list[Program | None] = []
         self.deviations: list[str | None] = []
+        self.problem: str | None = None
+
+    def on_unfollowed(self, problem: str) -> None:
+        self.problem = problem
 
     def program_for(self, iteration: int) -> Program | None:
         return self.decider.program_for(iteration, self.program)
@@ -347,6 +351,38 @@ def test_an_iteration_with_other_microbatches_is_not_timed_and_neither_is_the_ne
     assert rank.begun == 0
     rank.iteration(1.4, 6)
     assert rank.begun & BEGUN
+
+
+def test_nothing_is_marked_in_a_graph_that_is_followed_by_time():
+    """A replay would write the marks, and each would cancel the clocks by time."""
+    rank = Timed(a_plan())
+    before = rank.word[0]
+    rank.hook.capture(1)
+    assert rank.word[0] == before
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "problem"),
+    [
+        (
+            6,
+            "an iteration runs 0F1 where the plan has 0B1; solve for the schedule and the number "
+            "of microbatches that you train with",
+        ),
+        (5, None),  # of which the hook says so, iteration by iteration
+    ],
+)
+def test_what_runs_before_there_is_a_graph_is_compared_with_the_plan(
+    microbatches: int, problem: str | None
+):
+    rank = Timed(a_plan(microbatches=6))
+    order = schedules.one_f_one_b(2, 6).ranks[0]
+    rank.hook.end_eager(order, 6)
+    assert rank.problem is None
+    swapped = [*order[:4], order[1], *order[5:]]
+    assert str(order[4]) == "0B1"
+    rank.hook.end_eager(swapped, microbatches)
+    assert rank.problem == problem
 
 
 def test_short_iterations_run_at_the_highest_clock_of_the_rank():
