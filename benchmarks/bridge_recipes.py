@@ -24,11 +24,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.engines.megatron import _check_visible, _is_one_graph
+from perseus_planner.engines.megatron import _check_visible
+from perseus_planner.engines.megatron_graphs import is_one_graph
+from perseus_planner.schedules.layouts import Layout, unroll
 
 _RECIPES = "megatron.bridge.perf_recipes"
 _READ = ("pipeline_model_parallel_size", "cuda_graph_impl", "cuda_graph_scope", "overlap_moe")
 """What an unknown branch must not set for a recipe to count as read."""
+_LAYOUT = "pipeline_model_parallel_layout"
 _MOST_CALLS = 12  #: deep
 HOOKS, TIME, REFUSED, UNREAD = "hooks", "by time", "refused", "unread"
 
@@ -49,6 +52,7 @@ class Config:
 
     values: dict[str, Any] = field(default_factory=dict)
     is_doubtful: bool = False  #: whether an unknown branch sets something that matters
+    is_layout_doubtful: bool = False  #: or may set its layout
 
     def get(self, name: str) -> Any:
         """Return an attribute; a config of its own if nothing was assigned to it."""
@@ -78,6 +82,11 @@ class Wheel:
             module, name = found
         return None
 
+    def constant(self, module: str, name: str) -> ast.expr | None:
+        """Return what a module assigns to a name."""
+        found = self.names.get(module, {}).get(name)
+        return found if isinstance(found, ast.expr) else None
+
     def recipes(self) -> list[tuple[str, str]]:
         """Return module and name of each performance recipe, each once."""
         return sorted(
@@ -101,6 +110,8 @@ def _names(tree: ast.Module) -> dict[str, Any]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 names[alias.asname or alias.name] = node.module, alias.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names[node.targets[0].id] = node.value  # a constant, read where it is used
     return names
 
 
@@ -159,10 +170,10 @@ class Reader:
     def _doubt(self, statement: ast.If) -> None:
         """Note that a branch that is not taken may set something that matters."""
         text = "".join(ast.dump(each) for each in (*statement.body, *statement.orelse))
-        if any(name in text for name in _READ):
-            for value in self._locals.values():
-                if isinstance(value, Config):
-                    value.is_doubtful = True
+        for value in self._locals.values():
+            if isinstance(value, Config):
+                value.is_doubtful |= any(name in text for name in _READ)
+                value.is_layout_doubtful |= _LAYOUT in text
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -171,17 +182,19 @@ class Reader:
             owner = self._value(target.value)
             if isinstance(owner, Config):
                 owner.values[target.attr] = value
-        elif isinstance(target, ast.Tuple) and isinstance(value, (list, tuple)):
+        elif isinstance(target, ast.Tuple) and isinstance(value, Sequence):
             for each, own in zip(target.elts, value, strict=False):
                 self._assign(each, own)
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
-        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        if isinstance(node, (ast.List, ast.Set)):
             return [self._value(each) for each in node.elts]
+        if isinstance(node, ast.Tuple):
+            return tuple(self._value(each) for each in node.elts)
         if isinstance(node, ast.Name):
-            return self._locals.get(node.id, UNKNOWN)
+            return self._named(node.id)
         if isinstance(node, ast.Attribute):
             owner = self._value(node.value)
             return owner.get(node.attr) if isinstance(owner, Config) else _member(node)
@@ -194,19 +207,52 @@ class Reader:
             return self._value(node.body if test else node.orelse)
         return self._operation(node)
 
+    def _named(self, name: str) -> Any:
+        if name in self._locals:
+            return self._locals[name]
+        constant = self._wheel.constant(self._module, name)
+        return UNKNOWN if constant is None else self._value(constant)
+
+    def _collected(self, node: ast.expr) -> Any:
+        """Return the value of what makes or reads lists and dictionaries, such as layouts by
+        numbers of stages.
+        """
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            keys = [self._value(each) for each in node.keys if each is not None]
+            if all(isinstance(key, (str, int, tuple)) for key in keys):
+                return dict(zip(keys, map(self._value, node.values), strict=True))
+        if isinstance(node, ast.Subscript):
+            owner = self._value(node.value)
+            key = self._value(node.slice)
+            if isinstance(owner, dict) and not isinstance(key, (Unknown, Config, list)):
+                return owner.get(key, UNKNOWN)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+            left = self._value(node.left)
+            right = self._value(node.right)
+            is_sum = isinstance(node.op, ast.Add)
+            if is_sum and isinstance(left, list) and isinstance(right, list):
+                return left + right
+            if not is_sum and isinstance(left, list) and isinstance(right, int):
+                return left * right
+        if isinstance(node, ast.ListComp) and len(node.generators) == 1:
+            each = node.generators[0]
+            values = self._value(each.iter)
+            if isinstance(values, list) and not each.ifs:
+                return [self._with(each.target, value, node.elt) for value in values]
+        return UNKNOWN
+
+    def _with(self, target: ast.expr, value: Any, node: ast.expr) -> Any:
+        self._assign(target, value)
+        return self._value(node)
+
     def _operation(self, node: ast.expr) -> Any:
+        if isinstance(node, (ast.Dict, ast.Subscript, ast.BinOp, ast.ListComp)):
+            return self._collected(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             value = self._value(node.operand)
             return UNKNOWN if isinstance(value, (Unknown, Config)) else not value
         if isinstance(node, ast.BoolOp):
-            values = [self._value(each) for each in node.values]
-            known = [each for each in values if not isinstance(each, (Unknown, Config))]
-            is_and = isinstance(node.op, ast.And)
-            if is_and and not all(known):
-                return False
-            if not is_and and any(known):
-                return True
-            return is_and if len(known) == len(values) else UNKNOWN
+            return self._decided(node)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left = self._value(node.left)
             right = self._value(node.comparators[0])
@@ -216,9 +262,24 @@ class Reader:
                 return left == right
             if isinstance(node.ops[0], (ast.IsNot, ast.NotEq)):
                 return left != right
-            if isinstance(node.ops[0], ast.In) and isinstance(right, (list, str)):
-                return left in right
+            if isinstance(right, (list, str, dict)):
+                if isinstance(node.ops[0], ast.In):
+                    return left in right
+                if isinstance(node.ops[0], ast.NotIn):
+                    return left not in right
         return UNKNOWN
+
+    def _decided(self, node: ast.BoolOp) -> Any:
+        """Return the value of an `and` or `or`; whether it is true where only that is known."""
+        values = [self._value(each) for each in node.values]
+        is_and = isinstance(node.op, ast.And)
+        is_known = True
+        for value in values:
+            if isinstance(value, (Unknown, Config)):
+                is_known = False
+            elif bool(value) != is_and:  # it decides
+                return value if is_known else not is_and
+        return values[-1] if is_known else UNKNOWN
 
     def _called(self, node: ast.Call) -> Any:
         given = [self._value(each) for each in node.args]
@@ -230,6 +291,8 @@ class Reader:
             return given[0].values.get(given[1], given[2] if len(given) > 2 else UNKNOWN)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("deepcopy", "copy"):
             return given[0] if given else UNKNOWN
+        if name == "list" and len(given) == 1 and isinstance(given[0], (list, tuple)):
+            return [*given[0]]
         found = None if name is None else self._wheel.function(self._module, name)
         if found is not None and self._depth < _MOST_CALLS:
             module, function = found
@@ -253,23 +316,46 @@ class Recipe:
     is_overlapped: bool
     is_graph: bool
     has_layout: bool
+    layout: str | None  #: in Megatron's letters; None for none, or one that was not read
+
+
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def layout_of(model: Config) -> str | None:
+    """Return the layout of a model, in letters; None for none, or one that was not read."""
+    given = model.values.get(_LAYOUT)
+    if model.is_layout_doubtful:
+        return None
+    if isinstance(given, list):
+        stages = [each for stage in given for each in [stage if isinstance(stage, list) else None]]
+        if None in stages or not all(word in _LETTERS for stage in stages for word in stage):
+            return None
+        given = "|".join("".join(_LETTERS[word] for word in stage) for stage in stages)
+    return str(Layout(unroll(given))) if isinstance(given, str) and given else None
+
+
+def configured(wheel: Wheel, module: str, name: str) -> Any:
+    """Return the config of a recipe."""
+    found = wheel.function(module, name)
+    assert found is not None
+    return Reader(wheel, module).call(found[1], (), {})
 
 
 def read(wheel: Wheel, module: str, name: str) -> Recipe | None:
     """Return a recipe that has a pipeline; None if it has none."""
-    found = wheel.function(module, name)
-    assert found is not None
-    config = Reader(wheel, module).call(found[1], (), {})
+    config = configured(wheel, module, name)
     family = module.removeprefix(f"{_RECIPES}.").split(".")[0]
+    unread = Recipe(family, name, 0, UNREAD, False, False, False, None)
     if not isinstance(config, Config):
-        return Recipe(family, name, 0, UNREAD, False, False, False)
+        return unread
     model = config.get("model")
     overlap = config.get("comm_overlap")
     if not isinstance(model, Config):
-        return Recipe(family, name, 0, UNREAD, False, False, False)
+        return unread
     ranks = model.values.get("pipeline_model_parallel_size", 1)
     if not isinstance(ranks, int):
-        return Recipe(family, name, 0, UNREAD, False, False, False)
+        return unread
     if ranks < 2:
         return None
     # Bridge copies the overlaps of its own config into the model's.
@@ -282,7 +368,7 @@ def read(wheel: Wheel, module: str, name: str) -> Recipe | None:
         overlap_moe_expert_parallel_comm=overlapped is True,
         hybrid_context_parallel=model.values.get("hybrid_context_parallel") is True,
     )
-    is_graph = _is_one_graph(megatron)
+    is_graph = is_one_graph(megatron)
     way = HOOKS
     if is_graph:
         way = TIME
@@ -293,9 +379,11 @@ def read(wheel: Wheel, module: str, name: str) -> Recipe | None:
             way = REFUSED
     if config.is_doubtful or model.is_doubtful or isinstance(overlapped, Unknown):
         way = UNREAD
-    layout = model.values.get("pipeline_model_parallel_layout")
+    layout = model.values.get(_LAYOUT)
     has_layout = layout is not None and not isinstance(layout, Config)
-    return Recipe(family, name, ranks, way, overlapped is True, is_graph, has_layout)
+    overlaps_experts = overlapped is True
+    layout_text = layout_of(model)
+    return Recipe(family, name, ranks, way, overlaps_experts, is_graph, has_layout, layout_text)
 
 
 def _plain(value: Any) -> Any:

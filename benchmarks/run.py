@@ -36,6 +36,7 @@ import modes
 import noisy_plans
 import other_gpus
 import other_pipelines
+import pair_optima
 import plan_gaps
 import plan_times
 import power_cap
@@ -95,6 +96,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     by_time.NUMBER: by_time.measure,
     measured_again.NUMBER: measured_again.measure,
     jitter_parts.NUMBER: jitter_parts.measure,
+    pair_optima.NUMBER: pair_optima.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

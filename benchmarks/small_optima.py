@@ -84,7 +84,7 @@ def _row(number: int) -> dict[str, Any]:
     plan_s = time.process_time() - began_s
     within_s = deadline_s - dag.profile.overhead_s
     spent_j = plan.energy_j - dag.waiting_w * plan.time_s
-    best_j, bound_j = _least_j(dag, within_s)
+    best_j, bound_j = least_j(dag, within_s, _LIMIT_S)
     whole_j = plan.energy_j
     return {
         "number": number,
@@ -127,8 +127,13 @@ def _drawn(number: int) -> tuple[Frontier, str, float]:
     return solve_dag(dag), name, float(random.choice(_SLOWDOWNS))
 
 
-def _least_j(dag: PipelineDag, within_s: float) -> tuple[float, float]:
+def least_j(dag: PipelineDag, within_s: float, limit_s: float) -> tuple[float, float]:
     """Return the least effective energy that HiGHS finds, and its bound, joules.
+
+    Args:
+        dag: The problem.
+        within_s: The deadline, without what an iteration takes beside its computations.
+        limit_s: How long HiGHS may search.
 
     Raises:
         MissingError: If there is no scipy.
@@ -171,6 +176,6 @@ def _least_j(dag: PipelineDag, within_s: float) -> tuple[float, float]:
         ),
         bounds=Bounds(0, 1),
         integrality=np.repeat([1, 0], [ends, count]),
-        options={"mip_rel_gap": _GAP, "time_limit": _LIMIT_S},
+        options={"mip_rel_gap": _GAP, "time_limit": limit_s},
     )
     return float(found.fun) * unit_j, float(found.mip_dual_bound) * unit_j

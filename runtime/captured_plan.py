@@ -80,7 +80,7 @@ class CapturedPlan(FixedPlan):
             computations=WHOLE.ranks[0],
             clocks=program.clocks[:1],
             table=Table(LatestStarts.number_of(program.version)),
-            inside=Inside(program.microbatches, program.shown),
+            inside=Inside(program.microbatches, program.shown, is_captured=True),
             expected=replace(program.expected, top=top_clock(plan, program), costs=costs),
         )
 

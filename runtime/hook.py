@@ -35,7 +35,7 @@ from perseus_planner.schedules import Computation
 if TYPE_CHECKING:
     from perseus_planner.engines.guard import IterationHook, Microbatches
     from perseus_planner.runtime.modes import ModeSwitch
-    from perseus_planner.runtime.program import Order, Program
+    from perseus_planner.runtime.program import Inside, Order, Program
 
 _NO_REQUEST_INDEX = -1
 
@@ -299,9 +299,12 @@ class Hook:
 
     def capture(self, position: int) -> None:
         """Mark, in the CUDA graph that is captured now, that the computation at a position is
-        next.
+        next; nothing where a plan is not followed at such marks.
         """
-        self._marks.capture(position)
+        inside = self._inside
+        # A mark that a replay writes would cancel clocks by time.
+        if inside is not None and inside.is_captured:
+            self._marks.capture(position)
 
     def end_capture(self, order: Order) -> None:
         """Compare what the captured graph runs with the program; follow nothing more if it differs.
@@ -309,9 +312,28 @@ class Hook:
         Args:
             order: What it runs.
         """
-        program = self._program
-        inside = None if program is None else program.inside
-        planned = () if inside is None else inside.captured
+        inside = self._inside
+        if inside is not None:
+            self._check_inside("the captured graph runs", order, inside.runs)
+
+    def end_eager(self, order: Order, microbatches: int | None) -> None:
+        """Compare with the program what an iteration has run that will be replayed as a graph;
+        follow nothing more if it differs. One with other microbatches is not compared, as its
+        graph will not be followed either.
+
+        Args:
+            order: What it has run.
+            microbatches: How many it had.
+        """
+        inside = self._inside
+        if inside is not None and microbatches in (None, inside.microbatches):
+            self._check_inside("an iteration runs", order, inside.runs)
+
+    @property
+    def _inside(self) -> Inside | None:
+        return None if self._program is None else self._program.inside
+
+    def _check_inside(self, what: str, order: Order, planned: Order) -> None:
         if planned and tuple(planned) != tuple(order):
             # The first difference tells the most; if one is only longer than the other, it is where
             # that ends.
@@ -323,11 +345,11 @@ class Hook:
                 ),
                 min(len(order), len(planned)),
             )
-            captured = Computation(*order[position]) if position < len(order) else "nothing more"
+            found = Computation(*order[position]) if position < len(order) else "nothing more"
             wanted = planned[position] if position < len(planned) else "nothing more"
             self.stop_following(
-                f"the captured graph runs {captured} where the plan has {wanted}; solve for the "
-                "schedule and the number of microbatches that you train with"
+                f"{what} {found} where the plan has {wanted}; solve for the schedule and the "
+                "number of microbatches that you train with"
             )
 
     def stop_following(self, problem: str) -> None:

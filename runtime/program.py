@@ -67,7 +67,8 @@ class Inside(NamedTuple):
     """What runs in an iteration that is shown as one computation."""
 
     microbatches: int  #: How many it has
-    captured: tuple[Computation, ...] = ()  #: What its captured graph runs; empty if it has none
+    runs: tuple[Computation, ...] = ()  #: In order, as the engine would show it
+    is_captured: bool = False  #: Whether its computations are marked in a CUDA graph
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from perseus_planner.runtime.by_time import (
     MAX_CHANGES,
     MEASURED,
     EdgeTimes,
+    Guard,
     Segment,
     Timing,
     guarded,
@@ -65,13 +66,13 @@ class _Ways:
     planned: Program  #: What the rank runs by the plan itself
     rank: int  #: Of the plan's pipeline
 
-    def timed_within(self, guard_s: float) -> Program | None:
+    def timed_within(self, guard: Guard) -> Program | None:
         """Return the program at clocks by time, with what it saves as long as the guard is not
-        longer, in seconds of the plan's replay.
+        longer, in times of the plan's replay.
         """
         if self.timed is None:
             return None
-        clocks = _clocks_by_time(self.planned, self.rank, guard_s)
+        clocks = _clocks_by_time(self.planned, self.rank, guard)
         costs = whole_costs(self.planned, self.rank, clocks)
         return replace(self.timed, expected=replace(self.timed.expected, costs=costs))
 
@@ -137,7 +138,7 @@ class TimedPlan(FixedPlan):
         whole = replace(
             program,
             computations=WHOLE.ranks[0],
-            inside=Inside(program.microbatches),
+            inside=Inside(program.microbatches, program.shown),
             expected=replace(program.expected, top=top),
         )
         count = len(program.clocks)
@@ -286,7 +287,8 @@ class TimedPlan(FixedPlan):
         guard_s = timing.guard_s / timing.scale
         if self._timed is None or self._timed[0] is not ways or guard_s > self._stated_s:
             self._stated_s = _STATED * guard_s
-            self._timed = ways, ways.timed_within(self._stated_s)
+            guard = timing.guard.at_scale(timing.scale).widened(_STATED)
+            self._timed = ways, ways.timed_within(guard)
 
     def _say_single(self, timing: Timing) -> None:
         reason = (
@@ -322,13 +324,13 @@ def top_clock(plan: Plan, program: Program) -> int:
     return max(clocks)
 
 
-def _clocks_by_time(program: Program, rank: int, guard_s: float) -> tuple[int, ...]:
+def _clocks_by_time(program: Program, rank: int, guard: Guard) -> tuple[int, ...]:
     """Return for each computation of a rank the highest clock that it has by time, of which is
     stated what it saves: no more than it does.
     """
     plan = program.expected.plan
     assert plan is not None
-    clocks = guarded(segments_of(plan, rank), guard_s)
+    clocks = guarded(segments_of(plan, rank), guard)
     highest = []
     for computation in program.computations:
         span = plan.timeline.spans[str(computation)]

@@ -13,10 +13,15 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Capturing(Protocol):
-    """What marks computations in a CUDA graph of a whole iteration, while it is captured."""
+    """What looks inside iterations that are replayed as one CUDA graph, before they are: compares
+    what runs, and marks computations in the graph while it is captured.
+    """
 
     def capture(self, position: int) -> None:
         """Mark that the computation at a position is next."""
+
+    def end_eager(self, order: Sequence[tuple[int, str, int]], microbatches: int | None) -> None:
+        """Take what an iteration has run, before there is a graph: as in `end_capture`."""
 
     def end_capture(self, order: Sequence[tuple[int, str, int]]) -> None:
         """Take what the graph runs: stage, kind and microbatch of each computation."""
@@ -123,7 +128,7 @@ class EdgeHook:
 
     @property
     def capturing(self) -> Capturing | None:
-        """What marks computations in a graph that is captured; None if nothing does."""
+        """What looks inside iterations before they are a graph; None if nothing does."""
         return self._hook if isinstance(self._hook, Capturing) else None
 
     def _end(self) -> None:

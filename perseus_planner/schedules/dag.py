@@ -76,6 +76,10 @@ class PipelineDag:
                     "the same GPUs; give them one power"
                 )
 
+    def forward_in(self, computation: Computation) -> Computation | None:
+        """Return the forward of an overlapped pair, by its backward; None if it is no pair."""
+        return None if self.schedule is None else self.schedule.forward_of.get(computation)
+
     @property
     def has_open_modes(self) -> bool:
         """Whether each computation may run in any mode of the profile."""

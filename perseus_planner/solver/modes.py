@@ -40,6 +40,7 @@ from perseus_planner.solver.programme import Programme
 if TYPE_CHECKING:
     from perseus_planner.profiles.measurement import OperatingPoint
     from perseus_planner.profiles.modes import Modes
+    from perseus_planner.schedules import Computation
     from perseus_planner.solver.network import Floats
 
 _SMALL = 120  #: points of all computations in all modes, up to which HiGHS solves modes and clocks
@@ -162,19 +163,33 @@ class ModeProblem:
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """The number of the group of each computation: all of a group have one mode."""
+        joined: dict[object, object] = {}
+
+        def of_all(tie: object) -> object:
+            while tie in joined:
+                tie = joined[tie]
+            return tie
+
+        # A pair has one mode, so what its halves belong to has one mode together.
+        for computation in self.dag.computations:
+            forward = self.dag.forward_in(computation)
+            if forward is not None:
+                one = of_all(self._tied_to(computation))
+                other = of_all(self._tied_to(forward))
+                if one != other:
+                    joined[other] = one
         number: dict[object, int] = {}
-        return tuple(
-            number.setdefault(
-                {
-                    "computation": computation,
-                    "microbatch": (computation.stage, computation.microbatch),
-                    "stage": computation.stage,
-                    "pipeline": None,
-                }[self.modes.shared_by],
-                len(number),
-            )
-            for computation in self.dag.computations
-        )
+        ties = [of_all(self._tied_to(computation)) for computation in self.dag.computations]
+        return tuple(number.setdefault(tie, len(number)) for tie in ties)
+
+    def _tied_to(self, computation: Computation) -> object:
+        """Return what a computation belongs to, which has one mode."""
+        return {
+            "computation": computation,
+            "microbatch": (computation.stage, computation.microbatch),
+            "stage": computation.stage,
+            "pipeline": None,
+        }[self.modes.shared_by]
 
     @cached_property
     def points(self) -> list[dict[str, tuple[OperatingPoint, ...]]]:
@@ -197,8 +212,14 @@ class ModeProblem:
             alive: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> group of its forward
             for place in places:
                 stage, kind, microbatch = dag.computations[place]
-                if kind == "F":
-                    alive[stage, microbatch] = self.groups[place]
+                # The forward of a pair keeps what any other does.
+                forward = (
+                    dag.computations[place]
+                    if kind == "F"
+                    else dag.forward_in(dag.computations[place])
+                )
+                if forward is not None:
+                    alive[forward.stage, forward.microbatch] = self.groups[place]
                 parts: dict[tuple[int, str], float] = defaultdict(float)
                 for name in self.modes.usable:
                     mode = self.modes.ways[name]

@@ -181,62 +181,117 @@ def test_a_plan_with_more_computations_than_a_table_has_rows_is_refused():
         CapturedPlan().followed(Program.of_plan(1, a_plan([900] * 2400), 0))
 
 
-def test_the_timers_of_a_captured_iteration_leave_a_mark_after_each_computation(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    graphs = pytest.importorskip("megatron.core.full_cuda_graph")
-    from perseus_planner.engines.edges import EdgeHook
-    from perseus_planner.engines.engine import PipelineRank
-    from perseus_planner.engines.guard import HookGuard
-    from perseus_planner.engines.megatron import _captured, _showing_replays
-    from perseus_planner.schedules import one_f_one_b
+class Watched:
+    """A stand-in for a hook that looks inside iterations before they are a graph."""
 
-    order = one_f_one_b(2, 3).ranks[0]
-    config = SimpleNamespace(timers=None)
-    captured: list[Any] = []
+    iteration = -1
+    lane = None
 
-    class Capturing:
-        iteration = -1
-        lane = None
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
 
-        def capture(self, position: int) -> None:
-            captured.append(position)
+    def capture(self, position: int) -> None:
+        self.calls.append(position)
 
-        def end_capture(self, found: Any) -> None:
-            captured.append(tuple(found))
+    def end_capture(self, found: Any) -> None:
+        self.calls.append(("captured", tuple(found)))
 
-    def run(**_: Any) -> str:
-        if config.timers is not None:
-            for computation in order:
-                name = {"F": "forward-compute", "B": "backward-compute"}[computation.kind]
-                config.timers(name, log_level=2).start()
-                config.timers(name).stop()
+    def end_eager(self, found: Any, microbatches: int | None) -> None:
+        self.calls.append(("eager", tuple(found), microbatches))
+
+
+class Iterations:
+    """Iterations of Megatron's wrapper of graphs, whose schedule only starts and stops timers.
+
+    Args:
+        order: What an iteration runs; pairs by a combined step.
+    """
+
+    def __init__(self, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs = pytest.importorskip("megatron.core.full_cuda_graph")
+        from perseus_planner.engines.edges import EdgeHook
+        from perseus_planner.engines.engine import PipelineRank
+        from perseus_planner.engines.guard import HookGuard
+        from perseus_planner.engines.megatron_graphs import run_watched, showing_replays
+        from perseus_planner.engines.megatron_pairs import CombinedStep
+
+        self.order = order
+        self.config = SimpleNamespace(timers=None)
+        self.watched = Watched()
+        hook = EdgeHook(self.watched)  # type: ignore[arg-type]
+        guard = HookGuard(hook)
+        rank = PipelineRank(0, 2, 0, (0, 1))
+        self.module = SimpleNamespace(combined_forward_backward_step=self.step)
+        names = ("f_model", "b_model", "config", "pre_forward", "pre_backward")
+        combined = CombinedStep(self.module, names)
+
+        def watch(is_captured: bool, step: Any, microbatches: int | None) -> Any:
+            looking = hook.capturing, [self.config], rank, 1, 2, combined
+            return run_watched(guard, *looking, is_captured, step, microbatches)
+
+        self.watch = watch
+        wrapper_class = self.graphs.FullCudaGraphWrapper
+        monkeypatch.setattr(self.graphs, "StaticBufferLoader", lambda: None)
+        monkeypatch.setattr(wrapper_class, "data_read", lambda *_: [])
+        monkeypatch.setattr(wrapper_class, "cuda_graph", {"training": None, "validation": None})
+        monkeypatch.setattr(wrapper_class, "result", {"training": None, "validation": None})
+        monkeypatch.setattr(wrapper_class, "curr_iteration", {"training": 0, "validation": 0})
+        monkeypatch.setattr(wrapper_class, "__call__", showing_replays(guard, watch))
+        self.wrapper = wrapper_class(self.run, cuda_graph_warmup_steps=2)
+
+    def run(self, **_: Any) -> str:
+        for cell in self.order:
+            if len(cell) == 2:
+                models = {"f_model": "chunk", "b_model": "chunk"}
+                self.module.combined_forward_backward_step(**models, config=self.config)
+            elif self.config.timers is not None:
+                name = {"F": "forward-compute", "B": "backward-compute"}[cell[0].kind]
+                self.config.timers(name, log_level=2).start()
+                self.config.timers(name).stop()
         return "losses"
 
-    hook = EdgeHook(Capturing())  # type: ignore[arg-type]
-    guard = HookGuard(hook)
-    rank = PipelineRank(0, 2, 0, (0, 1))
+    def step(self, **_: Any) -> None:
+        # As Megatron's: it starts the timer of its forward alone.
+        if self.config.timers is not None:
+            self.config.timers("forward-compute", log_level=2).start()
+            self.config.timers("forward-compute").stop()
 
-    def capture(step: Any, microbatches: int | None) -> Any:
-        return _captured(guard, hook.capturing, [config], rank, 1, 2, None, step, microbatches)
+    def __call__(self, microbatches: int) -> Any:
+        call = dict.fromkeys(("model", "data_iterator", "seq_length"))
+        return self.wrapper(**call, num_microbatches=microbatches, forward_only=False)
 
-    wrapper_class = graphs.FullCudaGraphWrapper
-    monkeypatch.setattr(graphs, "StaticBufferLoader", lambda: None)
-    monkeypatch.setattr(wrapper_class, "data_read", lambda *_: [])
-    monkeypatch.setattr(wrapper_class, "cuda_graph", {"training": None, "validation": None})
-    monkeypatch.setattr(wrapper_class, "result", {"training": None, "validation": None})
-    monkeypatch.setattr(wrapper_class, "curr_iteration", {"training": 0, "validation": 0})
-    monkeypatch.setattr(wrapper_class, "__call__", _showing_replays(guard, capture))
-    call = dict.fromkeys(("model", "data_iterator", "seq_length"))
-    wrapper = wrapper_class(run, cuda_graph_warmup_steps=2)
-    assert wrapper(**call, num_microbatches=3, forward_only=False) == "losses"
-    assert captured == []  # the first iterations run eagerly
-    wrapper.cuda_graph_warmup_steps = 1
+
+@pytest.mark.parametrize("name", ["1f1b", "combined-1f1b"])
+def test_what_runs_before_there_is_a_graph_is_noted_and_what_is_captured_marked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    generator = {
+        "1f1b": lambda: schedules.one_f_one_b(2, 3),
+        "combined-1f1b": lambda: schedules.combined_1f1b(2, 1, 3),
+    }
+    schedule = generator[name]()
+    cells = schedule.cells[0]
+    assert any(len(cell) == 2 for cell in cells) == (name == "combined-1f1b")
+    shown = schedule.shown(0)
+    iterations = Iterations(cells, monkeypatch)
+    watched = iterations.watched
+    assert iterations(3) == "losses"
+    assert watched.calls == [("eager", shown, 3)]
+    watched.calls.clear()
+    iterations.wrapper.cuda_graph_warmup_steps = 1
     # There is no GPU to capture on: what is tested is what surrounds it.
-    monkeypatch.setattr(graphs.torch.distributed, "barrier", lambda: captured.append("barrier"))
+    monkeypatch.setattr(iterations.graphs.torch.distributed, "barrier", lambda: None)
     with pytest.raises((RuntimeError, AssertionError, AttributeError, ImportError)):
-        wrapper(**call, num_microbatches=3, forward_only=False)
-    assert config.timers is None
-    captured.clear()
-    assert capture(lambda: run(), 3) == "losses"
-    assert captured == [*range(1, len(order) + 1), tuple(order)]
+        iterations(3)
+    assert iterations.config.timers is None
+    watched.calls.clear()
+    assert iterations.watch(True, iterations.run, 3) == "losses"
+    assert watched.calls == [*range(1, len(cells) + 1), ("captured", shown)]
+    assert iterations.module.combined_forward_backward_step == iterations.step  # as it was
+
+
+def test_an_iteration_that_ends_early_is_noted_as_far_as_it_ran(monkeypatch: pytest.MonkeyPatch):
+    schedule = schedules.one_f_one_b(2, 3)
+    iterations = Iterations(schedule.cells[0][:-1], monkeypatch)
+    iterations(3)
+    assert iterations.watched.calls == [("eager", schedule.ranks[0][:-1], 3)]

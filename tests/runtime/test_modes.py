@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks
 from perseus_planner.runtime.modes import ModeSwitch, learnt_modes
 from perseus_planner.runtime.program import Program
-from perseus_planner.schedules import Computation
+from perseus_planner.schedules import Computation, combined_1f1b
+from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.frontier import solve_dag
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -122,6 +125,20 @@ def test_the_mode_is_that_of_the_computation_whatever_else_a_rank_meets() -> Non
     world.source.program = None  # it cannot set clocks
     assert world.iterate(first, second, third, last) == modes
     assert world.iterate(last, Computation(7, "F", 7)) == modes[:2]
+
+
+def test_a_pair_is_run_in_its_mode() -> None:
+    schedule = combined_1f1b(2, 1, 4)
+    profile = smooth_profile(2)
+    rows = {(stage, "B.pair"): profile.measurements[stage, "B"] for stage in range(2)}
+    profile = replace(profile, measurements={**profile.measurements, **rows})
+    plan = solve_dag(PipelineDag.from_schedule(profile, schedule)).baseline_plan
+    program = Program.of_plan(1, plan, 0)
+    shown = schedule.shown(0)
+    modes = tuple("low" if "(" in each.kind else "own" for each in shown)
+    assert {"low", "own"} == {*modes}
+    world = Entering(replace(program, modes=modes))
+    assert world.iterate(*shown) == [mode for mode, _ in groupby(modes)][modes[0] == "own" :]
 
 
 def test_the_autopilots_modes_end_where_clocks_cannot_be_set() -> None:

@@ -18,13 +18,14 @@ from oracles import all_choices, relaxed_j, waiting_w
 from recomputed import recomputed
 from strategies import any_schedule, few_and_many, furnished, pipeline, smooth_profile
 
+from perseus_planner import schedules
 from perseus_planner.base.errors import InfeasibleDeadline, ProfileError, UsageError
 from perseus_planner.base.files import sha256
 from perseus_planner.extensions.lab.replay import Cluster
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.plans.plan import Plan
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import clock_problem_of
@@ -267,6 +268,60 @@ def test_plans_with_modes_are_kept_within_memory_and_survive_their_files(
         assert Plan.load(tmp_path / "plan.yaml") == plan == Plan.loads(plan.dumps())
         assert again.plan_for(base_s, on_time=None, **limits) == plan
     assert plan.modes["2F0"] == "keep"
+
+
+@pytest.mark.parametrize("shared_by", ["microbatch", "computation", "stage"])
+def test_a_pair_has_one_mode_and_its_forward_counts_in_memory(shared_by: str) -> None:
+    schedule = schedules.combined_1f1b(2, 1, 5)
+    profile = recomputed(smooth_profile(2, 90), 2.2)
+    assert profile.modes is not None
+    rows = dict(profile.measurements)
+    for (stage, kind), backwards in profile.measurements.items():
+        if kind.startswith("B"):
+            forwards = rows[stage, in_mode("F", mode_of(kind))]
+            rows[stage, in_mode("B.pair", mode_of(kind))] = tuple(
+                replace(
+                    one,
+                    time_s=0.8 * (one.time_s + other.time_s),
+                    energy_j=one.energy_j + other.energy_j,
+                )
+                for one, other in zip(backwards, forwards, strict=False)
+            )
+    modes = replace(profile.modes, shared_by=shared_by)
+    profile = replace(profile, measurements=rows, modes=modes)
+    frontier = solve_dag(PipelineDag.from_schedule(profile, schedule))
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
+    used = {name: plan.modes.get(name, OWN) for name in plan.clocks}
+    mode_of_half = {}
+    for forward, backward in schedule.pairs:
+        mode_of_half[forward] = used[str(backward)]
+    # What a rank keeps at any moment, counted anew: from each forward to its backward.
+    most = [0.0, 0.0]
+    for rank, cells in enumerate(schedule.cells):
+        kept: dict[int, float] = {}
+        for cell in cells:
+            backward_bytes = 0.0
+            for each in cell:
+                mode = mode_of_half.get(each) or used[str(each)]
+                way = modes.ways[mode]
+                if each.kind == "F":
+                    kept[each.microbatch] = way.bytes_of(rank)[0]
+                else:
+                    backward_bytes = way.bytes_of(rank)[1]
+            most[rank] = max(most[rank], sum(kept.values()) + backward_bytes)
+            for each in cell:
+                if each.kind == "B":
+                    del kept[each.microbatch]
+    assert max(most) <= 2.2
+    assert "keep" in used.values()
+    if shared_by == "microbatch":
+        # Both computations of a microbatch have one mode, in a pair or alone.
+        for rank in range(2):
+            of_microbatch: dict[int, set[str]] = {}
+            for each in (each for cell in schedule.cells[rank] for each in cell):
+                mode = mode_of_half.get(each) or used[str(each)]
+                of_microbatch.setdefault(each.microbatch, set()).add(mode)
+            assert all(len(both) == 1 for both in of_microbatch.values())
 
 
 def test_the_other_ways_to_ask_for_a_plan(frontier: Frontier) -> None:

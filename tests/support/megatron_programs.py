@@ -45,7 +45,10 @@ from torch import nn
 
 from perseus_planner.base.errors import EngineChanged, UsageError
 from perseus_planner.engines.edges import EdgeHook
+from perseus_planner.engines.guard import HookGuard
 from perseus_planner.engines.megatron import MegatronModel
+from perseus_planner.engines.megatron_graphs import run_watched
+from perseus_planner.engines.megatron_pairs import CombinedStep
 from perseus_planner.runtime.hook import RAISED, Hook
 from perseus_planner.runtime.marks import OUTSIDE
 from perseus_planner.runtime.program import Program
@@ -153,6 +156,49 @@ def orders(*shapes: str) -> None:
                 {"microbatches": microbatches, "computations": computations}
             ], shape
             assert not recorded.inside
+            _judge_watched(training, microbatches, row)
+
+
+class _Inside:
+    """Takes what ran in iterations that are to be replayed as a graph."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def capture(self, position: int) -> None:
+        self.calls.append(position)
+
+    def end_eager(self, order: Any, microbatches: int | None) -> None:
+        self.calls.append((tuple(order), microbatches))
+
+    def end_capture(self, order: Any) -> None:
+        self.calls.append(tuple(order))
+
+
+def _judge_watched(training: Training, microbatches: int, row: Any) -> None:
+    """What runs before there is a graph of iterations, and when it is captured, is noted in order;
+    nothing is captured, as this needs a GPU.
+    """
+    engine = training.engine
+    for is_captured in (False, True):
+        inside = _Inside()
+        timers = training.config.timers
+        step_of_pairs = CombinedStep.found() if engine.has_pairs else None
+        run_watched(
+            HookGuard(Recorder()),
+            inside,
+            [training.config],
+            engine.pipeline_rank,
+            len(training.chunks),
+            engine._group or engine.pipeline_rank.ranks,
+            step_of_pairs,
+            is_captured,
+            partial(training.step, microbatches),
+            microbatches,
+        )
+        marked = [*range(1, len(row) + 1), tuple(row)]
+        assert inside.calls == (marked if is_captured else [(tuple(row), microbatches)])
+        assert training.config.timers is timers
 
 
 def combined(*shapes: str) -> None:
@@ -178,6 +224,8 @@ def combined(*shapes: str) -> None:
         assert hook.iterations == [seen] * 2, (shape, hook.iterations)
         assert not hook.problems
         assert equal(*(training.weights() for training in trainings)), shape
+        with parallel(virtual or None, pipeline=pipeline, experts=experts), overlapping():
+            _judge_watched(made(), microbatches, row)
         assert not hasattr(combined_module.combined_forward_backward_step, "__wrapped__")
 
 
