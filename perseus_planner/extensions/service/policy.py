@@ -55,6 +55,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
+from perseus_planner.extensions.service.curve import Slow
 from perseus_planner.extensions.service.models import (
     Cause,
     Decision,
@@ -513,7 +514,7 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
 class _Worst(NamedTuple):
     """The worst of what is reported of a pipeline."""
 
-    slow: tuple[tuple[int, float], ...]  #: (stage, slowdown) of what plans take into account
+    slow: Slow  #: What plans take into account
     of_stages: int | None  #: Index of the report that says the most of these; None without any
     all_s: float  #: Time of an iteration by what no plan takes into account, seconds; 0 without
     of_all: int | None  #: Index of the report that says so; None without any
@@ -543,7 +544,7 @@ def _worst(said: _Said, calm_s: float) -> _Worst:
 
 def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> list[_Reported]:
     """Return what is known of the pipelines of which something is reported."""
-    kinds = {((), False): calm}
+    kinds: dict[tuple[Slow, bool], _Kind] = {((), False): calm}
     reported = []
     for said, members in look.active.items():
         worst = _worst(said, calm.own_s)
