@@ -55,7 +55,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.service.curve import Slow
 from perseus_planner.extensions.service.models import (
     Cause,
     Decision,
@@ -67,7 +66,7 @@ from perseus_planner.extensions.service.models import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.service.curve import Curve, Numbers
+    from perseus_planner.extensions.service.curve import Curve, Numbers, Slow
 
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from
@@ -320,8 +319,8 @@ def decide(
     # Pipelines that are planned alike are one case: thousands of pipelines are decided at the cost
     # of a few.
     members_of: dict[_Kind, list[int]] = {}
-    for kind, _, _, members in reported:
-        members_of.setdefault(kind, []).extend(members)
+    for each in reported:
+        members_of.setdefault(each.kind, []).extend(each.members)
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
     groups = _groups(calm, members_of, earlier, before)
     # The slowest pipeline sets the time of all: the others wait for it at the end of an iteration.
@@ -379,9 +378,9 @@ def decide(
             for index in range(len(before.targets) if before else 1)
         ]
         of_pipeline = list(map(of_calm.__getitem__, earlier))
-        for kind, members in members_of.items():
+        for kind, numbers_of in members_of.items():
             of_members = [index_of_group.get((kind, index), 0) for index in range(len(of_calm))]
-            for number in members:
+            for number in numbers_of:
                 of_pipeline[number] = of_members[earlier[number]]
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
