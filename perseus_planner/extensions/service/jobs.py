@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.extensions.service.curve import Curve, NotSolved
-from perseus_planner.extensions.service.headline import with_headline
+from perseus_planner.extensions.service.headline import headline, power_now_w, state_name
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
@@ -56,6 +56,7 @@ from perseus_planner.extensions.service.models import (
     RegisteredJob,
     Report,
     Slowing,
+    StateName,
     Taken,
     shared,
 )
@@ -69,6 +70,7 @@ from perseus_planner.extensions.service.policy import (
     saving_w,
 )
 from perseus_planner.runs.account import GROWING, Entry, fold
+from perseus_planner.runs.verdict import OFF, percent
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 VERSIONS_APART = 16
@@ -161,6 +163,14 @@ WRITTEN_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
+class Late:
+    """Iterations that take longer than they are to."""
+
+    text: str  #: By how much, and why, in a sentence
+    seen_s: float  #: When telemetry last said so
+
+
+@dataclass(frozen=True)
 class Share:
     """A job's share of a budget."""
 
@@ -200,6 +210,10 @@ class JobState:
     budgets: tuple[PowerStep, ...] = ()
     silent_since_s: float | None = None  #: As in `JobStatus`
     over_budget_since_s: float | None = None  #: As in `JobStatus`
+    #: Not None from when telemetry says that it is late until it has not for `_LATE_FOR_S`.
+    late: Late | None = field(default=None, compare=False)
+    noted: StateName | None = None  #: Its state when something was last changed
+    noted_since_s: float | None = None  #: Since when it is in that state; None if not known
     look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
 
     @property
@@ -252,13 +266,53 @@ class JobState:
         tally = add_counters(self.tally, sent, now_s, version)
         drawn_w = None if tally is None else tally.power_w
         limit_w = self.power_limit_w
+        late = self.late
+        # A message that does not count was sent before, or overtaken.
+        if tally is not None and tally is not self.tally:
+            text = self._why_late(tally)
+            if text is not None:
+                late = Late(text, now_s)
+            elif late is not None and now_s - late.seen_s >= _LATE_FOR_S:
+                late = None
         # One message above the budget is no news: the power has to stay above it for `_OVER_FOR_S`.
         over_s = None
         if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
             over_s = self.over_s or now_s
         is_over = over_s is not None and now_s - over_s >= _OVER_FOR_S
         since_s = (self.over_budget_since_s or over_s) if is_over else None
-        return replace(self, tally=tally, over_s=over_s, over_budget_since_s=since_s)
+        return replace(self, tally=tally, late=late, over_s=over_s, over_budget_since_s=since_s)
+
+    def _why_late(self, now: Tally) -> str | None:
+        """Return by how much and why the iterations that `now` has last counted took longer than
+        they were to, in a sentence; None if they did not.
+        """
+        verdict = now.latest.verdict
+        ratio = now.latest.time_over_planned
+        if verdict is not None:
+            # The clients of 0.3 send the sentence alone.
+            is_slower = " slower than planned" in verdict if ratio is None else ratio > 1.0
+            if is_slower:
+                return verdict
+        # Plans are of what is inside of iterations, and a deadline is of all of them.
+        deadline_s = self.job.deadline_s
+        before = self.tally
+        taken = self.taken
+        if deadline_s is None or before is None or now.latest.autopilot is not None:
+            return None
+        # What was counted before the newest plans ran says nothing of these.
+        if taken is not None and (
+            taken.version != self.published.version or taken.at_s > before.observed_s
+        ):
+            return None
+        planned_s = max(deadline_s, self.decision.straggler_time_s)
+        over = now.iteration_s / planned_s - 1.0
+        if over <= OFF:
+            return None
+        what = "its deadline" if planned_s == deadline_s else "what is planned"
+        return (
+            f"iterations take {si(now.iteration_s, 's', 4)}, {percent(over)} longer than {what} of "
+            f"{si(planned_s, 's', 4)}"
+        )
 
     def with_report(self, report: Report, now_s: float) -> JobState:
         """Return the state with a report added, or replaced."""
@@ -293,6 +347,9 @@ _LIMIT_CHANGE = 0.01
 # A job that draws so much of its budget for so long is over it
 _OVER = 1.02
 _OVER_FOR_S = 60.0
+_LATE_FOR_S = 60.0
+"""After telemetry has not said for so long that a job is late, it is not: twelve messages. Chosen
+by hand."""
 
 
 def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
@@ -725,8 +782,11 @@ _NAMED = 3  #: pipelines that an event names; more are counted
 
 def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
     """Return the state `after` with an event for what differs from `before`, if that is worth
-    telling; and with its power budget, if that is another one.
+    telling; with its power budget, if that is another one; and since when it is in its state.
     """
+    name = state_name(after)
+    if name != after.noted:
+        after = replace(after, noted=name, noted_since_s=now_s)
     before_w = None if before is None else before.job.power_w
     if after.job.power_w != before_w:
         budgets = (*after.budgets, PowerStep(now_s, after.job.power_w))[-EVENTS:]
@@ -878,7 +938,21 @@ def status_of(state: JobState, now_s: float) -> JobStatus:
     # The last message first, so that what is computed here wins over it.
     latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
     status = JobStatus(**{**latest, **shared(JobStatus, state), **computed})
-    return with_headline(status)
+    saves_w = None
+    # Against iterations as long as those of which the power is known.
+    if status.unlike_plan is None and status.silent_since_s is None:
+        saves_w = _baseline_w_now(state, status) - power_now_w(status)
+    return replace(status, saves_w=saves_w, state=headline(state, status))
+
+
+def _baseline_w_now(state: JobState, status: JobStatus) -> float:
+    """Return the power of all GPUs with all clocks at maximum in iterations as long as those that
+    ran of late, or as those by the plans if none is known, watts.
+    """
+    sent = status.telemetry
+    if sent is None or sent.power_w is None:
+        return status.expected.baseline_power_w
+    return _baseline_j(state, sent.iteration_s) / sent.iteration_s
 
 
 def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:

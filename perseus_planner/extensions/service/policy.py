@@ -233,6 +233,21 @@ def over_s(report: Report) -> float:
     return report.begins_s if report.slowdown == 1.0 else report.expires_s
 
 
+_KEEPS = {
+    "job budget": ", to keep the power budget of the job",
+    "cluster budget": ", to keep the power budget of all jobs",
+    "GPU limit": ", under the power limit of the GPUs",
+    "deadline": ", as the deadline of the job allows",
+}
+
+
+def keeps(reason: Slowing | None) -> str:
+    """Say why a job that waits for nobody is not planned as fast as with all clocks at maximum;
+    empty if it is.
+    """
+    return _KEEPS.get(reason or "", "")
+
+
 _COMPUTING = ("compute", "thermal", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
 _SAYINGS = 2**14
@@ -399,7 +414,7 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, time_s, calm_s, refusal),
+        _reason(reported, time_s, calm_s, refusal, keeps(reason)),
         Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
@@ -564,7 +579,7 @@ def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> l
 
 
 def _reason(
-    reported: Sequence[_Reported], time_s: float, calm_s: float, refusal: str | None
+    reported: Sequence[_Reported], time_s: float, calm_s: float, refusal: str | None, because: str
 ) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
     # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
@@ -580,11 +595,11 @@ def _reason(
         default=(0, None),
     )
     if report is None:
-        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
+        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}{because}"
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
-        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}"
+        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}{because}"
     text = f"iterations take {si(time_s, 's', 4)} because of {culprit}"
     return (
         f"{text}, and plans are for that"

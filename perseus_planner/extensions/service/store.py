@@ -117,7 +117,16 @@ SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 
 AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-_STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
+_STATE = (
+    "saving_w",
+    "promised",
+    "taken",
+    "share",
+    "silent_since_s",
+    "over_budget_since_s",
+    "noted",
+    "noted_since_s",
+)
 _CHANGING = ("job", "decision", "events", "budgets", *_STATE)
 _SETTINGS = (
     "deadline_s",
