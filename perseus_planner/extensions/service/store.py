@@ -39,7 +39,7 @@ from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.extensions.service.curve import Curve
-from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
+from perseus_planner.extensions.service.jobs import JobState, Tally
 from perseus_planner.extensions.service.models import (
     SLICE,
     Fenced,
@@ -55,6 +55,7 @@ from perseus_planner.extensions.service.models import (
     shared,
     to_json,
 )
+from perseus_planner.extensions.service.statuses import with_events
 from perseus_planner.extensions.service.watch import Watchdog
 
 Execute = Callable[..., list[Any]]

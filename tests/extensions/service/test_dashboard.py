@@ -534,6 +534,30 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, 
         assert page.input_value("#price") == "1.2"
 
 
+def test_nothing_of_a_job_is_left_on_the_page_of_the_next_one(browser: Any, url: str):
+    begin_s = 1.7e9
+    points = [
+        {"at_s": begin_s + 60 * minute, "iteration_s": 1.0, "power_w": 2e3, "saved_j": 1e6 * minute}
+        for minute in range(10)
+    ]
+    events = [{"at_s": begin_s, "text": "began long ago"}]
+    history = {"points": points, "events": events, "waiting": [0.1, 0.7], "budgets": []}
+    empty = {"points": [], "events": [], "waiting": [], "budgets": []}
+    with looking(browser, url) as page:
+        page.route("**/jobs/gpt/history", lambda route: route.fulfill(json=history))
+        page.route("**/jobs/calm/history", lambda route: route.fulfill(json=empty))
+        has(page, "#history-saved", "minutes since")
+        has(page, "#waiting-caption", "rank 1 (70")
+        page.click("#job-list a[href='#/jobs/calm']")
+        page.locator("#job-title").filter(has_text="calm").wait_for()
+        page.locator("#frontier svg").first.wait_for()
+        left = ["#history", "#waiting-ranks", "#waiting-caption", "#events"]
+        texts = "".join(map(page.text_content, left))
+        assert "minutes since" not in texts
+        assert "rank 1" not in texts
+        assert "long ago" not in texts
+
+
 def test_of_what_nobody_measured_the_page_says_what_it_is(browser: Any, url: str):
     with looking(browser, url) as page:
         shown = page.inner_text("#job")
