@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from waiting import LONG_S
 
 _COMMAND = [
     sys.executable,
@@ -39,12 +40,20 @@ class Serving:
         self.address = self._process.stdout.readline().split()[2].rstrip(",")
         self._port = self.address.rpartition(":")[2]
 
-    def end(self, by: signal.Signals) -> None:
+    def send(self, signal_number: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(by)
-        self._process.wait()
+        self._process.send_signal(signal_number)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        assert self._process is not None
+        self._process.wait(LONG_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    def end(self, by: signal.Signals) -> None:
+        self.send(by)
+        self.wait()
 
     def children(self) -> list[psutil.Process]:
         """The processes that it has started."""

@@ -42,7 +42,11 @@ from perseus_planner.extensions.service.models import (  # noqa: E402
 from perseus_planner.extensions.service.serve import Address  # noqa: E402
 from perseus_planner.extensions.service.service import Service  # noqa: E402
 from perseus_planner.extensions.service.store import Storage  # noqa: E402
-from perseus_planner.extensions.service.text import jobs_text, status_text  # noqa: E402
+from perseus_planner.extensions.service.text import (  # noqa: E402
+    answer_text,
+    jobs_text,
+    status_text,
+)
 
 LEASE_S = 180.0
 NAMES = ("bloom", "gpt", "llama")
@@ -489,6 +493,28 @@ def test_what_a_job_saves_is_against_iterations_as_long_as_those_that_ran(tmp_pa
         waited_j = curve.waiting_w * (long_s - curve.baseline_time_s)
         baseline_w = pipelines * (curve.baseline_j + waited_j) / long_s
         assert service.status("gpt").saves_w == pytest.approx(baseline_w - drawn_w)
+
+
+def test_an_answer_to_a_budget_names_it_and_does_not_say_that_nothing_changes(tmp_path: Path):
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
+        service.register(job(), frontier_file())
+        full_w = service.status("gpt").expected.baseline_power_w
+        service.set_power("gpt", 10.0 * full_w).result()
+        (wide,) = service.set_power("gpt", 10.0 * full_w).result()
+        assert not wide.changed
+        text = answer_text(wide)
+        assert "its plans stay as they are" in text
+        assert "nothing changes" not in text
+        (narrow,) = service.set_power("gpt", 0.85 * full_w).result()
+        assert narrow.changed
+        assert narrow.reason.endswith(", to keep the power budget of the job")
+        assert "nothing is reported slow" in narrow.reason
+        service.set_power("gpt", None).result()
+        (shared,) = service.set_power(None, 0.85 * full_w).result()
+        assert shared.reason.endswith(", to keep the power budget of all jobs")
 
 
 def test_moments_are_told_with_their_zone(monkeypatch: pytest.MonkeyPatch):
