@@ -26,13 +26,15 @@ class Serving:
         address: where it listens; the same once it has been started.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         """Its database is `service.sqlite` in `folder`."""
+        self._options = options
         self._folder, self.address, self._port = folder, "", "0"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        command = [*_COMMAND, "--port", self._port, "--database", "service.sqlite"]
+        place = ["--port", self._port, "--database", "service.sqlite"]
+        command = [*_COMMAND, *place, *self._options]
         self._process = subprocess.Popen(
             command, cwd=self._folder, stdout=subprocess.PIPE, text=True
         )

@@ -58,9 +58,6 @@ from perseus_planner.extensions.service.models import (
 from perseus_planner.extensions.service.statuses import with_events
 from perseus_planner.extensions.service.watch import Watchdog
 
-Execute = Callable[..., list[Any]]
-"""Runs a statement with a value for each `?`, and returns its rows."""
-
 LAYOUT = 6
 _LAYOUT_OF_0_2 = "2"  # which 0.3 brings to that of today
 TABLES = (

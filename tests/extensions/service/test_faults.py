@@ -148,3 +148,41 @@ def test_drawn_faults_lose_nothing_and_are_seen(tmp_path: Path):
 @pytest.mark.timeout(1800)
 def test_40_drawn_faults_lose_nothing_and_are_seen(tmp_path: Path):
     print(f"{survive(tmp_path, 40)} reports acknowledged")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_schedule_of_all_jobs_begins_in_time_while_jobs_are_silent(tmp_path: Path):
+    """On a real server: half of 20 jobs fall silent a minute after its start, and budgets begin
+    before, meanwhile and after.
+    """
+    with service_at(tmp_path / "service.sqlite") as service:
+        for number in range(20):
+            service.register(job(f"gpt-{number}"), frontier_file())
+        full_w = service.status("gpt-0").expected.baseline_power_w
+    serving = Serving(tmp_path, "--lease", "60")
+    serving.start()
+    late_s = []
+    try:
+        begin_s = time.time()
+        # around the moment when leases end
+        starts_s = [begin_s + passed_s for passed_s in (5.0, 20.0, 58.0, 60.0, 62.0, 70.0, 80.0)]
+        steps = [
+            {"start_s": start_s, "power_w": (30.0 - number) * full_w}
+            for number, start_s in enumerate(starts_s)
+        ]
+        with httpx.Client(base_url=serving.address, timeout=LONG_S) as client:
+            asked = client.put("/v1/power", json={"power_w": 40.0 * full_w, "schedule": steps})
+            asked.raise_for_status()
+            for step in steps:
+                while client.get("/v1/power").json()["power_w"] != pytest.approx(step["power_w"]):
+                    for number in range(10):
+                        client.get(f"/v1/jobs/gpt-{number}/plans")
+                    time.sleep(0.02)
+                late_s.append(time.time() - step["start_s"])
+            jobs = client.get("/v1/jobs").json()["jobs"]
+        assert sum(each["silent_since_s"] is not None for each in jobs) == 10
+    finally:
+        serving.end(signal.SIGTERM)
+    print("seconds late:", [round(each, 2) for each in late_s])
+    assert max(late_s) <= 2.0
