@@ -35,6 +35,7 @@ _SLOWDOWNS = (1.3, 1.2, 1.1)
 _AGAIN = 0.5  # that share of the reports says what the same probe said last
 _RECOVERED = 0.3  # and that share of the others that a pipeline is as fast as ever
 _MOST_PER_S = 2000  # reports that are made for a spell without a rate
+_SOURCES = 200  # of reports to one job, while nothing else goes on
 _ECHO_S = 10.0
 _TELEMETRY_S, _SCRAPE_S, _LIST_S, _JOB_S = (
     5.0,
@@ -57,14 +58,14 @@ def measure(size: Size) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         database, echoed = Path(folder) / "service.sqlite", Path(folder) / "echo.sqlite"
         with service(Path(folder) / "alone.sqlite") as server, echo(echoed) as plain:
-            alone = _alone(size, server, plain)
+            by_itself = alone(size, server, plain)
         echoed.unlink()
         with service(database) as server, echo(echoed) as plain:
-            found = _run(size, jobs, server, plain, alone)
+            found = _run(size, jobs, server, plain, by_itself)
         return section_of(size, found, _lost(database, found.answers()))
 
 
-def _alone(size: Size, server: Server, plain: Server) -> Alone:
+def alone(size: Size, server: Server, plain: Server) -> Alone:
     """One client, which posts the next report once one is answered, beside the echo that has each
     on disk; and a large registration. Nothing else goes on.
     """
@@ -87,7 +88,7 @@ def _alone(size: Size, server: Server, plain: Server) -> Alone:
                 ReportRequest(f"later-{number % 4}", pipeline, slowdown=1.2, in_s=1e5),
             )
         for job, (what, count_of) in jobs.items():
-            bodies = _bodies(random.Random(18), [job], count_of)
+            bodies = _news(random.Random(18), job, count_of)
             for _ in range(2):
                 posted = list(islice(bodies, round(_MOST_PER_S * size.load_alone_s)))
                 asked = (None, size.load_alone_s, (), 1)
@@ -106,7 +107,7 @@ def _alone(size: Size, server: Server, plain: Server) -> Alone:
     )
 
 
-def _run(size: Size, jobs: Jobs, server: Server, plain: Server, alone: Alone) -> Found:
+def _run(size: Size, jobs: Jobs, server: Server, plain: Server, by_itself: Alone) -> Found:
     bodies = _bodies(random.Random(18), list(jobs), size.load_pipelines)
     memory = {"begun": server.memory_mib()}
     with Client(f"http://127.0.0.1:{server.port}", timeout_s=_PATIENCE_S) as client:
@@ -137,7 +138,9 @@ def _run(size: Size, jobs: Jobs, server: Server, plain: Server, alone: Alone) ->
             )
             _all_planned(client)
             seen = led.end()
-    return Found(registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory, alone)
+    return Found(
+        registering_s, mixed, echoed, (peak, peak_echoed), leaders, seen, memory, by_itself
+    )
 
 
 def _mixed(
@@ -238,6 +241,22 @@ def _bodies(rng: random.Random, jobs: Sequence[str], pipelines: int) -> Iterator
                 known.append((job, pipeline))
             said[job, pipeline] = 1.0 if rng.random() < _RECOVERED else rng.choice(_SLOWDOWNS)
         request = _request(f"load-{number}", pipeline, said[job, pipeline])
+        yield f"/v1/jobs/{job}/reports", to_json(request, without_defaults=True).decode()
+
+
+def _news(rng: random.Random, job: str, pipelines: int) -> Iterator[tuple[str, str]]:
+    """Reports without end of many probes to one job, each with a slowdown that nobody has said."""
+    for number in count():
+        source = rng.randrange(_SOURCES)
+        scope = Scope("pipeline", str(source % pipelines))
+        request = ReportRequest(
+            f"probe-{source}",
+            scope,
+            slowdown=1.0 + 0.3 * rng.random(),
+            ttl_s=1800.0,
+            cause="data",
+            key=f"news-{number}",
+        )
         yield f"/v1/jobs/{job}/reports", to_json(request, without_defaults=True).decode()
 
 

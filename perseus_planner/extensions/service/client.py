@@ -288,6 +288,21 @@ class Client:
                 f"({one_line(why, 80)}); name the file of the certificate, or of who has signed "
                 "it, in SSL_CERT_FILE"
             )
+        # A server with TLS hangs up on what is not TLS, and says nothing.
+        if self.address.startswith("http:") and isinstance(
+            error, (httpx.RemoteProtocolError, httpx.ReadError)
+        ):
+            return ServiceAway(
+                f"the service at {self.address} hung up without an answer, as one with TLS does; "
+                "if it has TLS, write https:// in its address, else see its log"
+            )
+        if self.address.startswith("https:") and re.search(
+            "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure", str(error)
+        ):
+            return ServiceAway(
+                f"what answers at {self.address} has no TLS; write http:// in its address, or "
+                "start the service with --tls-cert and --tls-key"
+            )
         # without [Errno 111]
         reason = one_line(str(error), 80).rpartition("] ")[2] or type(error).__name__
         return ServiceAway(

@@ -7,39 +7,29 @@ The first line that is true of a job is its state:
 |---|---|
 | not heard of | it neither asked for plans nor sent telemetry for its lease |
 | over budget | its GPUs have drawn over 2 % more than its budgets allow, for a minute |
-| late | iterations take 2 % longer than planned, and no report explains that |
+| late | iterations take 2 % longer than planned, or than a deadline, which no report explains |
 | off plan | a rank does not follow its plan, or the plan is of another machine or model |
 | beside a straggler | a report that counts makes a pipeline slow |
 | not known | it is heard of and sends no telemetry, so nobody knows how it runs |
 | fine | none of these is |
 
-A job that has ended has no state: its totals say when that was.
+A job that has ended has no state: its totals say when that was. A job that was late stays so until
+its telemetry has said otherwise for a minute, as times near the limit would change it with each
+message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.service.models import Headline, JobStatus, Together
+from perseus_planner.extensions.service.models import Headline, JobStatus, StateName, Together
+from perseus_planner.extensions.service.policy import keeps
 from perseus_planner.runs.verdict import OFF
 
-_KEEPS = {
-    "job budget": ", to keep the power budget of the job",
-    "cluster budget": ", to keep the power budget of all jobs",
-    "GPU limit": ", under the power limit of the GPUs",
-    "deadline": ", as the deadline of the job allows",
-}
-"""Why a job that waits for nobody is not planned as fast as with all clocks at maximum."""
-
-
-def with_headline(status: JobStatus) -> JobStatus:
-    """Return a status with its headline, and with what the job saves now."""
-    saves_w = None
-    if status.unlike_plan is None and status.silent_since_s is None:
-        saves_w = status.expected.baseline_power_w - power_now_w(status)
-    return replace(status, saves_w=saves_w, state=_headline(status))
+if TYPE_CHECKING:
+    from perseus_planner.extensions.service.jobs import JobState
 
 
 def power_now_w(status: JobStatus) -> float:
@@ -69,53 +59,65 @@ def together(jobs: Iterable[JobStatus]) -> Together:
     )
 
 
-def _headline(status: JobStatus) -> Headline:
+def state_name(state: JobState) -> StateName:
     """Return the state of a job, by the order of the table above."""
-    decision = status.decision
-    sent = status.telemetry
+    sent = state.tally
     # The order is that of what an operator has to do first: a job that is not heard of has no later
     # figure that can be trusted.
-    if status.silent_since_s is not None:
-        return Headline(
-            "not heard of",
-            "it has no share of the power budget of all jobs, and its power is not known",
-            status.silent_since_s,
-        )
-    if status.over_budget_since_s is not None:
-        drawn = si(power_now_w(status), "W")
-        allowed = si(status.power_limit_w or 0.0, "W")
-        text = f"it draws {drawn}, and its budgets allow {allowed}"
-        return Headline("over budget", text, status.over_budget_since_s)
-    # The verdict is a whole sentence; here it goes on behind a colon, so its full stop goes.
-    if sent is not None and _is_late(status, sent.iteration_s):
-        return Headline("late", (status.verdict or "").rstrip("."))
-    if sent is not None and status.unlike_plan is not None:
-        return Headline("off plan", status.unlike_plan.rstrip("."))
-    if sent is not None and sent.off_plan_since_s is not None:
-        off = sent.ranks - sent.following
-        text = f"{off} of {sent.ranks} ranks do not follow their plan"
-        return Headline("off plan", text, sent.off_plan_since_s)
-    if decision.stragglers:
-        return Headline("beside a straggler", decision.reason, decision.since_s)
-    keeps = _KEEPS.get(decision.targets[0].reason or "", "")
-    planned = si(decision.straggler_time_s, "s", 4)
+    if state.silent_since_s is not None:
+        return "not heard of"
+    if state.over_budget_since_s is not None:
+        return "over budget"
+    if _is_late(state):
+        return "late"
+    if sent is not None and (sent.latest.unlike_plan or sent.off_plan_since_s is not None):
+        return "off plan"
+    if state.decision.stragglers:
+        return "beside a straggler"
     # A straggler is known without telemetry, from its report; that all is fine is not.
-    if sent is None:
-        text = f"it sends no telemetry; its plans are for iterations of {planned}{keeps}"
-        return Headline("not known", text)
-    if status.autopilot is not None:
-        return Headline("fine", f"{status.autopilot.name}: {status.autopilot}")
-    return Headline("fine", f"iterations take {si(sent.iteration_s, 's', 4)}{keeps}")
+    return "not known" if sent is None else "fine"
 
 
-def _is_late(status: JobStatus, iteration_s: float) -> bool:
+def _is_late(state: JobState) -> bool:
     """Whether iterations take longer than planned, and longer than what reports explain."""
-    if status.verdict is None:
+    if state.late is None or state.tally is None:
         return False
-    ratio = status.time_over_planned
-    # The clients of 0.3 send the sentence alone.
-    is_slower = " slower than planned" in status.verdict if ratio is None else ratio > 1.0
-    if not status.decision.stragglers:
-        return is_slower
+    if not state.decision.stragglers:
+        return True
     # Beside a straggler, iterations are meant to take longer; only more than that is late.
-    return is_slower and iteration_s > (1.0 + OFF) * status.decision.straggler_time_s
+    return state.tally.iteration_s > (1.0 + OFF) * state.decision.straggler_time_s
+
+
+def headline(state: JobState, status: JobStatus) -> Headline:
+    """Return what an operator has to know first of a job, given its status."""
+    name = state_name(state)
+    # The state as it was noted, unless it is another one by now, as after the service has begun.
+    noted_s = state.noted_since_s if state.noted == name else None
+    since_s = state.silent_since_s or state.over_budget_since_s or noted_s
+    return Headline(name, _text(name, state, status), since_s)
+
+
+def _text(name: StateName, state: JobState, status: JobStatus) -> str:
+    """Say in a sentence without its full stop what a state comes from."""
+    decision = status.decision
+    sent = status.telemetry
+    because = keeps(decision.targets[0].reason)
+    if name == "not heard of":
+        return "it has no share of the power budget of all jobs, and its power is not known"
+    if name == "over budget":
+        allowed = si(status.power_limit_w or 0.0, "W")
+        return f"it draws {si(power_now_w(status), 'W')}, and its budgets allow {allowed}"
+    if name == "late" and state.late is not None:
+        return state.late.text.rstrip(".")
+    if name == "off plan" and sent is not None:
+        # The verdict is a whole sentence; here it goes on behind a colon, so its full stop goes.
+        off = f"{sent.ranks - sent.following} of {sent.ranks} ranks do not follow their plan"
+        return (status.unlike_plan or off).rstrip(".")
+    if name == "beside a straggler":
+        return decision.reason
+    if sent is None:
+        planned = si(decision.straggler_time_s, "s", 4)
+        return f"it sends no telemetry; its plans are for iterations of {planned}{because}"
+    if status.autopilot is not None:
+        return f"{status.autopilot.name}: {status.autopilot}"
+    return f"iterations take {si(sent.iteration_s, 's', 4)}{because}"

@@ -1,5 +1,4 @@
-"""All that the service knows of one running job, how one state of it follows another, and what is
-said of it.
+"""All that the service knows of one running job, and how one state of it follows another.
 
 A job is registered, reconciled with reports and budgets, planned, or given up: what does so takes a
 `JobState` and returns another one or an answer; nothing is written.
@@ -22,19 +21,14 @@ all clocks at maximum, so that a saving beside a straggler is not overstated.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import compress
-from operator import ne
-from typing import Any, NamedTuple
+from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
-from perseus_planner.base.prefixes import counted, si
+from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.curve import Curve, NotSolved
-from perseus_planner.extensions.service.headline import with_headline
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
@@ -43,11 +37,7 @@ from perseus_planner.extensions.service.models import (
     Decision,
     Effect,
     Event,
-    Expected,
-    JobStatus,
     JobTelemetry,
-    JobTotals,
-    PipelineStatus,
     PlanSet,
     Point,
     PowerBudget,
@@ -56,6 +46,7 @@ from perseus_planner.extensions.service.models import (
     RegisteredJob,
     Report,
     Slowing,
+    StateName,
     Taken,
     shared,
 )
@@ -65,10 +56,10 @@ from perseus_planner.extensions.service.policy import (
     check_places,
     check_scope,
     decide,
-    is_over,
     saving_w,
 )
 from perseus_planner.runs.account import GROWING, Entry, fold
+from perseus_planner.runs.verdict import OFF, percent
 
 _RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
 VERSIONS_APART = 16
@@ -161,6 +152,14 @@ WRITTEN_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
+class Late:
+    """Iterations that take longer than they are to."""
+
+    text: str  #: By how much, and why, in a sentence
+    seen_s: float  #: When telemetry last said so
+
+
+@dataclass(frozen=True)
 class Share:
     """A job's share of a budget."""
 
@@ -200,6 +199,10 @@ class JobState:
     budgets: tuple[PowerStep, ...] = ()
     silent_since_s: float | None = None  #: As in `JobStatus`
     over_budget_since_s: float | None = None  #: As in `JobStatus`
+    #: Not None from when telemetry says that it is late until it has not for `_LATE_FOR_S`.
+    late: Late | None = field(default=None, compare=False)
+    noted: StateName | None = None  #: Its state when something was last changed
+    noted_since_s: float | None = None  #: Since when it is in that state; None if not known
     look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
 
     @property
@@ -252,13 +255,53 @@ class JobState:
         tally = add_counters(self.tally, sent, now_s, version)
         drawn_w = None if tally is None else tally.power_w
         limit_w = self.power_limit_w
+        late = self.late
+        # A message that does not count was sent before, or overtaken.
+        if tally is not None and tally is not self.tally:
+            text = self._why_late(tally)
+            if text is not None:
+                late = Late(text, now_s)
+            elif late is not None and now_s - late.seen_s >= _LATE_FOR_S:
+                late = None
         # One message above the budget is no news: the power has to stay above it for `_OVER_FOR_S`.
         over_s = None
         if drawn_w is not None and limit_w is not None and drawn_w > _OVER * limit_w:
             over_s = self.over_s or now_s
         is_over = over_s is not None and now_s - over_s >= _OVER_FOR_S
         since_s = (self.over_budget_since_s or over_s) if is_over else None
-        return replace(self, tally=tally, over_s=over_s, over_budget_since_s=since_s)
+        return replace(self, tally=tally, late=late, over_s=over_s, over_budget_since_s=since_s)
+
+    def _why_late(self, now: Tally) -> str | None:
+        """Return by how much and why the iterations that `now` has last counted took longer than
+        they were to, in a sentence; None if they did not.
+        """
+        verdict = now.latest.verdict
+        ratio = now.latest.time_over_planned
+        if verdict is not None:
+            # The clients of 0.3 send the sentence alone.
+            is_slower = " slower than planned" in verdict if ratio is None else ratio > 1.0
+            if is_slower:
+                return verdict
+        # Plans are of what is inside of iterations, and a deadline is of all of them.
+        deadline_s = self.job.deadline_s
+        before = self.tally
+        taken = self.taken
+        if deadline_s is None or before is None or now.latest.autopilot is not None:
+            return None
+        # What was counted before the newest plans ran says nothing of these.
+        if taken is not None and (
+            taken.version != self.published.version or taken.at_s > before.observed_s
+        ):
+            return None
+        planned_s = max(deadline_s, self.decision.straggler_time_s)
+        over = now.iteration_s / planned_s - 1.0
+        if over <= OFF:
+            return None
+        what = "its deadline" if planned_s == deadline_s else "what is planned"
+        return (
+            f"iterations take {si(now.iteration_s, 's', 4)}, {percent(over)} longer than {what} of "
+            f"{si(planned_s, 's', 4)}"
+        )
 
     def with_report(self, report: Report, now_s: float) -> JobState:
         """Return the state with a report added, or replaced."""
@@ -293,6 +336,9 @@ _LIMIT_CHANGE = 0.01
 # A job that draws so much of its budget for so long is over it
 _OVER = 1.02
 _OVER_FOR_S = 60.0
+_LATE_FOR_S = 60.0
+"""After telemetry has not said for so long that a job is late, it is not: twelve messages. Chosen
+by hand."""
 
 
 def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobState:
@@ -716,248 +762,3 @@ def with_alerts(
         if report != before:
             state = state.with_report(report, now_s)
     return state, refused
-
-
-EVENTS = 100
-"""How many events of a job are kept, the latest."""
-_NAMED = 3  #: pipelines that an event names; more are counted
-
-
-def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
-    """Return the state `after` with an event for what differs from `before`, if that is worth
-    telling; and with its power budget, if that is another one.
-    """
-    before_w = None if before is None else before.job.power_w
-    if after.job.power_w != before_w:
-        budgets = (*after.budgets, PowerStep(now_s, after.job.power_w))[-EVENTS:]
-        after = replace(after, budgets=budgets)
-    text = "; ".join(_changes(before, after))
-    if not text:
-        return after
-    return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
-
-
-def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
-    job = after.job
-    if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
-        yield (
-            f"registered with {counted(job.pipelines, 'pipeline')} of "
-            f"{counted(after.curve.gpus, 'GPU')}"
-        )
-        return
-    if job.deadline_s != before.job.deadline_s:
-        yield (
-            "deadline removed"
-            if job.deadline_s is None
-            else f"deadline set to {_time(job.deadline_s)}"
-        )
-    if job.power_w != before.job.power_w:
-        yield (
-            "power budget removed"
-            if job.power_w is None
-            else f"power budget {si(job.power_w, 'W')}"
-        )
-    if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
-        limit_w = job.gpu_power_limit_w
-        yield (
-            f"GPUs are limited to {si(limit_w, 'W')}"
-            if limit_w
-            else "no power limit is set on the GPUs any more"
-        )
-    since_s = after.silent_since_s
-    if since_s != before.silent_since_s:
-        yield (
-            "heard of again"
-            if since_s is None
-            else "not heard of for its lease: it has no share of the power budget of all jobs"
-        )
-    if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
-        limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
-        over = after.over_budget_since_s is not None
-        yield (f"over {limit} for a minute" if over else "within its power budget again")
-    # Stragglers are told by the decision, not by reports: most reports change nothing.
-    if after.decision is not before.decision:
-        yield from _stragglers(before, after)
-        if after.published.version > before.published.version and after.planned is before.planned:
-            yield (after.decision.reason)  # planning failed
-    if after.taken is not None and (
-        before.taken is None or after.taken.version > before.taken.version
-    ):
-        yield (
-            f"version {after.taken.version} of the plans runs from iteration "
-            f"{after.taken.iteration:,}"
-        )
-
-
-def _stragglers(before: JobState, after: JobState) -> list[str]:
-    """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
-    was = before.decision.stragglers
-    now = after.decision.stragglers
-    # Pipelines that are slow for the same reason are told together. Another report that says the
-    # same is no news.
-    slow: dict[tuple[str, str], list[int]] = {}
-    for pipeline in [number for number, key in now.items() if was.get(number) != key]:
-        what = _slow(after, now[pipeline])
-        old = was.get(pipeline)
-        if old is None or _slow(before, old) != what:
-            slow.setdefault(what, []).append(pipeline)
-    changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
-    recovered = sorted(was.keys() - now.keys())
-    if recovered:
-        changes.append(f"{_pipelines(recovered)} not slow any more")
-    # Stragglers themselves are left out: their new time is what was just told.
-    moved: dict[float, list[int]] = {}
-    if before.decision.asked != after.decision.asked:
-        old_s, new_s = ([*_times_s(state.decision)] for state in (before, after))
-        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
-            if pipeline not in now:
-                moved.setdefault(new_s[pipeline], []).append(pipeline)
-    for time_s, pipelines in moved.items():
-        whom = (
-            f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
-        )
-        changes.append(f"{whom} moved to {_time(time_s)}")
-    return [", ".join(changes)] if changes else []
-
-
-def _times_s(decision: Decision) -> Iterable[float]:
-    """Return the time that each pipeline aims for, in order."""
-    times_s = [target.time_s for target in decision.targets]
-    return map(times_s.__getitem__, decision.of_pipeline)
-
-
-def _slow(state: JobState, key: str) -> tuple[str, str]:
-    """Return what is said before and after pipelines that a report calls slow."""
-    report = state.reports.get(key)
-    if report is None:
-        return "", ""
-    measure = (
-        f"iterations of {_time(report.iteration_s)}"
-        if report.slowdown is None
-        else f"{report.slowdown:.4g}x"
-    )
-    part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
-    return part, f" {measure} ({report.source})"
-
-
-def _pipelines(numbers: list[int]) -> str:
-    if len(numbers) > _NAMED:
-        return f"{len(numbers)} pipelines"
-    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
-
-
-def _time(time_s: float | None) -> str:
-    return "-" if time_s is None else si(time_s, "s")
-
-
-_KEPT = 1024
-
-
-_KEPT_EVENTS = 20  #: of a job that has ended; all of those that are listed have 2 MB then
-
-
-def totals_of(state: JobState, ended_s: float | None = None) -> JobTotals:
-    """Return the totals of a job; `ended_s` is None if it runs."""
-    job = state.job
-    tally = state.tally
-    plans = () if tally is None else tally.plans
-    events = () if ended_s is None else state.events[-_KEPT_EVENTS:]
-    return JobTotals(job.name, job.pipelines, job.since_s, ended_s, tally, plans, events)
-
-
-def status_of(state: JobState, now_s: float) -> JobStatus:
-    """Return the status of a job."""
-    computed = {
-        "version": state.published.version,
-        "reports": current_reports(state, now_s),
-        "expected_saving_w": state.saving_w,
-        "expected": expected(state),
-        "telemetry": state.tally,
-        "gpus": state.job.pipelines * state.curve.gpus,
-    }
-    # The last message first, so that what is computed here wins over it.
-    latest = {} if state.tally is None else shared(JobStatus, state.tally.latest)
-    status = JobStatus(**{**latest, **shared(JobStatus, state), **computed})
-    return with_headline(status)
-
-
-def current_reports(state: JobState, now_s: float) -> tuple[Report, ...]:
-    """Return the reports of a job that count now or will count, in order of arrival."""
-    return tuple(report for report in state.reports.values() if not is_over(report, now_s))
-
-
-def _baseline_j(state: JobState, iteration_s: float) -> float:
-    """Return the energy of all pipelines in an iteration of that time with all clocks at
-    maximum, joules.
-    """
-    waiting_w = state.curve.waiting_w
-    # Plans of pipelines with slow stages have slower baselines, so each waits for another time.
-    return math.fsum(
-        count
-        * (costs.baseline_energy_j + waiting_w * max(0.0, iteration_s - costs.baseline_time_s))
-        for costs, count in _plans(state)
-    )
-
-
-def expected(state: JobState) -> Expected:
-    """Return the power that the newest plans predict while the slowest pipeline takes the
-    decided time.
-    """
-    plans = _plans(state)
-    waiting_w = state.curve.waiting_w
-    iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
-    energy_j = math.fsum(
-        count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
-        for costs, count in plans
-    )
-    return Expected(
-        energy_j / iteration_s, _baseline_j(state, iteration_s) / iteration_s, state.curve.origin
-    )
-
-
-def pipeline_statuses(state: JobState) -> tuple[PipelineStatus, ...]:
-    """Return the status of each pipeline, in order."""
-    decision = state.decision
-    plans = [costs for costs, _ in _plans(state)]
-    of_pipeline = [plans[index] for index in state.published.of_pipeline]
-    return tuple(
-        PipelineStatus(
-            number,
-            costs.time_s,
-            costs.energy_j,
-            target.time_s,
-            target.slow_stages,
-            decision.stragglers.get(number),
-            target.reason,
-        )
-        for number, (costs, target) in enumerate(zip(of_pipeline, decision.each, strict=True))
-    )
-
-
-class _Costs(NamedTuple):
-    """An iteration of one pipeline with its plan, and with all clocks at maximum; seconds and
-    joules.
-    """
-
-    time_s: float
-    energy_j: float
-    baseline_time_s: float
-    baseline_energy_j: float
-
-
-def _plans(state: JobState) -> list[tuple[_Costs, int]]:
-    """Return the distinct plans of the newest version, each with the number of pipelines that
-    have it.
-    """
-    published = state.published
-    return [
-        (_costs_of(text), published.of_pipeline.count(index))
-        for index, text in enumerate(published.texts)
-    ]
-
-
-@lru_cache(_KEPT)
-def _costs_of(text: str) -> _Costs:
-    """Read the costs of a plan; much faster than `Plan.loads`, which reads all of it."""
-    values = json.loads(text)
-    return _Costs(*(float(values[name]) for name in _Costs._fields))

@@ -71,6 +71,9 @@ class Metrics:
         self._alerts = Counter(
             "planner_alerts", "Alerts received.", ("outcome",), registry=registry
         )
+        # There from the beginning, as an increase is only seen of what was there before.
+        for outcome in ("ignored", "reported"):
+            self._alerts.labels(outcome)
         waits = Gauge("planner_http_waiting", "Open long polls.", registry=registry)
         waits.set_function(waiting)
         ready = Gauge(

@@ -38,7 +38,6 @@ from perseus_planner.runs.status import DeciderStatus, upgraded
 
 ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "thermal", "unknown"]
-Origin = Literal["measured", "simulated"]
 Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
 """Why a pipeline is planned for another time than that of all clocks at maximum."""
 ProfileOrigin = Literal["measured", "simulated", "traced", "unknown"]

@@ -49,8 +49,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perseus_planner.base.errors import UsageError, shown
@@ -66,7 +66,7 @@ from perseus_planner.extensions.service.models import (
 )
 
 if TYPE_CHECKING:
-    from perseus_planner.extensions.service.curve import Curve, Numbers
+    from perseus_planner.extensions.service.curve import Curve, Numbers, Slow
 
 _FORGOTTEN_AFTER_S = 3600.0
 """For so long a report that is over still keeps earlier observations that arrive late from
@@ -233,8 +233,26 @@ def over_s(report: Report) -> float:
     return report.begins_s if report.slowdown == 1.0 else report.expires_s
 
 
+_KEEPS = {
+    "job budget": ", to keep the power budget of the job",
+    "cluster budget": ", to keep the power budget of all jobs",
+    "GPU limit": ", under the power limit of the GPUs",
+    "deadline": ", as the deadline of the job allows",
+}
+
+
+def keeps(reason: Slowing | None) -> str:
+    """Say why a job that waits for nobody is not planned as fast as with all clocks at maximum;
+    empty if it is.
+    """
+    return _KEEPS.get(reason or "", "")
+
+
 _COMPUTING = ("compute", "thermal", "unknown")
 _ROUNDING = 1e-9  #: a saving below this share of the energy is a rounding error
+_SAYINGS = 2**14
+"""How much of what was said of pipelines is remembered with its worst, some 500 bytes each: twice
+the reports that a job may have. Chosen by hand."""
 
 
 @dataclass(frozen=True)
@@ -250,27 +268,36 @@ class PolicySettings:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pipeline:
-    """What is known about a pipeline."""
+class _Kind:
+    """Pipelines that are planned alike."""
 
-    numbers: Curve  #: Its frontier, with its slow stages
+    numbers: Curve  #: Their frontier, with their slow stages
     slow_stages: Mapping[int, float]  #: Stage -> slowdown
-    own_s: float  #: Time of its plan if it waits for no other pipeline
-    takes_s: float  #: Time of its iteration with that plan
-    worst: int | None = None  #: Index of the report that counts; None if none makes it slow
+    own_s: float  #: Time of their plan if they wait for no other pipeline
+    #: Whether an iteration takes longer than that plan, by what no plan can take into account
+    is_slower: bool = False
 
     def wanted_s(self, straggler_time_s: float) -> float:
-        """Return the wanted time of its plan beside a straggler."""
+        """Return the wanted time of their plan beside a straggler."""
         # It is unknown where the time goes, and how slower clocks would affect it.
-        if self.takes_s > self.own_s:
+        if self.is_slower:
             return self.own_s
         return min(straggler_time_s, self.numbers.max_time_s)
 
     def kept_s(self, planned_s: float, straggler_time_s: float) -> float:
-        """Return the time of its plan if it is not slowed down to save energy, after a plan of
-        `planned_s`.
+        """Return the time of their plan if they are not slowed down to save energy, after a plan
+        of `planned_s`.
         """
         return min(max(planned_s, self.own_s), self.wanted_s(straggler_time_s))
+
+
+class _Reported(NamedTuple):
+    """Pipelines of which the same is reported."""
+
+    kind: _Kind
+    takes_s: float  #: Time of their iteration with their own plan
+    worst: int | None  #: Index of the report that counts; None if none makes them slow
+    members: Mapping[int, tuple[Report, ...]]  #: Each with what is reported of it
 
 
 def decide(
@@ -300,32 +327,38 @@ def decide(
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
     """
-    # Pipelines of which the same is known are one case: thousands of pipelines are decided at the
-    # cost of a few.
     aim_s = target_s(job, numbers)
     calm_s = own_s(numbers, aim_s)
-    calm = _Pipeline(numbers, {}, calm_s, calm_s)
-    reported = [
-        (_reported(said, numbers, calm_s, aim_s), members) for said, members in look.active.items()
-    ]
+    calm = _Kind(numbers, {}, calm_s)
+    reported = _all_reported(look, numbers, calm, aim_s)
+    # Pipelines that are planned alike are one case: thousands of pipelines are decided at the cost
+    # of a few.
+    members_of: dict[_Kind, list[int]] = {}
+    for each in reported:
+        members_of.setdefault(each.kind, []).extend(each.members)
     earlier = (0,) * job.pipelines if before is None else before.of_pipeline
-    groups = _groups(calm, reported, earlier, before)
+    groups = _groups(calm, members_of, earlier, before)
     # The slowest pipeline sets the time of all: the others wait for it at the end of an iteration.
-    time_s = max(group.pipeline.takes_s for group in groups)
+    takes_s = [each.takes_s for each in reported]
+    if sum(map(len, members_of.values())) < job.pipelines:
+        takes_s.append(calm_s)
+    time_s = max(takes_s)
     power_w = None if job.power_w is None else job.power_w / job.pipelines
-    stragglers = dict[int, str]()
-    expire_s = list[float]()
-    for pipeline, members in reported:
-        worst = pipeline.worst
-        if worst is not None:
-            keys = map(attrgetter("key"), map(itemgetter(worst), members.values()))
-            stragglers |= zip(members, keys, strict=True)
-            # Only reports that set the time count here: when the last of them expires, slowing down
-            # ends.
-            if pipeline.takes_s == time_s:
-                expire_s += [reports[worst].expires_s for reports in members.values()]
+    stragglers = {
+        number: reports[worst].key
+        for _, _, worst, members in reported
+        if worst is not None
+        for number, reports in members.items()
+    }
+    # Only reports that set the time count here: when the last of them expires, slowing down ends.
+    expire_s = [
+        reports[worst].expires_s
+        for _, slow_s, worst, members in reported
+        if worst is not None and slow_s == time_s
+        for reports in members.values()
+    ]
     times_s = [
-        (group, group.pipeline.kept_s(group.planned_s, time_s), group.pipeline.wanted_s(time_s))
+        (group, group.kind.kept_s(group.planned_s, time_s), group.kind.wanted_s(time_s))
         for group in groups
     ]
     pays_until_s = _pays_until_s(time_s, max(expire_s, default=math.inf), settings)
@@ -341,10 +374,10 @@ def decide(
     has_moved = False
     for group, kept_s, wanted_s in times_s:
         time_is_s = kept_s if refusal else wanted_s
-        why = "straggler" if time_is_s > group.pipeline.own_s else reason
-        slow = group.pipeline.slow_stages
+        why = "straggler" if time_is_s > group.kind.own_s else reason
+        slow = group.kind.slow_stages
         asked = (time_is_s, *slow.items())
-        asked_of_group[group.pipeline, group.earlier] = asked
+        asked_of_group[group.kind, group.earlier] = asked
         target_of[asked] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
         has_moved |= time_is_s != group.planned_s
     # Sorted by time, so that equal decisions compare equal whatever order their reports came in.
@@ -360,9 +393,9 @@ def decide(
             for index in range(len(before.targets) if before else 1)
         ]
         of_pipeline = list(map(of_calm.__getitem__, earlier))
-        for pipeline, members in reported:
-            of_members = [index_of_group.get((pipeline, index), 0) for index in range(len(of_calm))]
-            for number in members:
+        for kind, numbers_of in members_of.items():
+            of_members = [index_of_group.get((kind, index), 0) for index in range(len(of_calm))]
+            for number in numbers_of:
                 of_pipeline[number] = of_members[earlier[number]]
     since_s = job.since_s if before is None else before.since_s
     # not by a deadline of the job
@@ -381,7 +414,7 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, time_s, calm_s, refusal),
+        _reason(reported, time_s, calm_s, refusal, keeps(reason)),
         Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
     )
 
@@ -408,34 +441,34 @@ _DOES_NOT_PAY = "the report expires too soon for that to pay"
 _HELD = "plans were changed a moment ago"
 
 
-_Reported = Sequence[tuple[_Pipeline, Mapping[int, tuple[Report, ...]]]]
-"""Pipelines of which the same is reported: what is known of them, and the reports on each."""
-
-
 class _Group(NamedTuple):
-    """Pipelines of which the same is known, and which had the same target."""
+    """Pipelines of one kind that had the same target."""
 
-    pipeline: _Pipeline
+    kind: _Kind
     earlier: int  #: Index of that target
     planned_s: float  #: Its time
     size: int
 
 
 def _groups(
-    calm: _Pipeline, reported: _Reported, earlier: Sequence[int], before: Decision | None
+    calm: _Kind,
+    members_of: Mapping[_Kind, Sequence[int]],
+    earlier: Sequence[int],
+    before: Decision | None,
 ) -> list[_Group]:
-    sizes: dict[tuple[_Pipeline, int], int] = {}
-    calm_sizes = Counter(earlier)
-    for pipeline, members in reported:
+    sizes_of: dict[_Kind, Counter[int]] = {calm: Counter(earlier)}
+    for kind, members in members_of.items():
+        if kind is calm:
+            continue
         counts = Counter(map(earlier.__getitem__, members))
         # Counter drops what falls to 0, so a target that only slow pipelines had makes no calm
         # group.
-        calm_sizes -= counts
-        sizes |= {(pipeline, index): size for index, size in counts.items()}
-    sizes |= {(calm, index): size for index, size in calm_sizes.items()}
+        sizes_of[calm] -= counts
+        sizes_of[kind] = counts
     return [
-        _Group(*key, key[0].own_s if before is None else before.targets[key[1]].time_s, size)
-        for key, size in sizes.items()
+        _Group(kind, index, kind.own_s if before is None else before.targets[index].time_s, size)
+        for kind, sizes in sizes_of.items()
+        for index, size in sizes.items()
     ]
 
 
@@ -449,7 +482,7 @@ def _refusal(
         return None
     spent_j = saved_j = 0.0  # of an iteration of all pipelines, without slowing down and with it
     for group, kept_s, wanted_s in times_s:
-        numbers = group.pipeline.numbers
+        numbers = group.kind.numbers
         spent_j += group.size * numbers.bound_j(kept_s)
         saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
     # The first reason that holds is the one that people are told.
@@ -492,12 +525,21 @@ def _saved_j(numbers: Curve, from_s: float, to_s: float) -> float:
     return numbers.bound_j(from_s) - numbers.bound_j(to_s) + waited_j
 
 
-def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: float) -> _Pipeline:
-    """Return a pipeline of which this is reported."""
+class _Worst(NamedTuple):
+    """The worst of what is reported of a pipeline."""
+
+    slow: Slow  #: What plans take into account
+    of_stages: int | None  #: Index of the report that says the most of these; None without any
+    all_s: float  #: Time of an iteration by what no plan takes into account, seconds; 0 without
+    of_all: int | None  #: Index of the report that says so; None without any
+
+
+@lru_cache(_SAYINGS)
+def _worst(said: _Said, calm_s: float) -> _Worst:
+    """Return the worst of what is said of a pipeline; `calm_s` is its time if nothing is slow."""
     slow: dict[int, float] = {}
-    # How bad each report is
-    of_stages = [0.0] * len(said)
-    of_all = [0.0] * len(said)
+    of_stages: dict[int, float] = {}
+    of_all: dict[int, float] = {}
     for index, (slowdown, iteration_s, cause, stages) in enumerate(said):
         # Slow computations of known stages can be planned around; all else only makes the iteration
         # longer.
@@ -506,34 +548,58 @@ def _reported(said: Sequence[_What], profiled: Numbers, calm_s: float, aim_s: fl
             of_stages[index] = slowdown
         else:
             of_all[index] = iteration_s or calm_s * (slowdown or 1.0)
-    slow = dict(sorted(slow.items()))
-    numbers = profiled.slowed(slow) if slow else profiled
-    plan_s = own_s(numbers, aim_s)
-    takes_s = max(plan_s, *of_all)
-    # What makes the pipeline slower than its own plan is named first, as the others wait for that.
-    how_bad = of_all if takes_s > plan_s else of_stages
-    worst = how_bad.index(max(how_bad))
-    return _Pipeline(numbers, slow, plan_s, takes_s, worst if how_bad[worst] else None)
+    return _Worst(
+        tuple(sorted(slow.items())),
+        max(of_stages, key=of_stages.__getitem__, default=None),
+        max(of_all.values(), default=0.0),
+        max(of_all, key=of_all.__getitem__, default=None),
+    )
 
 
-def _reason(reported: _Reported, time_s: float, calm_s: float, refusal: str | None) -> str:
+def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> list[_Reported]:
+    """Return what is known of the pipelines of which something is reported."""
+    kinds: dict[tuple[Slow, bool], _Kind] = {((), False): calm}
+    reported = []
+    for said, members in look.active.items():
+        worst = _worst(said, calm.own_s)
+        slow = worst.slow
+        if (slow, False) not in kinds:
+            numbers = profiled.slowed(dict(slow))
+            kinds[slow, False] = _Kind(numbers, dict(slow), own_s(numbers, aim_s))
+        kind = kinds[slow, False]
+        if worst.all_s <= kind.own_s:
+            reported.append(_Reported(kind, kind.own_s, worst.of_stages, members))
+            continue
+        # What makes the pipeline slower than its own plan is named first, as the others wait for
+        # that.
+        if (slow, True) not in kinds:
+            kinds[slow, True] = replace(kind, is_slower=True)
+        reported.append(_Reported(kinds[slow, True], worst.all_s, worst.of_all, members))
+    return reported
+
+
+def _reason(
+    reported: Sequence[_Reported], time_s: float, calm_s: float, refusal: str | None, because: str
+) -> str:
     """Explain a decision to people, by nothing that changes while the decision does not."""
     # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
     # the decision does.
-    _, number, report = min(
+    slow = [each for each in reported if each.worst is not None]
+    slowest_s = max((each.takes_s for each in slow), default=0.0)
+    number, report = min(
         [
-            (-pipeline.takes_s, min(members), members[min(members)][pipeline.worst])
-            for pipeline, members in reported
-            if pipeline.worst is not None
+            (min(members), members[min(members)][worst])
+            for _, takes_s, worst, members in slow
+            if takes_s == slowest_s and worst is not None
         ],
-        default=(0.0, 0, None),
+        default=(0, None),
     )
     if report is None:
-        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}"
+        return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}{because}"
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
-        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}"
+        return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}{because}"
     text = f"iterations take {si(time_s, 's', 4)} because of {culprit}"
     return (
         f"{text}, and plans are for that"

@@ -19,6 +19,10 @@ from perseus_planner.base.files import read_text
 from perseus_planner.base.prefixes import counted
 from perseus_planner.cli.options import Option, Time, command
 
+LEAST_LEASE_S = 60.0
+"""The shortest lease of jobs: a job without telemetry waits 30 s for plans and pauses for 4 s, so
+two of its requests fit. Chosen by hand."""
+
 
 @command(
     "planner serve",
@@ -61,7 +65,7 @@ def serve(
     lease: Annotated[
         Time,
         "A job that is silent for this long has no share of the power budget of all jobs and "
-        "no metrics, until it is heard of again.",
+        "no metrics, until it is heard of again; 60 s at least.",
     ] = 180.0,
     forget: Annotated[
         Time,
@@ -107,7 +111,20 @@ def serve(
         from perseus_planner.extensions.service.store import StandBy, Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
-    _log_to_stderr(log_level, JsonLine() if log_format == "json" else LogLine())
+    if lease < LEAST_LEASE_S:
+        raise UsageError(
+            f"--lease {lease:g}s: is shorter than jobs may be quiet while all is well; give "
+            f"{LEAST_LEASE_S:g}s or more"
+        )
+    line = JsonLine() if log_format == "json" else LogLine()
+    _log_to_stderr(log_level, line)
+
+    def say(text: str) -> None:
+        """Print where it listens; as a line of the log where programs read all that is printed."""
+        if log_format == "json":
+            text = line.format(logging.makeLogRecord({"levelname": "INFO", "msg": text}))
+        click.echo(text)
+
     if database is not None and database.startswith("@"):
         database = read_text(Path(database[1:]), UsageError, "the URL of a database").strip()
     # Bound before the database is opened, as a service that stands by answers at the address too.
@@ -131,7 +148,7 @@ def serve(
             return False
 
         if not open_database():
-            click.echo(f"Stand-by at {listener.url}, as another service has the database")
+            say(f"Stand-by at {listener.url}, as another service has the database")
             if not stand_by(listener, try_again):
                 return
         with (
@@ -142,7 +159,7 @@ def serve(
 
             def ready() -> None:
                 with suppress(OSError):  # a service does not end for a full disk behind stdout
-                    click.echo(text)
+                    say(text)
 
             serve_at(service, listener, ready=ready)
 

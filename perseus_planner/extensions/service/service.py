@@ -28,7 +28,6 @@ from perseus_planner.extensions.service.jobs import (
     check_deadline,
     check_report,
     check_same,
-    current_reports,
     first_state,
     give_up,
     is_other_limit,
@@ -36,13 +35,10 @@ from perseus_planner.extensions.service.jobs import (
     jobs_concerned,
     lease_s,
     next_look_s,
-    pipeline_statuses,
     prepare,
     recognize,
     reconcile,
-    status_of,
     take_over_job,
-    totals_of,
     until_it_begins,
     with_alerts,
 )
@@ -76,6 +72,12 @@ from perseus_planner.extensions.service.power import (
     set_budget,
     share_least_power,
     share_power,
+)
+from perseus_planner.extensions.service.statuses import (
+    current_reports,
+    pipeline_statuses,
+    status_of,
+    totals_of,
 )
 from perseus_planner.extensions.service.store import (
     Draft,

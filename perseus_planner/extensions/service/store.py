@@ -39,7 +39,7 @@ from pydantic_core import to_json as write_json
 
 from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.extensions.service.curve import Curve
-from perseus_planner.extensions.service.jobs import JobState, Tally, with_events
+from perseus_planner.extensions.service.jobs import JobState, Tally
 from perseus_planner.extensions.service.models import (
     SLICE,
     Fenced,
@@ -55,10 +55,8 @@ from perseus_planner.extensions.service.models import (
     shared,
     to_json,
 )
+from perseus_planner.extensions.service.statuses import with_events
 from perseus_planner.extensions.service.watch import Watchdog
-
-Execute = Callable[..., list[Any]]
-"""Runs a statement with a value for each `?`, and returns its rows."""
 
 LAYOUT = 6
 _LAYOUT_OF_0_2 = "2"  # which 0.3 brings to that of today
@@ -117,7 +115,16 @@ SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 
 AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-_STATE = ("saving_w", "promised", "taken", "share", "silent_since_s", "over_budget_since_s")
+_STATE = (
+    "saving_w",
+    "promised",
+    "taken",
+    "share",
+    "silent_since_s",
+    "over_budget_since_s",
+    "noted",
+    "noted_since_s",
+)
 _CHANGING = ("job", "decision", "events", "budgets", *_STATE)
 _SETTINGS = (
     "deadline_s",

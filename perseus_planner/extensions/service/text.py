@@ -37,7 +37,7 @@ def answer_text(answer: Answer) -> str:
         "next iteration": f"{version} is taken at the next iteration",
         "already": f"it runs {version}",
     }[answer.takes_effect]
-    changed = effect if answer.changed else f"nothing changes; {effect}"
+    changed = effect if answer.changed else f"its plans stay as they are; {effect}"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
     saved_w = answer.expected_saving_w
     saving = (
@@ -52,22 +52,25 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
     """List jobs, one on each line."""
     if not jobs:
         return "No job runs."
-    columns = (
+    of_all = (
         Column("job", "job.name", "<"),
         Column("pipelines", "job.pipelines"),
         Column("plans", _version),
+    )
+    of_now = (
         Column("slow", lambda status: len(status.decision.stragglers)),
-        Column("iteration s", "decision.straggler_time_s", ".6g"),
+        Column("target s", "decision.straggler_time_s", ".6g"),
+        Column("now s", lambda status: status.telemetry and status.telemetry.iteration_s, ".6g"),
         Column("saves W", "saves_w", ".4g"),
         Column("extra W", "expected_saving_w", ".4g"),
-        Column("state", state_text, "<"),
     )
-    # Apart, as their columns are what was planned once and not what is.
+    state = Column("state", state_text, "<")
+    # Apart, as nobody knows how those that are not heard of run now.
     silent = [job for job in jobs if job.silent_since_s is not None]
     heard_of = [job for job in jobs if job.silent_since_s is None]
-    parts = [table(lay_out(heard_of, *columns))] if heard_of else []
+    parts = [table(lay_out(heard_of, *of_all, *of_now, state))] if heard_of else []
     if silent:
-        parts.append(f"Not heard of:\n{table(lay_out(silent, *columns))}")
+        parts.append(f"Not heard of:\n{table(lay_out(silent, *of_all, state))}")
     return "\n\n".join([*parts, together_text(together(jobs))])
 
 
@@ -210,6 +213,10 @@ def _version(job: JobStatus) -> str:
 
 
 def _power(job: JobStatus) -> str:
+    limit_w = job.power_limit_w
+    budget = "" if limit_w is None else f"; a power budget leaves it {si(limit_w, 'W')}"
+    if job.silent_since_s is not None:
+        return f"not known, as it is not heard of{budget}"
     expected = job.expected
     how = f"replayed from a {profile_of_origin(expected.origin)}"
     how = "simulated" if expected.origin == "simulated" else how
@@ -222,9 +229,9 @@ def _power(job: JobStatus) -> str:
         if job.telemetry is None or job.telemetry.power_w is None
         else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
     )
-    limit_w = job.power_limit_w
-    budget = "" if limit_w is None else f"; a power budget leaves it {si(limit_w, 'W')}"
     saves = "" if job.saves_w is None else f"; saves {si(job.saves_w, 'W')}"
+    # The figures by the plans are of the iterations that are planned, which may be shorter.
+    saves += f" against {ALL_MAXIMUM} in iterations as long" if saves and recent else ""
     saves += f", extra beside stragglers: {si(job.expected_saving_w, 'W')}"
     return f"{of_plans} and iterations as long, {how}{recent}{saves}{budget}"
 

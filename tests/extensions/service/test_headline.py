@@ -42,7 +42,11 @@ from perseus_planner.extensions.service.models import (  # noqa: E402
 from perseus_planner.extensions.service.serve import Address  # noqa: E402
 from perseus_planner.extensions.service.service import Service  # noqa: E402
 from perseus_planner.extensions.service.store import Storage  # noqa: E402
-from perseus_planner.extensions.service.text import jobs_text, status_text  # noqa: E402
+from perseus_planner.extensions.service.text import (  # noqa: E402
+    answer_text,
+    jobs_text,
+    status_text,
+)
 
 LEASE_S = 180.0
 NAMES = ("bloom", "gpt", "llama")
@@ -63,6 +67,9 @@ class Known:
     over_s: float | None = None
     is_over: bool = False
     is_late_beyond: bool = False  #: beyond what reports explain
+    slower_s: float | None = None  #: when telemetry last said so, unless that was a minute before
+    name: str = ""  #: the state that it has
+    since_s: float = 0.0  #: since when
 
     @property
     def state(self) -> str:
@@ -70,7 +77,7 @@ class Known:
             return "not heard of"
         if self.is_over:
             return "over budget"
-        if self.sent in ("slower", "slower of 0.3") and (not self.slow or self.is_late_beyond):
+        if self.slower_s is not None and (not self.slow or self.is_late_beyond):
             return "late"
         if self.sent in ("unlike", "off"):
             return "off plan"
@@ -231,6 +238,10 @@ class Jobs3(RuleBasedStateMachine):
         )
         self.service.telemetry(name, sent).result()
         known.sent = like
+        if "slower" in like:
+            known.slower_s = self.clock.now_s
+        elif known.slower_s is not None and self.clock.now_s - known.slower_s >= 60.0:
+            known.slower_s = None
         limit_w = self.service.status(name).power_limit_w
         drawn_w = self.service.status(name).telemetry.power_w
         is_over_now = limit_w is not None and drawn_w > 1.02 * limit_w
@@ -270,6 +281,12 @@ class Jobs3(RuleBasedStateMachine):
         planned(self.service)  # they come from another thread, between two looks
         found = shown_everywhere(self.service, type(self).page)
         assert found == {name: known.state for name, known in self.jobs.items()}
+        for name, known in self.jobs.items():
+            if known.state != known.name:
+                known.name = known.state
+                known.since_s = self.clock.now_s
+            if known.name != "over budget":  # that is since when it draws too much
+                assert self.service.status(name).state.since_s == known.since_s
         type(self).seen |= {*found.values()}
         all_jobs = together(self.service.jobs())
         assert all_jobs.silent == sum(known.is_silent for known in self.jobs.values())
@@ -346,6 +363,12 @@ def test_the_page_of_a_job_and_the_list_say_the_state_that_the_command_says(
             row = of_all.locator("#all-jobs tbody tr", has_text="gpt")
             row.wait_for()
             assert row.locator("td").last.inner_text().startswith(state)
+            # What is not heard of draws and saves nobody knows what.
+            cards = of_job.inner_text("#cards")
+            is_heard_of = state != "not heard of"
+            assert ("less than" in cards or "more than" in cards) <= is_heard_of, cards
+            power = [line for line in status_text(status).splitlines() if "Power: " in line]
+            assert ("not known" in power[0]) != is_heard_of
             shown_everywhere(service, lambda jobs: of_all.evaluate(PAGE_SCRIPT, jobs))
 
         def send(iterations: int, **fields: Any) -> None:
@@ -362,6 +385,9 @@ def test_the_page_of_a_job_and_the_list_say_the_state_that_the_command_says(
         look("late", "6 % slower than planned: rank 3 computes")
         faster = {"verdict": FASTER, "time_over_planned": 0.94}
         send(30, **faster)
+        look("late", "6 % slower than planned: rank 3 computes")  # times near the limit would flap
+        clock.now_s += 61.0
+        send(35, **faster)
         look("fine", "iterations take")
         send(40, unlike_plan=UNLIKE)
         look("off plan", "no saving is stated")
@@ -386,6 +412,109 @@ def test_the_page_of_a_job_and_the_list_say_the_state_that_the_command_says(
         card = of_all.locator("#all-cards li", has_text="Power, all GPUs")
         assert "without 1\u00a0job not heard of" in card.inner_text()
         assert service.status("other").state.name == "not known"
+
+
+def test_a_job_near_the_limit_is_late_until_it_has_been_in_time_for_a_minute(tmp_path: Path):
+    """What Prometheus sees does not change with every message, so its alert can fire and stay."""
+    clock = Clock()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once) as service,
+    ):
+        service.register(job(), frontier_file())
+        calm = service.status("gpt")
+        slower = {"verdict": SLOWER, "time_over_planned": 1.06}
+        found = []
+        for number in range(1, 41):
+            clock.now_s += 5.0
+            is_slow = number in (2, 4, 7, 12, 20)
+            fields = slower if is_slow else {}
+            service.telemetry("gpt", counted(number, calm, **fields)).result()
+            state = service.status("gpt").state
+            found.append((state.name, state.since_s))
+    late_s = NOW_S + 10.0
+    fine_s = NOW_S + 5.0 * (20 + 12)  # twelve messages after the last one
+    assert found == [
+        ("fine", NOW_S + 5.0),
+        *[("late", late_s)] * 30,
+        *[("fine", fine_s)] * 9,
+    ]
+
+
+def test_iterations_over_a_deadline_are_late_though_plans_are_kept_inside_of_them(tmp_path: Path):
+    """As with data that comes late between two iterations, of which a plan knows nothing."""
+    clock = Clock()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once) as service,
+    ):
+        service.register(job(), frontier_file())
+        deadline_s = 1.1 * service.curve("gpt").baseline_time_s
+        service.set_deadline("gpt", deadline_s).result()
+        ran_s = 0.0
+        found = []
+        for number, factor in enumerate([1.0, 1.01, 1.034, 1.034], 1):
+            clock.now_s += 5.0
+            ran_s += factor * deadline_s
+            service.telemetry("gpt", Counters(run="a", iterations=number, time_s=ran_s)).result()
+            if number == 1:
+                version = service.status("gpt").version
+                service.taken("gpt", version, 1).result()
+            found.append(service.status("gpt").state)
+        assert [state.name for state in found] == ["fine", "fine", "late", "late"]
+        assert "3.4 % longer than its deadline of" in found[-1].text
+        # A deadline that has just been moved says nothing of iterations before it.
+        service.set_deadline("gpt", service.curve("gpt").baseline_time_s).result()
+        assert service.status("gpt").version > version
+        clock.now_s += 60.0
+        ran_s += deadline_s
+        service.telemetry("gpt", Counters(run="a", iterations=5, time_s=ran_s)).result()
+        assert service.status("gpt").state.name == "fine"
+
+
+def test_what_a_job_saves_is_against_iterations_as_long_as_those_that_ran(tmp_path: Path):
+    clock = Clock()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=at_once) as service,
+    ):
+        service.register(job(), frontier_file())
+        calm = service.status("gpt")
+        curve = service.curve("gpt")
+        pipelines = calm.job.pipelines
+        clock.now_s += 5.0
+        long_s = 1.5 * calm.decision.straggler_time_s
+        drawn_w = 0.6 * calm.expected.baseline_power_w
+        sums = {"time_s": long_s, "gpu_s": long_s, "metered_s": long_s}
+        sent = Counters(
+            run="a", iterations=1, energy_is="measured", energy_j=drawn_w * long_s, **sums
+        )
+        service.telemetry("gpt", sent).result()
+        waited_j = curve.waiting_w * (long_s - curve.baseline_time_s)
+        baseline_w = pipelines * (curve.baseline_j + waited_j) / long_s
+        assert service.status("gpt").saves_w == pytest.approx(baseline_w - drawn_w)
+
+
+def test_an_answer_to_a_budget_names_it_and_does_not_say_that_nothing_changes(tmp_path: Path):
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=Clock(), run=at_once) as service,
+    ):
+        service.register(job(), frontier_file())
+        full_w = service.status("gpt").expected.baseline_power_w
+        service.set_power("gpt", 10.0 * full_w).result()
+        (wide,) = service.set_power("gpt", 10.0 * full_w).result()
+        assert not wide.changed
+        text = answer_text(wide)
+        assert "its plans stay as they are" in text
+        assert "nothing changes" not in text
+        (narrow,) = service.set_power("gpt", 0.85 * full_w).result()
+        assert narrow.changed
+        assert narrow.reason.endswith(", to keep the power budget of the job")
+        assert "nothing is reported slow" in narrow.reason
+        service.set_power("gpt", None).result()
+        (shared,) = service.set_power(None, 0.85 * full_w).result()
+        assert shared.reason.endswith(", to keep the power budget of all jobs")
 
 
 def test_moments_are_told_with_their_zone(monkeypatch: pytest.MonkeyPatch):

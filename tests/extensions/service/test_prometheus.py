@@ -278,6 +278,10 @@ def test_each_alert_fires_on_recorded_series_and_none_on_those_of_a_service_that
         for name in ("well", "late", "off", "over", "silent"):
             send(name)
         calm = [recorded(service)] * 2
+        # There before the first alert, so that an increase sees that one too.
+        received = {name: value for name, value in calm[0].items() if "planner_alerts" in name}
+        assert [*received.values()] == [0.0, 0.0]
+        assert len([name for name in received if 'outcome="ignored"' in name]) == 1
         slower = {"verdict": "6 % slower than planned: all wait.", "time_over_planned": 1.06}
         service.set_power("over", 0.99 * well.baseline_power_w).result()
         for _ in range(2):

@@ -412,6 +412,13 @@ def test_with_tls_files_it_speaks_https_alone(certificate: tuple[Path, Path]):
             f"the certificate of the service at {url} is not trusted (self-signed certificate); "
             "name the file of the certificate, or of who has signed it, in SSL_CERT_FILE"
         )
+        plain = url.replace("https", "http")
+        with Client(plain) as client, pytest.raises(ServiceAway, match="write https:// in its"):
+            client.check()
+    with serving(StandIn(), Address(port=0)) as url:
+        secure = url.replace("http", "https")
+        with Client(secure) as client, pytest.raises(ServiceAway, match="write http:// in its"):
+            client.check()
 
 
 def test_off_loopback_it_listens_with_tokens_alone():
@@ -467,6 +474,10 @@ def test_off_loopback_it_listens_with_tokens_alone():
         (
             "--port 0 --tls-cert file.txt --tls-key file.txt",
             "--tls-cert file.txt, --tls-key file.txt: are no",
+        ),
+        (
+            "--lease 10",
+            "--lease 10s: is shorter than jobs may be quiet while all is well; give 60s",
         ),
         ("--port 0 --tokens absent", "absent: no such file; check the path"),
         (
@@ -563,6 +574,19 @@ def test_the_database_is_in_the_folder_for_state(folder: Path):
         code, _, logged = ended(process, signal.SIGTERM)
         assert code == 0
         assert re.search(r'level=debug msg="GET /healthz: 200 in [\d.]+ ms"', logged)
+
+
+def test_each_line_that_is_printed_is_json_if_the_log_is(folder: Path):
+    command = [*PYTHON, "-m", "perseus_planner", "serve", "--port", "0", "--log-format", "json"]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        first = json.loads(process.stdout.readline())
+        assert (first["level"], first["msg"][:13]) == ("info", "Listening at ")
+        assert {"time", "level", "msg"} == set(first)
+        process.send_signal(signal.SIGTERM)
+        for line in process.stdout:
+            assert json.loads(line)["level"]
 
 
 def test_what_others_send_neither_begins_a_line_of_the_log_nor_controls_a_terminal():

@@ -17,8 +17,14 @@ function choose(part) {
   showHistory(...last);
 }
 
+/** Forget the curves and what was chosen of them, so that nothing of them is left for another job. */
+export function forgetHistory() {
+  if (chosen !== null) range.value = "0";
+  [drawn, last, chosen, waited] = ["", null, null, null];
+  for (const place of ["history-power", "history-time", "history-saved", "waiting-ranks", "waiting-caption", "events"]) byId(place).replaceChildren();
+}
+
 export function showHistory({ points, events, budgets, waiting }, job) {
-  if (chosen !== null && last[1].name !== job.name) [chosen, range.value] = [null, "0"];
   last = [{ points, events, budgets, waiting }, job];
   showWaiting(waiting);
   show(byId("no-events"), events.length === 0);

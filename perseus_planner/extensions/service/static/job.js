@@ -41,19 +41,23 @@ function cards(status, frontier) {
   return [iteration(status, frontier), power(status), saved(status), costs(status), plans(status), changes(status)];
 }
 
-function iteration({ job, decision, telemetry }, frontier) {
+const UNHEARD = "not known, as it is not heard of";
+
+function iteration({ job, decision, telemetry, silent_since_s }, frontier) {
   const ofPlans = byPlans(frontier.origin);
   const target_s = job.deadline_s ?? frontier.baseline_time_s;
   const of = job.deadline_s === null ? "all clocks at maximum" : "as set";
   const notes = [`target ${seconds(target_s)}: ${of}`];
   if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, ${ofPlans}`);
+  if (silent_since_s !== null) return { name: "Iteration time", value: "–", notes: [UNHEARD, ...notes] };
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
 }
 
-function power({ job, decision, telemetry, expected, saves_w, expected_saving_w: extra_w }) {
+function power({ job, decision, telemetry, expected, saves_w, expected_saving_w: extra_w, silent_since_s }) {
+  if (silent_since_s !== null) return { name: "Power, all GPUs", value: "–", notes: [UNHEARD, ...(job.next_power ? [budgetText(job.next_power)] : [])] };
   const sent_w = telemetry?.power_w ?? null;
   const now_w = sent_w ?? expected.power_w;
-  const most_w = expected.baseline_power_w;
+  const most_w = now_w + (saves_w ?? 0); // in iterations as long as those that ran
   const saving = `${less(now_w, most_w)} than ${watts(most_w)} with all clocks at maximum, ${byPlans(expected.origin)}`;
   const notes = saves_w === null ? [] : [`saves ${watts(saves_w)}`, saving.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(sent_w > job.power_w ? `${watts(sent_w - job.power_w)} over its budget of ${watts(job.power_w)}` : `at most ${watts(job.power_w)} allowed`);
@@ -77,6 +81,7 @@ function saved(status) {
     const notes = [how, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
+  if (status.silent_since_s !== null) return { name: "Saved", value: "–", notes: [UNHEARD] };
   const day_j = expectedDayJ(status);
   return { name: "Saves per day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} by continuous training with these plans, compared with all clocks at maximum`, "the job has not sent its energy yet"] };
 }
@@ -85,6 +90,7 @@ function costs(status) {
   const { telemetry } = status;
   if (status.unlike_plan) return { name: "Cost saved", value: "–", notes: [] };
   const isMeasured = isMetered(status);
+  if (!isMeasured && status.silent_since_s !== null) return { name: "Cost saved", value: "–", notes: [] };
   if (isMeasured && !isJudged(telemetry)) return { name: "Cost saved", value: "–", notes: [] };
   const saved_j = isMeasured ? telemetry.saved_j : expectedDayJ(status);
   const name = isMeasured ? "Cost saved so far" : "Cost saved per day";

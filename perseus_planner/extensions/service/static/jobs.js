@@ -31,7 +31,7 @@ function made(status) {
     html("span", { class: "title" }, status.job.name), html("span", { class: "line small", "data-part": "line" })));
 }
 
-const COLUMNS = ["GPUs", "Iteration", "Power", "Saved", "Ranks by plan", "State"];
+const COLUMNS = ["GPUs", "Target", "Iteration", "Power", "Saved", "Ranks by plan", "State"];
 
 function madeRow(status) {
   const cells = COLUMNS.map((name) => html("td", { class: name === "State" ? null : "number", "data-label": name, "data-part": name }));
@@ -42,7 +42,7 @@ function fillRow(element, status) {
   const { telemetry, expected, gpus } = status;
   const isKnown = isJudged(telemetry) && !status.unlike_plan;
   const texts = [
-    gpus ? number(gpus) : "–", seconds(telemetry?.iteration_s ?? status.decision.straggler_time_s),
+    gpus ? number(gpus) : "–", seconds(status.decision.straggler_time_s), nowText(status),
     status.silent_since_s === null ? watts(telemetry?.power_w ?? expected.power_w) : "–",
     isKnown ? `${kilowattHours(telemetry.saved_j)}, ${savedShare(telemetry)}` : "–",
     telemetry?.ranks ? `${number(telemetry.following)} of ${number(telemetry.ranks)}` : "–", stateText(status),
@@ -50,6 +50,9 @@ function fillRow(element, status) {
   COLUMNS.forEach((name, index) => say(part(element, name), texts[index]));
   element.classList.toggle("slow", !isCalm(status));
 }
+
+/** The time of an iteration as it was measured of late; a dash if it is not known. */
+const nowText = ({ telemetry, silent_since_s }) => (telemetry === null || silent_since_s !== null ? "–" : seconds(telemetry.iteration_s));
 
 /** The state of a job in words, as the service says it. */
 export function stateText({ state }) {
@@ -64,7 +67,7 @@ function fill(element, status, selected) {
   if (status.job.name === selected) element.firstElementChild.setAttribute("aria-current", "page");
   else element.firstElementChild.removeAttribute("aria-current");
   element.classList.toggle("slow", !isCalm(status));
-  say(part(element, "line"), `${seconds(status.telemetry?.iteration_s ?? status.decision.straggler_time_s)} · ${status.state.name}`);
+  say(part(element, "line"), `${nowText(status)} · ${status.state.name}`);
 }
 
 /** How many jobs have each state, the most frequent first, such as "3 fine, 1 late". */

@@ -6,6 +6,7 @@ import { byId, say, show, tick } from "./dom.js";
 import { cleared, excuse, showSettings, watchForms } from "./forms.js";
 import { span } from "./format.js";
 import { addressOf, showAll, showJobs } from "./jobs.js";
+import { forgetHistory } from "./history.js";
 import { showJob, showView } from "./job.js";
 import { forget } from "./pipelines.js";
 import { watchPrices } from "./prices.js";
@@ -86,6 +87,7 @@ function choose() {
   if (wanted === selected && seen !== null) return;
   [selected, seen] = [wanted, null];
   forget();
+  forgetHistory();
   for (const line of document.querySelectorAll("#job .response, #reports-response")) say(line, "");
   watch();
   draw();

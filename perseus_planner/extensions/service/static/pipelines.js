@@ -24,6 +24,7 @@ export function groups(pipelines) {
 /** Forget the positions of points, so that those of another job do not move from there. */
 export function forget() {
   [drawn, placed] = ["", new Map()];
+  byId("frontier").replaceChildren();
 }
 
 export function showPipelines(status, frontier, grouped) {
