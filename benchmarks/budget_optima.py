@@ -104,7 +104,7 @@ def _drawn(cases: int) -> Iterator[tuple[Frontier, float]]:
 def _part(profile: Profile, stages: list[int]) -> Profile:
     """Return the profile of some stages at a few clocks."""
     measurements = {}
-    for (stage, kind), rows in profile.measurements.items():
+    for (stage, kind, _), rows in profile.measurements.items():
         if stage in stages:
             kept = [round(i * (len(rows) - 1) / (_CLOCKS - 1)) for i in range(_CLOCKS)]
             measurements[stages.index(stage), kind] = tuple(rows[i] for i in kept)
@@ -150,8 +150,8 @@ def _least_j(frontier: Frontier, deadline_s: float, changes: int) -> float | Non
     for line, entry in zip(matrix, entries, strict=True):
         line[list(entry)] = list(entry.values())
     cost_j = [
-        row.energy_j - frontier.profile.blocking_w(stage) * row.time_s
-        for (stage, _), of_key in zip(keys, rows, strict=True)
+        row.energy_j - frontier.profile.blocking_w(key.stage) * row.time_s
+        for key, of_key in zip(keys, rows, strict=True)
         for row in of_key
     ]
     found = milp(
