@@ -377,8 +377,8 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
         lags_s = tuple(tuple(map(float, waits.values())) for waits in all_waits)
         # All lags 0 are stored as none, so that equal iterations compare equal.
         lags_s = lags_s if any(map(any, lags_s)) else ()
-    names_of_keys = [kinds.get(str(c), c.kind) for c in schedule.computations()] if kinds else []
-    return Iteration(schedule, predecessors, lags_s, operations, *kinds_and_modes(names_of_keys))
+    names_in_order = [kinds.get(str(c), c.kind) for c in schedule.computations()] if kinds else []
+    return Iteration(schedule, predecessors, lags_s, operations, *kinds_and_modes(names_in_order))
 
 
 def names_of_keys(iteration: Iteration) -> list[str]:
