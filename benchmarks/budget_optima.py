@@ -104,7 +104,7 @@ def _drawn(cases: int) -> Iterator[tuple[Frontier, float]]:
 def _part(profile: Profile, stages: list[int]) -> Profile:
     """Return the profile of some stages at a few clocks."""
     measurements = {}
-    for (stage, kind, _), rows in profile.measurements.items():
+    for (stage, kind), rows in profile.measurements.items():
         if stage in stages:
             kept = [round(i * (len(rows) - 1) / (_CLOCKS - 1)) for i in range(_CLOCKS)]
             measurements[stages.index(stage), kind] = tuple(rows[i] for i in kept)

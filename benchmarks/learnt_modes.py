@@ -127,7 +127,7 @@ def _row(case: int, shared_by: str, microbatches: int, iterations: int) -> dict[
 
 def _with_mode(own: Profile, shared_by: str) -> Profile:
     rows = dict(own.measurements)
-    for (stage, kind, _), points in own.measurements.items():
+    for (stage, kind), points in own.measurements.items():
         at, top_s = (stage + (kind == "B")) % 4, points[0].time_s
         fixed, power = _FIXED[at], _POWERS[at]
         nano = []

@@ -110,7 +110,7 @@ def _drawn(number: int) -> tuple[Frontier, str, float]:
     some = sorted(random.choice(STAGES, stages, replace=False).tolist())
     clocks = int(random.choice(_CLOCKS))
     measurements = {}
-    for (stage, of_kind, _), rows in whole.measurements.items():
+    for (stage, of_kind), rows in whole.measurements.items():
         if stage in some:
             lower = random.choice(np.arange(1, len(rows)), min(clocks, len(rows)) - 1, False)
             kept = sorted({0, *lower.tolist()})

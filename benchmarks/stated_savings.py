@@ -217,7 +217,7 @@ def _other_gpus(profile: Profile, random: np.random.Generator) -> Profile:
         (stage, kind): tuple(
             Measurement(row.clock_mhz, row.time_s, factors[stage] * row.energy_j) for row in rows
         )
-        for (stage, kind, _), rows in profile.measurements.items()
+        for (stage, kind), rows in profile.measurements.items()
     }
     other = float(np.exp(_OTHER_WAITING * random.standard_normal()))
     waiting_w = tuple(other * profile.blocking_w(stage) for stage in range(profile.stages))

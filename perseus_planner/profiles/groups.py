@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.units import COUNT, FACTOR, POWER_BOUND
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 if TYPE_CHECKING:
-    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.profiles import Profile
 
 _SENSOR_ERROR = 0.02  #: a GPU that runs at its limit is read to draw a little more or less
@@ -123,7 +123,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
         powers_w.append(profile.blocking_w(source))
         errors.append([profile.shared_errors(source)])
         measurements |= {
-            key._replace(stage=stage): rows
+            Key(stage, key.kind, key.mode): rows
             for key, rows in profile.measurements.items()
             if key.stage == source
         }

@@ -534,10 +534,10 @@ def _checked_iteration(
 
 def _checked_key(given: Any) -> Key:
     match given:
-        case (_, str() as kind) | (_, str() as kind, str()) if is_kind(kind):
-            key = Key(*given)
-            if is_mode_name(key.mode):
-                return key._replace(stage=STAGE.check(key.stage, "stage", ProfileError))
+        case (_, str()) | (_, str(), str()):
+            key = Key.of(given)
+            if is_kind(key.kind) and is_mode_name(key.mode):
+                return Key(STAGE.check(key.stage, "stage", ProfileError), key.kind, key.mode)
     raise ProfileError(
         f"measurements: {shown(given)} is not a stage and a kind: write it as (0, 'F') or "
         "(0, 'B'), or with a mode as (0, 'B', 'recompute')"

@@ -59,7 +59,7 @@ def test_a_profile_is_a_frame_of_its_measurements(profile: Profile):
     frame = profile.to_frame()
     expected = [
         (stage, {"F": "forward", "B": "backward"}[kind], row.clock_mhz, row.time_s, row.energy_j)
-        for (stage, kind, _), measured in profile.measurements.items()
+        for (stage, kind), measured in profile.measurements.items()
         for row in measured
     ]
     assert list(frame.columns)[:5] == ["stage", "instruction", "clock_mhz", "time_s", "energy_j"]

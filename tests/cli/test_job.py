@@ -88,7 +88,7 @@ def test_a_flag_replaces_the_key_of_its_name(work: Path, flag: str, key: str):
         profile = smooth_profile(4, step_mhz=150)
         halves = {
             (stage, half): rows
-            for (stage, kind, _), rows in profile.measurements.items()
+            for (stage, kind), rows in profile.measurements.items()
             for half in "IW"
         }
         type(profile)({**profile.measurements, **halves}, 83.64).save("four.yaml")

@@ -117,7 +117,7 @@ def test_a_pipeline_whose_every_stage_is_slower_is_that_much_slower(
 def test_only_the_slow_stage_is_slower():
     profile = smooth_profile(3)
     slow = slowed(profile, {1: 1.15})
-    for (stage, kind, _), rows in profile.measurements.items():
+    for (stage, kind), rows in profile.measurements.items():
         slowdown = 1.15 if stage == 1 else 1.0
         wanted = tuple(
             Measurement(m.clock_mhz, m.time_s * slowdown, m.energy_j * slowdown) for m in rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -70,9 +72,36 @@ def test_a_profile_is_made_of_pairs_and_of_keys_alike() -> None:
     assert dict(changed.measurements) == {Key(0, "F"): ROWS, Key(0, "B"): ROWS}
 
 
-def test_a_mode_is_no_part_of_a_kind() -> None:
-    rows = {(0, "F"): ROWS, (0, "B"): ROWS, (0, "B@keep"): ROWS}
-    assert refusal(ProfileError, Profile, rows, 80.0) == (
-        "measurements: (0, 'B@keep') is not a stage and a kind: write it as (0, 'F') or (0, 'B'), "
-        "or with a mode as (0, 'B', 'recompute')"
-    )
+def test_a_key_is_the_pair_that_users_write_and_in_another_mode_is_no_pair() -> None:
+    key = Key(3, "B")
+    other = Key(3, "B", "keep")
+    assert key == (3, "B")
+    assert key == (3, "B")
+    assert {key: 1}[3, "B"] == {(3, "B"): 1}[key] == 1
+    assert other != (3, "B")
+    assert other != (3, "B")
+    assert other != key
+    assert len({key, other, (3, "B")}) == 2
+    assert sorted([(3, "F"), other, (2, "F"), key]) == [(2, "F"), other, key, (3, "F")]
+    stage, kind = other
+    assert (stage, kind) == (other.stage, other.kind) == (3, "B")
+    for made in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert made == other
+        assert made.mode == "keep"
+    assert (repr(key), repr(other)) == ("Key(3, 'B')", "Key(3, 'B', 'keep')")
+
+
+def test_users_may_loop_over_pairs_and_copy_rows_as_before() -> None:
+    rows = {(0, "F"): ROWS, (0, "B"): SLOW, (0, "F@keep"): ROWS, (0, "B@keep"): ROWS}
+    profile = Profile(rows, 80.0)
+    assert {kind for (_, kind), _ in profile.measurements.items()} == {"F", "B"}
+    assert {key.mode for key in profile.measurements} == {"own", "keep"}
+    copied = dict(profile.measurements)
+    assert copied[0, "B"] == SLOW
+    assert profile.measurements[0, "B@keep"] == profile.measurements[0, "B", "keep"] == ROWS
+
+
+@pytest.mark.parametrize("key", [(0, "X"), (0, "B@KEEP"), (0, "B", "KEEP"), (0,), "0B", (0, 1)])
+def test_what_is_no_key_is_refused(key: object) -> None:
+    said = refusal(ProfileError, Profile, {(0, "F"): ROWS, key: ROWS}, 80.0)
+    assert "is not a stage and a kind" in said or "is not a kind" in said

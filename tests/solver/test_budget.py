@@ -325,7 +325,7 @@ def with_halves(profile: Profile) -> Profile:
         (stage, kind): tuple(
             Measurement(m.clock_mhz, m.time_s * part, m.energy_j * part) for m in points
         )
-        for (stage, backward, _), points in profile.measurements.items()
+        for (stage, backward), points in profile.measurements.items()
         for kind, part in (("I", 0.55), ("W", 0.45))
         if backward == "B"
     }

@@ -73,7 +73,7 @@ def moded(rng: Random, plain: Profile, **ties: object) -> Profile:
     cheaper, or both worse.
     """
     rows = dict(plain.measurements)
-    for (stage, kind, _), own in plain.measurements.items():
+    for (stage, kind), own in plain.measurements.items():
         rows[stage, kind, "other"] = tuple(
             Measurement(
                 row.clock_mhz,

@@ -166,7 +166,7 @@ def _at_a_memory_clock() -> list[int]:
     """
     plain, mode = smooth_profile(2, 90), "mem-1593"
     rows = dict(plain.measurements)
-    for (stage, kind, _), points in plain.measurements.items():
+    for (stage, kind), points in plain.measurements.items():
         cheaper = [replace(point, energy_j=0.9 * point.energy_j) for point in points]
         rows[stage, kind, mode] = tuple(cheaper)
     modes = Modes({mode: Mode({"memory clock": "1593 MHz"})}, shared_by="pipeline")

@@ -131,7 +131,7 @@ def compared(autocast: str) -> None:
         profile = Profile.load("profile.yaml")
         times_ms = {
             f"{stage}{kind}": round(1000 * rows[0].time_s, 6)
-            for (stage, kind, _), rows in profile.measurements.items()
+            for (stage, kind), rows in profile.measurements.items()
         }
         print(json.dumps([times_ms, profile.conditions.get("unlike training")]))
     dist.destroy_process_group()

@@ -414,7 +414,7 @@ def nanobatched(shared_by: str, longer: float = 1.0) -> Profile:
     where a part of it does not depend on the clock.
     """
     rows = dict(LARGER.measurements)
-    for (stage, kind, _), points in LARGER.measurements.items():
+    for (stage, kind), points in LARGER.measurements.items():
         at, top_s = stage + (kind == "B"), points[0].time_s
         level, fixed = longer * (0.96, 1.03, 0.98, 1.05)[at % 4], (0.25, 0.0, 0.3, 0.1)[at % 4]
         times_s = [level * ((1 - fixed) * each.time_s + fixed * top_s) for each in points]

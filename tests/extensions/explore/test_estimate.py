@@ -66,7 +66,7 @@ def test_without_a_calibration_it_is_the_model_of_the_gpu(name: str):
         4,
         system.gpu.blocking_power_w,
     )
-    for (stage, kind, _), rows in profile.measurements.items():
+    for (stage, kind), rows in profile.measurements.items():
         load = load_of(job, system, stage, kind)
         # The lowest clock above what the power limit allows stands for all of those.
         assert [row.clock_mhz for row in rows] == list(system.gpu.clocks_mhz[-len(rows) :])
@@ -198,7 +198,7 @@ def test_one_measured_stage_foretells_the_others(measured_data: Path, file: str)
     system, job = with_link(SYSTEMS[gpu_name], math.inf), Configuration(shape, split, 1, 1)
     measured = Profile.load(measured_data / "perseus_sosp24" / "stage_profile" / file, 80.0)
     estimated = estimate(job, system, calibration_of(measured, job, system))
-    for (stage, kind, _), rows in measured.measurements.items():
+    for (stage, kind), rows in measured.measurements.items():
         found = {row.clock_mhz: row for row in estimated.measurements[stage, kind]}
         for row in rows:
             near = 0.1 if stage == 7 else 0.01  # the head, of which the middle stage tells nothing
