@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from perseus_planner import Profile
 from perseus_planner.extensions.autopilot import ComputationObservation, RankObservation
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.iteration import Iteration
 
 Floats = NDArray[np.float64]
@@ -170,7 +171,7 @@ class World:
             key: {m.clock_mhz: (m.time_s, m.energy_j) for m in ms}
             for key, ms in truth.measurements.items()
         }
-        self._costs: Mapping[tuple[int, str], Mapping[int, tuple[float, float]]] = rows
+        self._costs: Mapping[Key, Mapping[int, tuple[float, float]]] = rows
         self.clocks = sorted({clock for row in rows.values() for clock in row}, reverse=True)
         self._idle_w = [truth.blocking_w(stage) for stage in range(truth.stages)]
 
@@ -295,8 +296,7 @@ class World:
                 operation.time_s,
                 idle_w if operation.energy_j is None else operation.energy_j / operation.time_s,
             )
-        (stage, kind), mode = self.iteration.keys[place], self._mode_of(node)
-        row = self._costs[stage, kind if mode == "own" else f"{kind}@{mode}"]
+        row = self._costs[self.iteration.keys[place].in_mode(self._mode_of(node))]
         time_s, energy_j = row[gpu.clock]
         return time_s * self._jitter[node] * float(self.slowdown[number]), self._power[
             number

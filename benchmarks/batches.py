@@ -23,6 +23,7 @@ from perseus_planner.extensions.autopilot.batches.solver import (
     margin_of,
 )
 from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration
@@ -210,11 +211,11 @@ def _profile(case: Case, stages: int) -> Profile:
     return replace(whole, measurements=measurements)
 
 
-def _laws(profile: Profile) -> dict[tuple[int, str], Law]:
+def _laws(profile: Profile) -> dict[Key, Law]:
     found = {}
-    for (stage, kind), rows in profile.measurements.items():
-        slope = _SLOPES[kind, stage == profile.stages - 1]
-        found[stage, kind] = Law((1 - slope) * rows[0].time_s, (slope * rows[0].time_s,))
+    for key, rows in profile.measurements.items():
+        slope = _SLOPES[key.kind, key.stage == profile.stages - 1]
+        found[key] = Law((1 - slope) * rows[0].time_s, (slope * rows[0].time_s,))
     return found
 
 

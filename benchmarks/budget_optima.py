@@ -150,8 +150,8 @@ def _least_j(frontier: Frontier, deadline_s: float, changes: int) -> float | Non
     for line, entry in zip(matrix, entries, strict=True):
         line[list(entry)] = list(entry.values())
     cost_j = [
-        row.energy_j - frontier.profile.blocking_w(stage) * row.time_s
-        for (stage, _), of_key in zip(keys, rows, strict=True)
+        row.energy_j - frontier.profile.blocking_w(key.stage) * row.time_s
+        for key, of_key in zip(keys, rows, strict=True)
         for row in of_key
     ]
     found = milp(

@@ -77,7 +77,7 @@ def _certificate(frontier: Frontier, time: int, state: State) -> float:
     primal, dual = [], []
     for key, options in dag.points.items():
         members = np.array(
-            [rank[place] for place, c in enumerate(dag.computations) if c[:2] == key]
+            [rank[place] for place, of_place in enumerate(dag.iteration.keys) if of_place == key]
         )
         given_s = (event[2 * members + 1] - event[2 * members]) * tick_s
         hull_s, hull_j = _hull(options)

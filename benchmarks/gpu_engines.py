@@ -127,9 +127,9 @@ def measure(kind: type[Trained], folder: Path) -> dict[str, Any]:
         "waits": [waits_plain, waits],
         "mark_error_s": mark_error_s(marks[0], kernels) if kernels else None,
         "profiled_s": {
-            f"{stage} {name}": row[0].time_s for (stage, name), row in profile.measurements.items()
+            f"{key.stage} {key.name}": row[0].time_s for key, row in profile.measurements.items()
         },
-        "recorded_s": {f"{stage} {name}": time_s for (stage, name), time_s in recorded.items()},
+        "recorded_s": {f"{key.stage} {key.name}": time_s for key, time_s in recorded.items()},
     }
 
 

@@ -26,6 +26,7 @@ from perseus_planner.extensions.autopilot.batches.exchange import Exchange, Seat
 from perseus_planner.extensions.autopilot.decider import AutopilotDecider
 from perseus_planner.extensions.autopilot.ranks.messages import Noted
 from perseus_planner.extensions.autopilot.status import AutopilotStatus
+from perseus_planner.profiles.keys import ByKey
 from perseus_planner.runtime.follower import Follower
 from perseus_planner.runtime.guarantee import Ledger
 from perseus_planner.runtime.hook import Hook
@@ -210,7 +211,7 @@ def _by_batch(program: Program, profile: Profile, plain: Hook, iterations: int) 
     )
     hook = Hook(Marks(memoryview(bytearray(8)).cast("Q")), source, None, batches.show)
     random, more_ns, planned = Random(1), list[float](), 0
-    full_s = {key: rows[0].time_s for key, rows in profile.measurements.items()}
+    full_s = ByKey({key: rows[0].time_s for key, rows in profile.measurements.items()})
     batches.start()
     for number in range(_LEARNING + iterations):
         work = [random.uniform(0.5, 1.5) for _ in range(program.microbatches)]

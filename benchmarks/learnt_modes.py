@@ -16,7 +16,7 @@ from results import Check, Section, Table
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.extensions.autopilot import Autopilot, AutopilotJob
 from perseus_planner.profiles.measurement import ClockChange, Measurement
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode
+from perseus_planner.profiles.modes import OWN, Mode, Modes
 from perseus_planner.runtime.options import AutopilotSettings
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -135,7 +135,7 @@ def _with_mode(own: Profile, shared_by: str) -> Profile:
             time_s = _TIMES[at] * ((1 - fixed) * each.time_s + fixed * top_s)
             watts = power * each.energy_j / each.time_s
             nano.append(Measurement(each.clock_mhz, time_s, watts * time_s))
-        rows[stage, in_mode(kind, "nano")] = tuple(nano)
+        rows[stage, kind, "nano"] = tuple(nano)
     return replace(own, measurements=rows, modes=Modes({"nano": Mode()}, shared_by))
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.gpu.simulated.model import Load
+from perseus_planner.profiles.keys import AnyKey, ByKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ def fit_load(measurements: Sequence[Measurement]) -> Load:
     return _Fit(*np.array(rows, dtype=float).T).best()
 
 
-def fit_profile(profile: Profile) -> Mapping[tuple[int, str], Load]:
+def fit_profile(profile: Profile) -> Mapping[AnyKey, Load]:
     """Fit each stage and kind of a profile.
 
     Raises:
@@ -80,12 +81,12 @@ def fit_profile(profile: Profile) -> Mapping[tuple[int, str], Load]:
     if profile.control == "power-limit":
         raise ProfileError("the profile is over power limits; give a profile over clocks")
     loads = {}
-    for (stage, kind), rows in profile.measurements.items():
+    for key, rows in profile.measurements.items():
         try:
-            loads[stage, kind] = fit_load(rows)
+            loads[key] = fit_load(rows)
         except ProfileError as error:
-            raise ProfileError(f"stage {stage} {kind}: {error}") from None
-    return loads
+            raise ProfileError(f"stage {key.stage} {key.name}: {error}") from None
+    return ByKey(loads)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
         MissingError: If lowtime cannot be loaded.
     """
     fits, dag = fits_of(case, unit_s), dag_of(case, microbatches)
-    walk = Walk(fits, dag, [computation[:2] for computation in dag.computations])
+    walk = Walk(fits, dag, dag.iteration.keys)
     steps = iter(walk)
     solve_s, chosen = 0.0, []
     while True:
@@ -95,9 +95,9 @@ def lowtime_run(case: Case, microbatches: int, unit_s: float) -> LowtimeRun:
 def replayed(dag: PipelineDag, claimed_s: float, clocks: Iterable[int]) -> Replayed:
     """Replay an iteration with the measured time and energy of every computation's clock."""
     table = {
-        (*key, m.clock_mhz): m for key, points in dag.profile.measurements.items() for m in points
+        (key, m.clock_mhz): m for key, points in dag.profile.measurements.items() for m in points
     }
-    chosen = [table[(*c[:2], clock)] for c, clock in zip(dag.computations, clocks, strict=True)]
+    chosen = [table[key, clock] for key, clock in zip(dag.iteration.keys, clocks, strict=True)]
     busy_s = math.fsum(m.time_s for m in chosen)
     effective_j = math.fsum(m.energy_j for m in chosen) - dag.profile.blocking_power_w * busy_s
     return Replayed(claimed_s, max(end_times(dag, [m.time_s for m in chosen])), effective_j)
@@ -141,7 +141,7 @@ def same_plans(fits: Fits, dag: PipelineDag, times: Iterable[int]) -> Iterator[R
         event = step.state.event[: 2 * len(place_of)] // to_ticks
         duration = np.minimum((event[1::2] - event[::2])[place_of], slowest)
         clocks = [
-            fits.options[c[:2]].get_knob_for(units_given)
-            for c, units_given in zip(dag.computations, duration.tolist(), strict=True)
+            fits.options[key].get_knob_for(units_given)
+            for key, units_given in zip(dag.iteration.keys, duration.tolist(), strict=True)
         ]
         yield replayed(dag, unit * fits.unit_s, clocks)

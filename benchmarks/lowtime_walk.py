@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.errors import UsageError
+from perseus_planner.profiles.keys import Key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,14 +37,14 @@ class Fits:
         unit_s: lowtime's step in time, seconds.
         blocking_power_w: power subtracted from every option's energy, watts; or one number for each
             stage.
-        options: (stage, kind) -> lowtime's CandidateExecutionOptions.
-        models: (stage, kind) -> lowtime's ExponentialModel: units of time -> effective joules.
+        options: lowtime's CandidateExecutionOptions.
+        models: lowtime's ExponentialModel: units of time -> effective joules.
     """
 
     unit_s: float
     blocking_power_w: float | tuple[float, ...]
-    options: Mapping[tuple[int, str], Any]
-    models: Mapping[tuple[int, str], Any]
+    options: Mapping[Key, Any]
+    models: Mapping[Key, Any]
 
 
 def load_lowtime() -> None:
@@ -93,8 +94,8 @@ def fit(profile: Profile, unit_s: float, *, filter_first: bool = False) -> Fits:
         ) as error:  # a failed search, or fewer points than parameters
             raise UsageError(
                 f"lowtime finds no exponential through the {len(options[key].options)} options of "
-                f"{key[1]} on stage {key[0]} at steps of {unit_s:g} s ({error}); give it a finer "
-                "step, or leave it out"
+                f"{key.name} on stage {key.stage} at steps of {unit_s:g} s ({error}); give it a "
+                "finer step, or leave it out"
             ) from error
     return Fits(unit_s, profile.blocking_power_w, options, models)
 
@@ -127,10 +128,10 @@ class Walk:
     Args:
         fits: the profile as lowtime models it.
         dag: the iteration.
-        keys: the (stage, kind) of each of `dag.computations`.
+        keys: the key of each of `dag.computations`.
     """
 
-    def __init__(self, fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> None:
+    def __init__(self, fits: Fits, dag: PipelineDag, keys: Sequence[Key]) -> None:
         from lowtime.solver import PhillipsDessouky
 
         graph = _graph(fits, dag, keys)
@@ -147,7 +148,7 @@ class Walk:
         return [operation.assigned_knob for operation in self._operations]
 
 
-def _graph(fits: Fits, dag: PipelineDag, keys: Sequence[tuple[int, str]]) -> nx.DiGraph[int]:
+def _graph(fits: Fits, dag: PipelineDag, keys: Sequence[Key]) -> nx.DiGraph[int]:
     """Build lowtime's graph of `dag`: computation k is node k + 2, node 0 is the source and node
     1 the sink.
     """

@@ -38,7 +38,6 @@ _COLUMNS = {
     "first_worst": ("worst plan, %", ".3f"),
 }
 
-Key = tuple[int, str]
 Times = Mapping[tuple[int, str, int], Mapping[int, list[float]]]
 """(stage, kind, MHz) -> plan -> seconds of its computations."""
 
@@ -161,7 +160,8 @@ def _error(run: Run, plan: int, predicted_s: float) -> float:
 def _replayed_s(run: Run, profile: Profile, clocks: Mapping[str, int]) -> float:
     dag = PipelineDag.from_schedule(profile, run.schedule)
     tables = {key: {m.clock_mhz: m for m in rows} for key, rows in profile.measurements.items()}
-    points = [tables[c[:2]][clocks[str(c)]] for c in dag.computations]
+    each = zip(dag.computations, dag.iteration.keys, strict=True)
+    points = [tables[key][clocks[str(c)]] for c, key in each]
     return time_and_energy(dag, points)[0]
 
 
@@ -169,7 +169,7 @@ def _profile_without(run: Run, plan: int) -> tuple[Profile, set[tuple[int, str, 
     """Return the times measured with the other plans (joules are unknown), and which clocks are
     interpolated.
     """
-    known: dict[Key, dict[int, float]] = defaultdict(dict)
+    known: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for (stage, kind, clock), per_plan in run.times_s.items():
         seen = [
             time_s for other, times_s in per_plan.items() if other != plan for time_s in times_s

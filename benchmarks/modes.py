@@ -14,7 +14,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier, solve
 from perseus_planner.base.errors import InfeasibleDeadline
-from perseus_planner.profiles.modes import OWN, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.solver.modes import ModeProblem, baseline
 
 NUMBER = 34
@@ -91,8 +91,8 @@ def _rows(
         frontier = solve(profile, "1f1b", microbatches=microbatches)
         plan = frontier.plan_until(frontier.baseline_time_s, on_time=None)
         seconds = time.perf_counter() - begin_s
-        base = {mode_of(kind) for _, kind in baseline(frontier.dag).iteration.keys}.pop()
-        modes = tuple(mode_of(kind) for _, kind in plan.iteration.keys)
+        base = {key.mode for key in baseline(frontier.dag).iteration.keys}.pop()
+        modes = tuple(key.mode for key in plan.iteration.keys)
         alone = _single(frontier, base).plan_until(frontier.baseline_time_s, on_time=None)
         counted = ModeProblem(_with_limit(frontier, 1e6).dag)  # counts without a limit as well
         yield {
@@ -119,9 +119,9 @@ def _with_limit(frontier: Frontier, limit: float) -> Frontier:
 def _single(frontier: Frontier, mode: str) -> Frontier:
     """Return the frontier of one mode for all."""
     rows = {
-        (stage, in_mode(kind, OWN)): points
-        for (stage, kind), points in frontier.profile.measurements.items()
-        if mode_of(kind) == mode
+        key.in_mode(OWN): points
+        for key, points in frontier.profile.measurements.items()
+        if key.mode == mode
     }
     profile = replace(frontier.profile, measurements=rows, modes=None)
     return solve(profile, frontier.schedule)

@@ -25,10 +25,10 @@ def unlike_stages(profile: Profile, seed: int, by: float = 0.05) -> Profile:
     """
     changes = np.random.default_rng([seed, 7]).uniform(-by, by, (profile.stages, 3)).tolist()
     measurements = {}
-    for (stage, kind), rows in profile.measurements.items():
-        time, energy, slope = changes[stage]
+    for key, rows in profile.measurements.items():
+        time, energy, slope = changes[key.stage]
         steeper = [(rows[0].clock_mhz / row.clock_mhz) ** slope for row in rows]
-        measurements[stage, kind] = tuple(
+        measurements[key] = tuple(
             Measurement(
                 row.clock_mhz,
                 row.time_s * (1 + time) * factor,

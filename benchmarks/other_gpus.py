@@ -23,6 +23,7 @@ from noisy_rows import unlike_stages
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 NUMBER = 43
@@ -202,7 +203,7 @@ def _key(name: str) -> tuple[int, str]:
 
 def _run(truth: Profile, clocks: Mapping[str, int]) -> tuple[float, float]:
     """Return the seconds and joules of an iteration of 1F1B on the true GPUs."""
-    rows: dict[tuple[int, str], dict[int, Measurement]] = {
+    rows: dict[Key, dict[int, Measurement]] = {
         key: {row.clock_mhz: row for row in of_key} for key, of_key in truth.measurements.items()
     }
     programs = [list(_program(stage)) for stage in range(STAGES)]
@@ -218,7 +219,7 @@ def _run(truth: Profile, clocks: Mapping[str, int]) -> tuple[float, float]:
                 if not is_first and after not in end_s:
                     break
                 program.pop(0)
-                row = rows[stage, kind][clocks[f"{stage}{kind}{number}"]]
+                row = rows[Key(stage, kind)][clocks[f"{stage}{kind}{number}"]]
                 start_s = max(free_s[stage], 0.0 if is_first else end_s[after])
                 free_s[stage] = end_s[kind, stage, number] = start_s + row.time_s
                 busy_s[stage] += row.time_s

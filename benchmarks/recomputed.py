@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from perseus_planner import Profile
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode
+from perseus_planner.profiles.modes import OWN, Mode, Modes
 
 KEEP = "keep"
 
@@ -26,11 +26,11 @@ def recomputed(
         others: Other fields of the profile.
     """
     rows = dict(plain.measurements)
-    for (stage, kind), points in plain.measurements.items():
-        rows[stage, in_mode(kind, KEEP)] = points
-        if kind == "B":
-            again = {row.clock_mhz: row for row in plain.measurements[stage, "F"]}
-            rows[stage, kind] = tuple(
+    for key, points in plain.measurements.items():
+        rows[key.in_mode(KEEP)] = points
+        if key.kind == "B":
+            again = {row.clock_mhz: row for row in plain.measurements[key.stage, "F"]}
+            rows[key] = tuple(
                 replace(
                     row,
                     time_s=row.time_s + again[row.clock_mhz].time_s,

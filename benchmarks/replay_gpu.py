@@ -47,9 +47,9 @@ class ReplayGpu:
         seed: int = 0,
     ) -> None:
         self._rows: Mapping[str, Mapping[int, Measurement]] = {
-            kind: {row.clock_mhz: row for row in rows}
-            for (of, kind), rows in profile.measurements.items()
-            if of == stage
+            key.name: {row.clock_mhz: row for row in rows}
+            for key, rows in profile.measurements.items()
+            if key.stage == stage
         }
         self._blocking_w = profile.blocking_w(stage)
         self._noise, self._outliers, self._step_s, self._random = (

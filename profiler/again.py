@@ -18,6 +18,7 @@ from perseus_planner.plans.again import clocks_in_use, with_neighbours
 from perseus_planner.profiler.row_meter import merge
 from perseus_planner.profiler.stage import together
 from perseus_planner.profiles.groups import one_or_each
+from perseus_planner.profiles.keys import Key
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
@@ -44,11 +45,11 @@ class Again:
     def __post_init__(self) -> None:
         if self.profile.control == "observed":
             raise UsageError("the profile: nothing was set for its rows; profile the stages anew")
-        for stage, kind in clocks_in_use(self.plan):
-            if (stage, kind) not in self.profile.measurements:
+        for key in clocks_in_use(self.plan):
+            if key not in self.profile.measurements:
                 raise UsageError(
-                    f"the plan: runs {kind} of stage {stage}, which the profile does not have; "
-                    "give the profile that the plan was made from"
+                    f"the plan: runs {key.name} of stage {key.stage}, which the profile does not "
+                    "have; give the profile that the plan was made from"
                 )
         if self.plan.control != self.profile.control:
             raise UsageError(
@@ -68,7 +69,9 @@ class Again:
             settings: all settings of the GPU, highest first.
         """
         used = clocks_in_use(self.plan)
-        return {kind: with_neighbours(used.get((stage, kind), ()), settings) for kind in kinds}
+        return {
+            kind: with_neighbours(used.get(Key.named(stage, kind), ()), settings) for kind in kinds
+        }
 
     def joined(self, second: Profile) -> Profile:
         """Return the profile with the rows of the second sweep.
@@ -85,8 +88,11 @@ class Again:
                     "the same kind of GPU, as before"
                 )
         if missing := first.measurements.keys() - second.measurements.keys():
-            stage, kind = min(missing)
-            raise UsageError(f"the second sweep lacks {kind} of stage {stage}; measure as before")
+            first_missing = min(missing)
+            raise UsageError(
+                f"the second sweep lacks {first_missing.name} of stage {first_missing.stage}; "
+                "measure as before"
+            )
         rows = dict(first.measurements)
         for key in rows:
             # A kind without work has rows of 0 s, which nobody measures again.
@@ -112,7 +118,7 @@ class Again:
         pairs = [
             (rows[0], second.measurements[key][0])
             for key, rows in self.profile.measurements.items()
-            if key[0] == stage and rows[0].has_work
+            if key.stage == stage and rows[0].has_work
         ]
         times = [_difference(*pair, "time_s", "time_stderr_s") for pair in pairs]
         energies = [_difference(*pair, "energy_j", "energy_stderr_j") for pair in pairs]

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -284,10 +285,10 @@ def find_doubt(
         if min(measured) <= clock and (clock <= capped or clock in measured)
     ]
     measurements = {
-        (0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
+        Key.named(0, kind): tuple(table[clock] for clock in sorted(table, reverse=True))
         for kind, table in rows.items()
     }
-    idle = {(0, kind): (Measurement(max(measured), 0.0, 0.0),) for kind in without_work}
+    idle = {Key.named(0, kind): (Measurement(max(measured), 0.0, 0.0),) for kind in without_work}
     profile = Profile(
         measurements | idle,
         blocking_w,
@@ -301,7 +302,7 @@ def find_doubt(
     variance = np.zeros(len(PRICES))
     baseline_j = 0.0
     for kind, table in rows.items():
-        key = (0, kind)
+        key = Key.named(0, kind)
         top = table[max(table)]
         time_s = draws.time_s[key]
         energy_j = draws.energy_j[key]
@@ -309,7 +310,7 @@ def find_doubt(
         saved_j, possible_j = _savings_j(time_s, energy_j, expected, top, blocking_w)
         # Noise is relative, so logarithms are what it adds to.
         logs = np.log(time_s), np.log(energy_j)
-        for quantity, noise in zip(logs, estimate.noise[kind], strict=True):
+        for quantity, noise in zip(logs, estimate.noise[key], strict=True):
             told += _explained(possible_j, quantity, noise)
         # Like stages share what exact rows would leave unknown, between the settings, but not the
         # noise of their rows.

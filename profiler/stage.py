@@ -5,7 +5,7 @@ its rows, which make the profile of the pipeline together with those of the othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from perseus_planner.base import __version__
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.groups import common_origin, one_or_each
-from perseus_planner.profiles.modes import SHARED_BY, Mode, Modes, mode_of
+from perseus_planner.profiles.keys import Key
+from perseus_planner.profiles.modes import SHARED_BY, Mode, Modes
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class TimedRun:
 class Stage:
     """A pipeline stage on one GPU, ready to be measured."""
 
-    #: How to run each kind, named as in `Profile.measurements`. A kind comes after the one that it
+    #: How to run each kind in each mode, by `Key.name`. A kind comes after the one that it
     #: includes.
     runs: Mapping[str, TimedRun]
     #: Returns when the GPU has finished everything that was launched.
@@ -76,8 +77,8 @@ class StageRows:
     """The measurements of one stage. It can be pickled, so ranks can send it to each other."""
 
     stage: int  #: The number of the stage
-    #: Kind -> rows, highest setting first. Times are the longest of the stage's GPUs, energies
-    #: those of a replica's GPUs together, in the mean of the replicas.
+    #: `Key.name` -> rows, highest setting first. Times are the longest of the stage's GPUs,
+    #: energies those of a replica's GPUs together, in the mean of the replicas.
     measurements: Mapping[str, tuple[Measurement, ...]]
     #: Power of a replica's GPUs while they wait for a neighbour, watts in all; None if the stage
     #: has no neighbour.
@@ -153,12 +154,13 @@ def assemble_profile(
     stages = sorted(stages, key=lambda rows: rows.stage)
     _check_stages(stages)
     powers_w = _powers_w(stages, blocking_power_w)
+    measurements = {
+        Key.named(stage.stage, kind): rows
+        for stage in stages
+        for kind, rows in stage.measurements.items()
+    }
     return Profile(
-        {
-            (stage.stage, kind): rows
-            for stage in stages
-            for kind, rows in stage.measurements.items()
-        },
+        measurements,
         one_or_each(powers_w),
         gpu=" + ".join(dict.fromkeys(stage.gpu for stage in stages)),
         origin=common_origin(stage.origin for stage in stages),
@@ -167,17 +169,17 @@ def assemble_profile(
         shared_time_error=one_or_each(stage.shared_errors[0] for stage in stages),
         shared_energy_error=one_or_each(stage.shared_errors[1] for stage in stages),
         gpu_spread=together([stage.gpu_spread for stage in stages if stage.gpu_spread is not None]),
-        modes=_modes(stages),
+        modes=_modes(stages, measurements),
         iteration=iteration or {},
         conditions={**(conditions or {}), "planner": __version__, **_merge_conditions(stages)},
     )
 
 
-def _modes(stages: Sequence[StageRows]) -> Modes | None:
+def _modes(stages: Sequence[StageRows], keys: Iterable[Key]) -> Modes | None:
     """Return the modes that were measured, with the memory that each stage takes in them, and what
     they say of themselves. None if there is one way of running.
     """
-    names = dict.fromkeys(mode_of(kind) for stage in stages for kind in stage.measurements)
+    names = dict.fromkeys(key.mode for key in keys)
     if len(names) <= 1:
         return None
     ways = {}

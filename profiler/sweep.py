@@ -32,6 +32,7 @@ from perseus_planner.profiler.control import LockCheck, common_settings, opened_
 from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merge, subtract
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows, together
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.plausible import Doubt, find_doubts, row_name
 
@@ -416,7 +417,7 @@ class _Sweep:
         # Where most rows cannot be true, it is the counter that is wrong, and no window.
         if 2 * len(doubts) < sum(map(len, self._visits.values())):
             for doubt in doubts:
-                _, kind = doubt.key
+                kind = doubt.key.name
                 setting = doubt.clock
                 set_to(setting)
                 self.meter.cool_down()
@@ -435,7 +436,9 @@ class _Sweep:
         if self._is_observed:
             return []  # a row of each kind, with no other one to compare it with
         rows = {
-            (self.number, kind): [table[setting] for setting in sorted(table, reverse=True)]
+            Key.named(self.number, kind): [
+                table[setting] for setting in sorted(table, reverse=True)
+            ]
             for kind, table in self._rows().items()
         }
         doubts = find_doubts(
@@ -722,7 +725,8 @@ def _subject(
     if again is not None:
         used = clocks_in_use(again.plan)
         wanted = "; ".join(
-            f"{kind} at {', '.join(map(str, used.get((number, kind), ())))}" for kind in stage.runs
+            f"{kind} at {', '.join(map(str, used.get(Key.named(number, kind), ())))}"
+            for kind in stage.runs
         )
     return {
         "gpu": gpu.uuid,

@@ -30,10 +30,10 @@ from perseus_planner.engines.torch_state import (
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.profiler.stage import Block, Repeating, Run, Stage, TimedRun
+from perseus_planner.profiles.keys import name_of
 from perseus_planner.profiles.modes import (
     OWN,
     ModeFunctions,
-    in_mode,
     is_mode_name,
     reordering,
     shared_by,
@@ -124,7 +124,7 @@ def torch_stage(
                 entered.enter(mode)
                 with repeating():
                     steps |= {
-                        in_mode(kind, mode): entered.step(mode, step)
+                        name_of(kind, mode): entered.step(mode, step)
                         for kind, step in _all_steps(repeated, split_backward, pairs).items()
                     }
                     if device.type == "cuda" and modes is not None:
@@ -163,7 +163,7 @@ class _Entered:
             self.enter(mode)
             step.prepare()
 
-        includes = None if step.includes is None else in_mode(step.includes, mode)
+        includes = None if step.includes is None else name_of(step.includes, mode)
         return _Step(step.run, prepare, includes)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.keys import Key
 
 _MOST = 2
 """Clocks of a computation that are measured again, besides its highest one and their neighbours.
@@ -19,11 +20,11 @@ VISITS = 1
 (by hand, on the same data sets)."""
 
 
-def clocks_in_use(plan: Plan) -> dict[tuple[int, str], tuple[int, ...]]:
+def clocks_in_use(plan: Plan) -> dict[Key, tuple[int, ...]]:
     """Return (stage, kind) -> the clocks that most of its computations run at, highest first; empty
     for a kind without work.
     """
-    counts: dict[tuple[int, str], Counter[int]] = {}
+    counts: dict[Key, Counter[int]] = {}
     for computation in plan.iteration.computations:
         row = plan.measurement(computation)
         # Computations without work may have any clock, which tells nothing.
@@ -49,9 +50,7 @@ def with_neighbours(clocks_mhz: Collection[int], possible: Collection[int]) -> t
     return tuple(ordered[position] for position in sorted(places) if 0 <= position < len(ordered))
 
 
-def rows_again(
-    plan: Plan, possible: Mapping[tuple[int, str], Collection[int]]
-) -> dict[tuple[int, str], tuple[int, ...]]:
+def rows_again(plan: Plan, possible: Mapping[Key, Collection[int]]) -> dict[Key, tuple[int, ...]]:
     """Return (stage, kind) -> the clocks to measure again for a plan, highest first, of those that
     are possible for it.
     """

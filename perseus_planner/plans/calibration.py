@@ -248,7 +248,7 @@ class _PlanOfJob:
         # Plans for a probability scale their rows, so that full clocks take as long as measured.
         scale = 1.0 if plan.on_time is None else plan.on_time.time_scale
         for key, clocks in plan.measurements.items():
-            factor = scale * correction.time_factors.get(key[1][0], 1.0)
+            factor = scale * correction.time_factors.get(key.kind[0], 1.0)
             points[key] = {
                 row.clock_mhz: replace(row, time_s=factor * row.time_s)
                 for row in rows[key]

@@ -26,15 +26,15 @@ from perseus_planner.base.units import Count, Offset, Watts
 from perseus_planner.plans.replay import ALL_MAXIMUM, Timeline, origin_text, replay
 from perseus_planner.profiles.csv_file import setting_of
 from perseus_planner.profiles.jitter import Tail  # noqa: TC001 -- fields are read by their types
+from perseus_planner.profiles.keys import AnyKey, ByKey, Key
 from perseus_planner.profiles.measurement import ClockChange, Measurement, changes_per_rank
-from perseus_planner.profiles.modes import OWN, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import (
     ITERATION_KEYS,
     iteration_from_dict,
     iteration_to_dict,
-    parse_stage_kind,
 )
 
 if TYPE_CHECKING:
@@ -154,10 +154,10 @@ class Plan(Checked, error=PlanError):
     iteration: Iteration  #: the computations and operations, rank by rank, and what they wait for
     #: "3F17" -> MHz, for every computation, in the order of `schedule.computations()`.
     clocks: Mapping[str, int] = field(repr=False)
-    #: (stage, kind in the profile) -> clock in MHz -> its measurement, for the clocks in use. If
-    #: clock changes cost time, for all clocks in use on the rank, or the next lower ones that were
-    #: measured.
-    measurements: Mapping[tuple[int, str], Mapping[int, Measurement]] = field(repr=False)
+    #: (stage, kind) -> clock in MHz -> its measurement, keyed as in the profile, for the clocks in
+    #: use. If clock changes cost time, for all clocks in use on the rank, or the next lower ones
+    #: that were measured.
+    measurements: Mapping[AnyKey, Mapping[int, Measurement]] = field(repr=False)
     profile_digest: str  #: `Profile.digest` of the profile that it was computed from
     gpu: str | None  #: the GPU's name, if the profile has one
     origin: str  #: the source of the profile, "measured", "simulated", "traced" or "unknown"
@@ -194,10 +194,10 @@ class Plan(Checked, error=PlanError):
     made_with: str | None = field(default=None, compare=False)
     #: what a reader may not expect of the profile.
     remarks: tuple[str, ...] = ()
-    #: (stage, kind in the profile) -> the measurement at its highest clock, in the training's own
-    #: way: what a saving is stated against. None in plans of 0.3.
-    full_clocks: Mapping[tuple[int, str], Measurement] | None = field(default=None, repr=False)
-    _keys: Mapping[Computation, tuple[int, str]] = field(init=False, repr=False, compare=False)
+    #: (stage, kind) -> the measurement at its highest clock, in the training's own way: what a
+    #: saving is stated against. None in plans of 0.3.
+    full_clocks: Mapping[AnyKey, Measurement] | None = field(default=None, repr=False)
+    _keys: Mapping[Computation, Key] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,9 +205,9 @@ class Plan(Checked, error=PlanError):
         # own.
         object.__setattr__(self, "clocks", MappingProxyType(dict(self.clocks)))
         points = {key: MappingProxyType(dict(clocks)) for key, clocks in self.measurements.items()}
-        object.__setattr__(self, "measurements", MappingProxyType(points))
+        object.__setattr__(self, "measurements", ByKey(points))
         if self.full_clocks is not None:
-            object.__setattr__(self, "full_clocks", MappingProxyType(dict(self.full_clocks)))
+            object.__setattr__(self, "full_clocks", ByKey(self.full_clocks))
         # In their order, so that equal plans have equal files and digests.
         wanted = [str(computation) for computation in self.schedule.computations()]
         if list(self.clocks) != wanted:
@@ -254,10 +254,9 @@ class Plan(Checked, error=PlanError):
         return Sheet("", repr(self), columns, [note]).html()
 
     def _check_full_clocks(self, computation: Computation) -> None:
-        stage, kind = self.key(computation)
-        wanted = stage, in_mode(kind, OWN)
+        wanted = self.key(computation).in_mode(OWN)
         if self.full_clocks is not None and wanted not in self.full_clocks:
-            raise PlanError(f"full_clocks: has no {stage}{wanted[1]}, which the plan runs")
+            raise PlanError(f"full_clocks: has no {wanted}, which the plan runs")
 
     @property
     def schedule(self) -> Schedule:
@@ -267,8 +266,9 @@ class Plan(Checked, error=PlanError):
     @cached_property
     def modes(self) -> Mapping[str, str]:
         """The modes: "3F17" -> "recompute", for computations that run in another than their own."""
-        modes = {str(c): mode_of(kind) for c, (_, kind) in self._keys.items()}
-        return MappingProxyType({name: mode for name, mode in modes.items() if mode != OWN})
+        return MappingProxyType(
+            {str(c): key.mode for c, key in self._keys.items() if key.mode != OWN}
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -325,8 +325,8 @@ class Plan(Checked, error=PlanError):
         """Joules saved per iteration, compared with all clocks at their maximum."""
         return self.baseline_energy_j - self.energy_j
 
-    def key(self, computation: Computation) -> tuple[int, str]:
-        """Return the stage and the kind, in the profile, of a computation of the plan."""
+    def key(self, computation: Computation) -> Key:
+        """Return the key, in the profile, of a computation of the plan."""
         return self._keys[computation]
 
     def measurement(self, computation: Computation) -> Measurement:
@@ -367,7 +367,7 @@ class Plan(Checked, error=PlanError):
                     "computation": name,
                     "rank": iteration.rank_of[index],
                     "stage": None if computation is None else computation.stage,
-                    "kind": None if computation is None else in_mode(iteration.keys[index][1], OWN),
+                    "kind": None if computation is None else iteration.keys[index].kind,
                     **(
                         {"mode": self.modes.get(name, OWN) if computation else None}
                         if self.modes
@@ -457,10 +457,8 @@ class Plan(Checked, error=PlanError):
             # for people; they follow from the clocks below
             "changes": list(self.changes),
             "measurements": {
-                f"{stage}{kind}": {
-                    clock: [point.time_s, point.energy_j] for clock, point in clocks.items()
-                }
-                for (stage, kind), clocks in self.measurements.items()
+                str(key): {clock: [point.time_s, point.energy_j] for clock, point in clocks.items()}
+                for key, clocks in self.measurements.items()
             },
             **self._full_clocks_content(),
             **iteration_to_dict(self.iteration),
@@ -474,8 +472,8 @@ class Plan(Checked, error=PlanError):
         if self.full_clocks is None:
             return {}
         rows = {
-            f"{stage}{kind}": [row.clock_mhz, row.time_s, row.energy_j]
-            for (stage, kind), row in self.full_clocks.items()
+            str(key): [row.clock_mhz, row.time_s, row.energy_j]
+            for key, row in self.full_clocks.items()
         }
         return {"full_clocks": rows}
 
@@ -494,7 +492,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
         ranks = tuple(tuple(Computation.parse(text) for text in rank) for rank in values["ranks"])
         measurements = {
             # JSON keys are always text.
-            parse_stage_kind(text): {
+            Key.parse(text): {
                 int(clock): Measurement(int(clock), *point) for clock, point in clocks.items()
             }
             for text, clocks in values["measurements"].items()
@@ -504,8 +502,7 @@ def _from_content(values: Mapping[str, Any], name: str) -> Plan:
         full_clocks = None
         if "full_clocks" in values:  # not until 0.3
             full_clocks = {
-                parse_stage_kind(text): Measurement(*row)
-                for text, row in values["full_clocks"].items()
+                Key.parse(text): Measurement(*row) for text, row in values["full_clocks"].items()
             }
         return restore(
             Plan,

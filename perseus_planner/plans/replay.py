@@ -22,6 +22,7 @@ from perseus_planner.profiles.measurement import ClockChange
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from perseus_planner.profiles.keys import AnyKey
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.schedules import Computation
@@ -47,7 +48,7 @@ class Planned(Protocol):
     @property
     def clocks(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
-    def measurements(self) -> Mapping[tuple[int, str], Mapping[int, Measurement]]: ...  # noqa: D102
+    def measurements(self) -> Mapping[AnyKey, Mapping[int, Measurement]]: ...  # noqa: D102
     @property
     def rank_waiting_w(self) -> tuple[float, ...]: ...  # noqa: D102
     @property

@@ -12,8 +12,9 @@ from perseus_planner.base.errors import ProfileError, shown
 from perseus_planner.base.fields import rules
 from perseus_planner.base.tables import CsvFile, CsvRow, Text, csv_text
 from perseus_planner.base.units import CLOCK, COMPUTED, ENERGY, INDEX, LIMIT, STAGE, TIME
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Evidence
-from perseus_planner.profiles.modes import OWN, in_mode, is_mode_name, mode_of
+from perseus_planner.profiles.modes import OWN, is_mode_name
 
 CONTROLS = MappingProxyType(
     {"clock": "frequency", "power-limit": "power_limit", "observed": "observed_frequency"}
@@ -38,20 +39,15 @@ _KINDS = MappingProxyType(
     {**{word: kind for kind, word in WORDS.items()}, **{kind: kind for kind in WORDS}}
 )
 _SUFFIX = re.compile(r"(\.[a-z0-9_-]+)?")
-KIND_IN_MODE = re.compile(r"[FBIW](\.[a-z0-9_-]+)?(@[a-z0-9_-]+)?")
-"""The kind of a computation in a profile."""
 _FEW_GHZ = re.compile(r"[0-9]\.[0-9]+")  #: how a clock in GHz is written
 _ORDER = "order"  #: the column of `Evidence.order`, which only swept profiles have
 _MODE = "mode"  #: the column, which only a profile with modes has
 
 
 class Row(NamedTuple):
-    """One measured computation: its stage, kind such as "F", "B.sync" or "B@recompute", clock in
-    MHz (or limit in watts), s and J.
-    """
+    """One measured computation: its key, clock in MHz (or limit in watts), s and J."""
 
-    stage: int
-    kind: str
+    key: Key
     clock_mhz: int
     time_s: float
     energy_j: float
@@ -63,13 +59,13 @@ class Table(NamedTuple):
 
     rows: list[Row]
     control: str  #: what was set, as the header says
-    places: dict[tuple[int, str, int], str]  #: stage, kind and clock -> file and line
+    places: dict[tuple[Key, int], str]  #: key and clock -> file and line
     cut: str | None  #: the place of the last row if the file ends without its end of line
 
 
 def word_of(kind: str) -> str:
     """Return the instruction in the CSV for a kind: "backward" for "B", "backward.sync" for
-    "B.sync"; and for people "backward@recompute" for "B@recompute".
+    "B.sync"; and for people "backward@recompute" for the `Key.name` "B@recompute".
     """
     return WORDS[kind[0]] + kind[1:]
 
@@ -101,15 +97,15 @@ def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     # Columns that no row would fill are left out, so that a plain profile has a plain table.
     has_evidence = any(row.evidence is not None for row in rows)
     has_order = any(row.evidence and row.evidence.order is not None for row in rows)
-    has_modes = any(mode_of(row.kind) != OWN for row in rows)
+    has_modes = any(row.key.mode != OWN for row in rows)
     header = ["stage", "instruction", *[_MODE] * has_modes, CONTROLS[control], "time", "energy"]
     # The order of measuring comes last, as older files do not have it.
     lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
     lines[0] += [_ORDER] * has_order
     for row in rows:
-        # A mode has a column of its own, so the instruction is that of the training's own way.
-        mode = [mode_of(row.kind)] if has_modes else []
-        cells = [row.stage, word_of(in_mode(row.kind, OWN)), *mode, *row[2:5]]
+        # A mode has a column of its own.
+        mode = [row.key.mode] if has_modes else []
+        cells = [row.key.stage, word_of(row.key.kind), *mode, *row[1:4]]
         lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])
         lines[-1] += [row.evidence.order if row.evidence else None] * has_order
     return csv_text(lines).encode()
@@ -144,13 +140,14 @@ def read_table(path: Path) -> Table:
     table.refuse_twice([*columns, _MODE, _ORDER, *_EVIDENCE.values()])
     (control,) = controls
     rows = []
-    seen: dict[tuple[int, str, int], str] = {}
+    seen: dict[tuple[Key, int], str] = {}
     cut: str | None = None
     for cells in table:
         row = _row(cells, setting)
-        earlier = seen.setdefault(row[:3], cells.where)
+        earlier = seen.setdefault((row.key, row.clock_mhz), cells.where)
         if earlier != cells.where:
-            what = f"stage {row.stage} {word_of(row.kind)} at {row.clock_mhz} {unit_of(control)}"
+            name = word_of(row.key.name)
+            what = f"stage {row.key.stage} {name} at {row.clock_mhz} {unit_of(control)}"
             raise ProfileError(
                 f"{cells.where}: {what} is on {earlier.removeprefix(f'{path}, ')} too; keep one of "
                 "them"
@@ -181,9 +178,8 @@ def _row(cells: CsvRow, setting: str) -> Row:
     if energy_j:
         cells.read("time", TIME)  # only a computation without work takes no time
     kind = cells.read("instruction", _INSTRUCTION)
-    if cells.cells.get(_MODE):
-        kind = in_mode(kind, cells.read(_MODE, _MODE_NAME))
-    return Row(stage, kind, value, time_s, energy_j, _evidence(cells))
+    mode = cells.read(_MODE, _MODE_NAME) if cells.cells.get(_MODE) else OWN
+    return Row(Key(stage, kind, mode), value, time_s, energy_j, _evidence(cells))
 
 
 def _evidence(cells: CsvRow) -> Evidence | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,15 +19,15 @@ import numpy as np
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.units import CLOCK, COUNT, INDEX
 from perseus_planner.profiles.csv_file import unit_of, word_of
+from perseus_planner.profiles.keys import AnyKey, ByKey, Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.smoothing import Curves, Points, Scales
 
 if TYPE_CHECKING:
     from perseus_planner.profiles.smoothing import Floats
 
-Key = tuple[int, str]
 Rows = Mapping[Key, tuple[Measurement, ...]]
-"""(stage, kind) -> measurements, highest clock first."""
+"""Measurements, highest clock first."""
 P = TypeVar("P")
 """What holds the rows: a profile."""
 _UNIT = 0.7  #: the x of the model is ln(highest clock / clock) over this: about 0 to 1
@@ -64,8 +63,8 @@ class Draws(NamedTuple):
     """
 
     clocks_mhz: tuple[int, ...]  #: highest first
-    time_s: Mapping[Key, Floats]  #: (stage, kind) -> (clocks, draws), seconds
-    energy_j: Mapping[Key, Floats]  #: (stage, kind) -> (clocks, draws), joules
+    time_s: Mapping[AnyKey, Floats]  #: (clocks, draws), seconds
+    energy_j: Mapping[AnyKey, Floats]  #: (clocks, draws), joules
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +77,13 @@ class Estimate(Generic[P]):
     #: though its time and energy are estimates now; an interpolated one has no evidence.
     mean: P
     #: (stage, kind) -> the clocks at which it was not measured, MHz, highest first.
-    interpolated: Mapping[Key, tuple[int, ...]]
+    interpolated: ByKey[tuple[int, ...]]
     #: whether rows have standard errors. If not, the noise is taken from how far like stages, and
     #: neighbouring clocks, scatter.
     has_errors: bool
-    #: kind -> the relative standard errors of the time, and of the energy, of a row, as they were
-    #: found.
-    noise: Mapping[str, tuple[float, float]]
+    #: (stage, kind) -> the relative standard errors of the time, and of the energy, of a row, as
+    #: they were found for all stages of its kind together.
+    noise: ByKey[tuple[float, float]]
     _clocks: tuple[int, ...] = field(repr=False)
     _without_work: tuple[Key, ...] = field(repr=False)
     _kinds: tuple[_Kind, ...] = field(repr=False)
@@ -108,21 +107,22 @@ class Estimate(Generic[P]):
             time_s |= kind.table(kind.reachable(kind.time.draws(count, random)))
             energy_j |= kind.table(kind.energy.draws(count, random))
         # What the rows of a stage share is drawn once for all of its kinds.
-        drift = {stage: random.standard_normal((2, count)) for stage, _ in time_s}
-        for stage, name in time_s:
-            errors = self._shared_errors(stage)
-            for table, error, drawn in zip((time_s, energy_j), errors, drift[stage], strict=True):
+        drift = {key.stage: random.standard_normal((2, count)) for key in time_s}
+        for key in time_s:
+            errors = self._shared_errors(key.stage)
+            drawn_of_stage = drift[key.stage]
+            for table, error, drawn in zip((time_s, energy_j), errors, drawn_of_stage, strict=True):
                 # The error is that of the top clock against others, so the top itself keeps its
                 # draws.
-                table[stage, name][1:] *= np.exp(error * drawn)
+                table[key][1:] *= np.exp(error * drawn)
         for key in self._without_work:
             time_s[key] = np.zeros((len(self._clocks), count))
             energy_j[key] = np.zeros((len(self._clocks), count))
-        return Draws(self._clocks, MappingProxyType(time_s), MappingProxyType(energy_j))
+        return Draws(self._clocks, ByKey(time_s), ByKey(energy_j))
 
 
 class _Kind(NamedTuple):
-    """The curves of one kind of computations, such as F, of all stages that have it."""
+    """The curves of computations of one kind in one mode, such as F, of all stages that have it."""
 
     keys: list[Key]
     clocks: tuple[int, ...]
@@ -159,7 +159,7 @@ def exact_draws(rows: Rows) -> Draws:
             position = clocks.index(row.clock_mhz)
             time_s[key][position] = row.time_s
             energy_j[key][position] = row.energy_j
-    return Draws(clocks, time_s, energy_j)
+    return Draws(clocks, ByKey(time_s), ByKey(energy_j))
 
 
 def on_other_gpus(
@@ -184,7 +184,7 @@ def on_other_gpus(
     longer = {gpu: np.exp(spread * random.standard_normal(count)) for gpu in gpus}
     # At the same power, joules grow as seconds do.
     time_s, energy_j = (
-        MappingProxyType({key: rows * longer[gpu_of[key[0]]] for key, rows in table.items()})
+        ByKey({key: rows * longer[gpu_of[key.stage]] for key, rows in table.items()})
         for table in (draws.time_s, draws.energy_j)
     )
     return Draws(draws.clocks_mhz, time_s, energy_j)
@@ -204,9 +204,11 @@ def estimate_rows(
     clocks = _clocks(rows, control, clocks_mhz)
     without_work = tuple(key for key, of_key in rows.items() if not of_key[0].has_work)
     busy = {key: of_key for key, of_key in rows.items() if of_key[0].has_work}
-    # Stages share a curve only with computations of their kind, such as forwards.
-    names = dict.fromkeys(kind for _, kind in busy)
-    kinds = tuple(_kind(busy, control, name, clocks) for name in names)
+    # Stages share a curve only with computations of their kind and mode, such as forwards.
+    alike: dict[tuple[str, str], list[Key]] = {}
+    for key in busy:
+        alike.setdefault((key.kind, key.mode), []).append(key)
+    kinds = tuple(_kind(busy, control, keys, clocks) for keys in alike.values())
     expected = dict[Key, tuple[Measurement, ...]]()
     for key in without_work:
         expected[key] = tuple(Measurement(mhz, 0.0, 0.0) for mhz in clocks)
@@ -225,7 +227,7 @@ def estimate_rows(
     measured = {key: {row.clock_mhz for row in of_key} for key, of_key in rows.items()}
     return Estimate(
         profile_of(expected),
-        MappingProxyType(
+        ByKey(
             {
                 key: tuple(mhz for mhz in clocks if mhz not in measured_mhz)
                 for key, measured_mhz in measured.items()
@@ -233,10 +235,11 @@ def estimate_rows(
             }
         ),
         any(row.evidence is not None for row in chain(*rows.values())),
-        MappingProxyType(
+        ByKey(
             {
-                name: (k.time.scales.noise, k.energy.scales.noise)
-                for name, k in zip(names, kinds, strict=True)
+                key: (kind.time.scales.noise, kind.energy.scales.noise)
+                for kind in kinds
+                for key in kind.keys
             }
         ),
         clocks,
@@ -296,14 +299,14 @@ def _clocks(rows: Rows, control: str, clocks_mhz: Collection[int] | None) -> tup
     return tuple(sorted({*measured, *clocks_mhz}, reverse=True))
 
 
-def _kind(table: Rows, control: str, name: str, clocks: tuple[int, ...]) -> _Kind:
-    keys = [key for key in table if key[1] == name]
+def _kind(table: Rows, control: str, keys: list[Key], clocks: tuple[int, ...]) -> _Kind:
     rows = [table[key] for key in keys]
     # Logarithms need energies above 0.
     for key, key_rows in zip(keys, rows, strict=True):
         for row in key_rows:
             if row.energy_j == 0.0:
-                where = f"stage {key[0]} {word_of(name)} at {row.clock_mhz} {unit_of(control)}"
+                name = word_of(key.name)
+                where = f"stage {key.stage} {name} at {row.clock_mhz} {unit_of(control)}"
                 raise ProfileError(
                     f"{where}: has an energy of 0 J, from which nothing can be estimated; measure "
                     "it, or ask for plans that take rows as measured"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.units import COUNT, FACTOR, POWER_BOUND
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
             `overhead_s`, the three parts of jitter, `gpu_spread`, `clock_change` or `control`.
     """
     first = _first(profiles)
-    measurements: dict[tuple[int, str], tuple[Measurement, ...]] = {}
+    measurements: dict[Key, tuple[Measurement, ...]] = {}
     powers_w = []
     errors = []
     for stage, profile in enumerate(profiles):
@@ -122,9 +123,9 @@ def stage_by_stage(profiles: Sequence[Profile]) -> Profile:
         powers_w.append(profile.blocking_w(source))
         errors.append([profile.shared_errors(source)])
         measurements |= {
-            (stage, kind): rows
-            for (profile_stage, kind), rows in profile.measurements.items()
-            if profile_stage == source
+            Key(stage, key.kind, key.mode): rows
+            for key, rows in profile.measurements.items()
+            if key.stage == source
         }
     return replace(
         first,
@@ -157,8 +158,8 @@ def slowed(profile: Profile, slowdowns: Mapping[int, float]) -> Profile:
         FACTOR.check(slowdown, f"slow stage {stage}", ProfileError)
 
     # Power stays, so joules and both errors grow as seconds do.
-    def slower(key: tuple[int, str], row: Measurement) -> Measurement:
-        slowdown = slowdowns.get(key[0], 1.0)
+    def slower(key: Key, row: Measurement) -> Measurement:
+        slowdown = slowdowns.get(key.stage, 1.0)
         evidence = row.evidence
         if evidence is not None:
             time_s = evidence.time_stderr_s
@@ -199,13 +200,13 @@ def within_power_limit(profile: Profile, limit_w: float) -> Profile:
         key: tuple(row for row in rows if power_w(row) <= most_w)
         for key, rows in profile.measurements.items()
     }
-    for (stage, kind), rows in kept.items():
+    for key, rows in kept.items():
         if not rows:
-            least_w = min(map(power_w, profile.measurements[stage, kind]))
+            least_w = min(map(power_w, profile.measurements[key]))
             raise ProfileError(
-                f"stage {stage} {word_of(kind)}: draws {least_w:.0f} W at its least clock, and "
-                f"the power limit of its GPU is {limit_w:g} W; measure lower clocks, or raise the "
-                "limit"
+                f"stage {key.stage} {word_of(key.name)}: draws {least_w:.0f} W at its least clock, "
+                f"and the power limit of its GPU is {limit_w:g} W; measure lower clocks, or raise "
+                "the limit"
             )
     return profile if kept == profile.measurements else replace(profile, measurements=kept)
 
@@ -220,12 +221,12 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
     """
 
     # The added time is waiting, so it costs what waiting draws and not what computing does.
-    def longer(key: tuple[int, str], row: Measurement) -> Measurement:
-        factor = factors.get(key[1][0], 1.0)
+    def longer(key: Key, row: Measurement) -> Measurement:
+        factor = factors.get(key.kind[0], 1.0)
         evidence = row.evidence and replace(
             row.evidence, time_stderr_s=row.evidence.time_stderr_s * factor
         )
-        waiting_j = profile.blocking_w(key[0]) * (factor - 1) * row.time_s
+        waiting_j = profile.blocking_w(key.stage) * (factor - 1) * row.time_s
         return Measurement(
             row.clock_mhz, row.time_s * factor, max(0.0, row.energy_j + waiting_j), evidence
         )
@@ -233,9 +234,7 @@ def waiting_longer(profile: Profile, factors: Mapping[str, float]) -> Profile:
     return _with_rows(profile, longer)
 
 
-def _with_rows(
-    profile: Profile, change: Callable[[tuple[int, str], Measurement], Measurement]
-) -> Profile:
+def _with_rows(profile: Profile, change: Callable[[Key, Measurement], Measurement]) -> Profile:
     """Return the profile with each measurement of a stage and kind changed."""
     rows = {
         key: tuple(change(key, row) for row in key_rows)
@@ -250,13 +249,13 @@ def _first(profiles: Sequence[Profile]) -> Profile:
     return profiles[0]
 
 
-def _merge(rows: Sequence[Sequence[Measurement]], key: tuple[int, str]) -> Iterable[Measurement]:
+def _merge(rows: Sequence[Sequence[Measurement]], key: Key) -> Iterable[Measurement]:
     """Yield the measurements of a group from those of its GPUs, highest clock first."""
     # Each GPU has a row at a clock or none, and the group needs all of them.
     tables = [{m.clock_mhz: m for m in gpu_rows} for gpu_rows in rows]
     common = sorted(set.intersection(*map(set, tables)), reverse=True)
     if not common:
-        where = f"stage {key[0]} {word_of(key[1])}"
+        where = f"stage {key.stage} {word_of(key.name)}"
         raise ProfileError(f"{where}: the GPUs of the group have no clock in common; measure one")
     for clock in common:
         # The slowest GPU decides the time, and all of them draw.

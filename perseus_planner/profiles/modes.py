@@ -1,7 +1,6 @@
 """Modes: the ways in which a computation can run, such as with activation recompute.
 
-The mode of a computation stands behind its kind, as in "B@recompute". A kind without one runs in
-the training's own way, which is that of every computation without a plan.
+A computation runs in the training's own way, `OWN`, unless a plan has chosen another mode for it.
 """
 
 from __future__ import annotations
@@ -67,17 +66,6 @@ def reordering(functions: ModeFunctions) -> tuple[str, ...]:
     return tuple(
         name for name, function in functions.items() if getattr(function, "reorders", False)
     )
-
-
-def mode_of(kind: str) -> str:
-    """Return the mode of a kind such as "B.sync@recompute"; `OWN` if it names none."""
-    return kind.partition("@")[2] or OWN
-
-
-def in_mode(kind: str, mode: str) -> str:
-    """Return a kind in another mode."""
-    base = kind.partition("@")[0]
-    return base if mode == OWN else f"{base}@{mode}"
 
 
 def is_mode_name(name: object) -> bool:

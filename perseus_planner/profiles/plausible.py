@@ -28,12 +28,11 @@ import yaml
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of, word_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 
-Key = tuple[int, str]
-"""Stage and kind."""
 Rows = Mapping[Key, Sequence[Measurement]]
-"""(stage, kind) -> measurements, highest clock first."""
+"""Measurements, highest clock first."""
 
 _UNKNOWN_LIMIT_W = 3000.0
 """The most that a GPU may draw that the catalogue does not have, watts. The largest that were
@@ -126,7 +125,7 @@ def find_doubts(
     """Return what cannot be true of the rows of a profile, and then what is unusual.
 
     Args:
-        rows: (stage, kind) -> measurements, highest clock first; energies of all GPUs of a stage.
+        rows: measurements, highest clock first; energies of all GPUs of a stage.
         control: what was set for each row, as in `Profile`.
         gpus: the number of GPUs of a stage.
         waiting_w: returns the power of a stage's GPUs while they wait, watts; 0 if it is not known.
@@ -165,8 +164,8 @@ def refuse_doubtful(doubts: Sequence[Doubt], place_of: Callable[[Doubt], str]) -
 
 def row_name(doubt: Doubt, control: str) -> str:
     """Return the name of the row that is doubted, for people."""
-    stage, kind = doubt.key
-    return f"stage {stage} {word_of(kind)} at {doubt.clock} {unit_of(control)}"
+    name = word_of(doubt.key.name)
+    return f"stage {doubt.key.stage} {name} at {doubt.clock} {unit_of(control)}"
 
 
 def column_of(doubt: Doubt, control: str) -> str:
@@ -249,7 +248,7 @@ def _power_doubts(judged: _Judged) -> Iterator[Doubt]:
     high: list[tuple[Key, Measurement]] = []
     low: list[tuple[Key, Measurement]] = []
     for key, rows in judged.rows.items():
-        waiting_w = judged.waiting_w(key[0]) / judged.gpus
+        waiting_w = judged.waiting_w(key.stage) / judged.gpus
         for row in rows:
             share = _WAITING_AT_ZERO + (_WAITING_AT_TOP - _WAITING_AT_ZERO) * row.clock_mhz / top
             # Launches leave a GPU idle, so brief computations may draw little.
@@ -281,7 +280,7 @@ def _too_high(
     power_w = judged.power_w(row)
     # Three times what a waiting GPU draws, or a fifth of the most, is near the middle of what GPUs
     # draw: close enough to tell units, which differ by 1000.
-    usual_w = 3 * judged.waiting_w(key[0]) / judged.gpus or judged.most_w / 5
+    usual_w = 3 * judged.waiting_w(key.stage) / judged.gpus or judged.most_w / 5
     cause = (
         "is this the energy of several GPUs (gpus_per_stage of a profile.yaml says how many), or "
         "of several computations?"
@@ -303,7 +302,7 @@ def _too_low(
 ) -> tuple[str, str]:
     """Return the column that is likely to be wrong, and the problem."""
     power_w = judged.power_w(row)
-    waiting_w = judged.waiting_w(key[0]) / judged.gpus
+    waiting_w = judged.waiting_w(key.stage) / judged.gpus
     time = si(row.time_s, "s", 4)
     # A counter that did not move is another fault than a wrong unit.
     if row.energy_j == 0.0:
@@ -449,12 +448,12 @@ def _unusual_powers(judged: _Judged) -> Iterator[Doubt]:
     """Yield the row that draws the most, if that is many times what a waiting GPU draws."""
     # Where waiting draws next to nothing, every power is many times that.
     drawn = [
-        (row.power_w / judged.waiting_w(key[0]), key, row)
+        (row.power_w / judged.waiting_w(key.stage), key, row)
         for key, rows in judged.rows.items()
         for row in rows
-        if judged.waiting_w(key[0]) > _LEAST_W * judged.gpus
+        if judged.waiting_w(key.stage) > _LEAST_W * judged.gpus
     ]
-    times, key, row = max(drawn, key=lambda entry: entry[0], default=(0.0, (0, "F"), None))
+    times, key, row = max(drawn, key=lambda entry: entry[0], default=(0.0, Key(0, "F"), None))
     if row is not None and times > _TIMES_WAITING:
         problem = (
             f"a GPU that computes draws {si(judged.power_w(row), 'W', 4)}, {times:.0f} times what "

@@ -30,7 +30,6 @@ from perseus_planner.base.tables import WHOLE, Column, Sheet, lay_out, make_fram
 from perseus_planner.base.units import COUNT, STAGE, Count, Offset, Share, Watts
 from perseus_planner.profiles.csv_file import (
     CONTROLS,
-    KIND_IN_MODE,
     WORDS,
     Row,
     Table,
@@ -41,8 +40,9 @@ from perseus_planner.profiles.csv_file import (
     word_of,
 )
 from perseus_planner.profiles.jitter import Jitter, Tail
+from perseus_planner.profiles.keys import AnyKey, ByKey, Key, is_kind
 from perseus_planner.profiles.measurement import ClockChange, Evidence, Measurement
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN, Mode, Modes, is_mode_name
 from perseus_planner.profiles.plausible import (
     Doubt,
     column_of,
@@ -90,14 +90,14 @@ class Profile(Checked, error=ProfileError):
         ProfileError: If the values are not such a profile.
     """
 
-    #: (stage, kind) -> measurements, highest clock first. Stages count from 0 without a hole; the
+    #: (stage, kind) -> measurements, highest clock first; (stage, kind, mode) for those in another
+    #: mode than the training's own (`profiles.keys.Key`). Stages count from 0 without a hole; the
     #: kind is "F" (forward), "B" (backward), "I" or "W" (gradient of the inputs, of the weights),
-    #: or one of them with a suffix that you choose, such as "B.sync"; a mode stands behind it, as
-    #: in "B@recompute", and each computation has every mode. Each stage has F, and B or
-    #: both I and W; F of stage 0 alone is a whole iteration, of the schedule "whole". One clock is
-    #: enough. A kind without work, such as B of a frozen first stage, takes 0 s and 0 J at every
-    #: clock; one row is enough to say so.
-    measurements: Mapping[tuple[int, str], tuple[Measurement, ...]] = field(repr=False)
+    #: or one of them with a suffix that you choose, such as "B.sync"; each computation has every
+    #: mode. Each stage has F, and B or both I and W; F of stage 0 alone is a whole iteration, of
+    #: the schedule "whole". One clock is enough. A kind without work, such as B of a frozen first
+    #: stage, takes 0 s and 0 J at every clock; one row is enough to say so.
+    measurements: Mapping[AnyKey, tuple[Measurement, ...]] = field(repr=False)
     #: what a stage's GPUs draw while they wait for their neighbours, watts, 0 or more; or one
     #: number for each stage.
     blocking_power_w: Watts | tuple[Watts, ...]
@@ -150,22 +150,20 @@ class Profile(Checked, error=ProfileError):
 
     def __post_init__(self) -> None:
         # All rows are checked before the fields, as these are told by the stages.
-        table = {
-            _checked_key(key): _checked_points(key, points)
-            for key, points in self.measurements.items()
-        }
+        table = dict[Key, tuple[Measurement, ...]]()
+        for given, points in self.measurements.items():
+            key = _checked_key(given)
+            table[key] = _checked_points(key, points)
         # A whole iteration is one computation, without backwards of its own.
         is_whole = self.iteration and dict(self.iteration).get("schedule") == "whole"
-        if not (is_whole and table.keys() == {(0, "F")}):
+        if not (is_whole and table.keys() == {Key(0, "F")}):
             _check_complete(table)
         # A kind without work has a row at each clock, so that others need not ask.
         table = _with_every_clock(table)
         # In a fixed order, so that equal profiles are written alike.
         kinds = list(WORDS)
-        order = sorted(table, key=lambda key: (key[0], kinds.index(key[1][0]), key[1]))
-        object.__setattr__(
-            self, "measurements", MappingProxyType({key: table[key] for key in order})
-        )
+        order = sorted(table, key=lambda key: (key.stage, kinds.index(key.kind[0]), key.name))
+        object.__setattr__(self, "measurements", ByKey({key: table[key] for key in order}))
         super().__post_init__()
         self._check_modes()
         for name in _OF_STAGES:
@@ -179,7 +177,7 @@ class Profile(Checked, error=ProfileError):
     def _check_modes(self) -> None:
         """Check that each computation has the modes that `modes` has, or fill these in."""
         # Rows in modes make a profile with modes, also if nobody says what these set.
-        modes_of_rows = dict.fromkeys(mode_of(kind) for _, kind in self.measurements)
+        modes_of_rows = dict.fromkeys(key.mode for key in self.measurements)
         if self.modes is None and len(modes_of_rows) > 1:
             object.__setattr__(self, "modes", Modes({name: Mode() for name in modes_of_rows}))
         ways = {OWN: None} if self.modes is None else self.modes.ways
@@ -188,13 +186,12 @@ class Profile(Checked, error=ProfileError):
                 f"modes, ways: has no {unknown[0]}, which rows have; say what it sets"
             )
         # A plan may choose any mode anywhere, so each computation needs all of them.
-        for stage, kind in self.measurements:
+        for key in self.measurements:
             for name in ways:
-                if (stage, in_mode(kind, name)) not in self.measurements:
-                    word = word_of(in_mode(kind, OWN))
+                if key.in_mode(name) not in self.measurements:
                     raise ProfileError(
-                        f"modes: stage {stage} has no {word} in the mode {name}; measure each "
-                        "computation in every mode, or leave the mode out"
+                        f"modes: stage {key.stage} has no {word_of(key.kind)} in the mode {name}; "
+                        "measure each computation in every mode, or leave the mode out"
                     )
         for of_stages in () if self.modes is None else self.modes.of_stages():
             if isinstance(of_stages, tuple) and len(of_stages) != self.stages:
@@ -203,14 +200,15 @@ class Profile(Checked, error=ProfileError):
                     f"{self.stages} stages; give one for each, or one for all"
                 )
 
-    def has_work(self, key: tuple[int, str]) -> bool:
+    def has_work(self, key: AnyKey) -> bool:
         """Return whether a computation takes time, which is so at all of its clocks or at none."""
         return self.measurements[key][0].has_work
 
     @property
     def stages(self) -> int:
         """The number of pipeline stages."""
-        return 1 + max(stage for stage, _ in self.measurements)
+        stages: set[int] = {key.stage for key in self.measurements}
+        return 1 + max(stages)
 
     def blocking_w(self, stage: int) -> float:
         """Return what the GPUs of `stage` draw while they wait, watts."""
@@ -308,8 +306,8 @@ class Profile(Checked, error=ProfileError):
         forward" -> their highest clock. None where the GPU chose the clocks.
         """
         tops = {
-            f"{stage} {word_of(kind)}": rows[0].clock_mhz
-            for (stage, kind), rows in self.measurements.items()
+            f"{key.stage} {word_of(key.name)}": rows[0].clock_mhz
+            for key, rows in self.measurements.items()
             if rows[0].has_work
         }
         if self.control == "observed":
@@ -348,7 +346,7 @@ class Profile(Checked, error=ProfileError):
         """What a notebook shows: a row for each computation, with the range of its clocks."""
         columns = lay_out(
             self.measurements.items(),
-            Column("computation", lambda item: f"{item[0][0]}{item[0][1]}", "<"),
+            Column("computation", lambda item: item[0], "<"),
             Column("clocks", lambda item: len(item[1])),
             Column("highest", lambda item: item[1][0].clock_mhz),
             Column("lowest", lambda item: item[1][-1].clock_mhz),
@@ -370,15 +368,15 @@ class Profile(Checked, error=ProfileError):
         """
         rows = [
             {
-                "stage": stage,
-                "instruction": word_of(kind),
+                "stage": key.stage,
+                "instruction": word_of(key.name),
                 setting_of(self.control): row.clock_mhz,
                 "time_s": row.time_s,
                 "energy_j": row.energy_j,
                 **{name: getattr(row.evidence, name, None) for name in rules(Evidence)},
                 "throttle": None if row.evidence is None else " ".join(row.evidence.throttle),
             }
-            for (stage, kind), measured in self.measurements.items()
+            for key, measured in self.measurements.items()
             for row in measured
         ]
         types = {**dict.fromkeys(rules(Evidence), float), "windows": WHOLE}
@@ -456,14 +454,13 @@ class Profile(Checked, error=ProfileError):
     def _csv(self, *, evidence: bool = True) -> bytes:
         rows = [
             Row(
-                stage,
-                kind,
+                key,
                 point.clock_mhz,
                 point.time_s,
                 point.energy_j,
                 point.evidence if evidence else None,
             )
-            for (stage, kind), points in self.measurements.items()
+            for key, points in self.measurements.items()
             for point in points
         ]
         return csv_bytes(rows, self.control)
@@ -535,19 +532,22 @@ def _checked_iteration(
     return MappingProxyType(dict(value))
 
 
-def _checked_key(key: object) -> tuple[int, str]:
-    match key:
-        case (stage, str() as kind) if KIND_IN_MODE.fullmatch(kind):
-            return STAGE.check(stage, "stage", ProfileError), kind
+def _checked_key(given: Any) -> Key:
+    match given:
+        case (_, str()) | (_, str(), str()):
+            key = Key.of(given)
+            if is_kind(key.kind) and is_mode_name(key.mode):
+                return Key(STAGE.check(key.stage, "stage", ProfileError), key.kind, key.mode)
     raise ProfileError(
-        f"measurements: {shown(key)} is not a stage and a kind: write it as (0, 'F') or (0, 'B')"
+        f"measurements: {shown(given)} is not a stage and a kind: write it as (0, 'F') or "
+        "(0, 'B'), or with a mode as (0, 'B', 'recompute')"
     )
 
 
-def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tuple[Measurement, ...]:
+def _checked_points(key: Key, points: Iterable[Measurement]) -> tuple[Measurement, ...]:
     # Rows are kept from the highest clock down, as everything that reads them expects.
     ordered = tuple(sorted(points, key=lambda point: point.clock_mhz, reverse=True))
-    where = f"stage {key[0]} {word_of(key[1])}"
+    where = f"stage {key.stage} {word_of(key.name)}"
     if not ordered:
         raise ProfileError(f"{where}: has no measurement; give one for each clock, at least one")
     for above, below in pairwise(ordered):
@@ -567,8 +567,8 @@ def _checked_points(key: tuple[int, str], points: Iterable[Measurement]) -> tupl
 
 
 def _with_every_clock(
-    table: Mapping[tuple[int, str], tuple[Measurement, ...]],
-) -> dict[tuple[int, str], tuple[Measurement, ...]]:
+    table: Mapping[Key, tuple[Measurement, ...]],
+) -> dict[Key, tuple[Measurement, ...]]:
     """Return the rows, with one at each clock of its stage for each kind without work: no clock
     needs to be set for it.
     """
@@ -576,30 +576,26 @@ def _with_every_clock(
         raise ProfileError("no computation takes time; give at least one that has work")
     # What runs in no time needs no clock, so it must not keep others from theirs.
     filled = dict(table)
-    for (stage, kind), rows in table.items():
+    for key, rows in table.items():
         if rows[0].has_work:
             continue
         of_stage = [
-            rows_of_stage
-            for (stage_of_rows, _), rows_of_stage in table.items()
-            if stage_of_rows == stage
+            rows_of_stage for other, rows_of_stage in table.items() if other.stage == key.stage
         ]
         busy = [rows_of_stage for rows_of_stage in of_stage if rows_of_stage[0].has_work]
         # A stage without any work may run at the clocks of all others.
         near = busy or list(table.values())
         clocks = {row.clock_mhz for rows_of_stage in [*near, rows] for row in rows_of_stage}
-        filled[stage, kind] = tuple(
-            Measurement(clock, 0.0, 0.0) for clock in sorted(clocks, reverse=True)
-        )
+        filled[key] = tuple(Measurement(clock, 0.0, 0.0) for clock in sorted(clocks, reverse=True))
     return filled
 
 
-def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
+def _check_complete(table: Mapping[Key, object]) -> None:
     if not table:
         raise ProfileError(
             "has no measurements; give at least one forward and one backward of stage 0"
         )
-    stages = {stage for stage, _ in table}
+    stages = {key.stage for key in table}
     # Stages are numbered from 0 without a hole, so the first missing one is the mistake.
     hole = next(stage for stage in count() if stage not in stages)
     if hole < len(stages):
@@ -609,12 +605,12 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
         )
     for stage in sorted(stages):
         # A backward is whole, or in two parts, or measured in both ways.
-        split = any((stage, kind) in table for kind in "IW")
+        split = any(Key(stage, kind) in table for kind in "IW")
         needed = "FB"
         if split:
-            needed = "FIW" if (stage, "B") not in table else "FBIW"
+            needed = "FIW" if Key(stage, "B") not in table else "FBIW"
         for kind in needed:
-            if (stage, kind) not in table:
+            if Key(stage, kind) not in table:
                 word = WORDS[kind]
                 raise ProfileError(
                     f"stage {stage} has no {word}; measure its {word} at one clock or more, or, "
@@ -625,10 +621,10 @@ def _check_complete(table: Mapping[tuple[int, str], object]) -> None:
 def _built(path: Path, **rest: Any) -> tuple[Profile, Table]:
     """Return the profile of the CSV at `path`, which errors name, and the table."""
     table = read_table(path)
-    by_key: dict[tuple[int, str], list[Measurement]] = {}
+    by_key: dict[Key, list[Measurement]] = {}
     for row in table.rows:
         option = Measurement(row.clock_mhz, row.time_s, row.energy_j, row.evidence)
-        by_key.setdefault((row.stage, row.kind), []).append(option)
+        by_key.setdefault(row.key, []).append(option)
     measurements = {key: tuple(options) for key, options in by_key.items()}
     try:
         return Profile(measurements, control=table.control, **rest), table
@@ -652,7 +648,7 @@ def _checked_rows(profile: Profile, table: Table) -> Profile:
     doubts = profile.doubts()
 
     def place_of(doubt: Doubt) -> str:
-        where = table.places[(*doubt.key, doubt.clock)]
+        where = table.places[doubt.key, doubt.clock]
         column = column_of(doubt, profile.control)
         # A file that was cut often ends in the middle of a number.
         cut = " (the last row, cut short?)" if where == table.cut else ""

@@ -27,10 +27,11 @@ from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.profiles.modes import OWN, in_mode
+from perseus_planner.profiles.modes import OWN
 
 if TYPE_CHECKING:
     from perseus_planner.plans.plan import Plan
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.schedules import Computation
 
 UNLIKE_ROWS = 2.0
@@ -164,7 +165,7 @@ def _rows(plan: Plan, computation: Computation, clock: int) -> Cost:
     # Full clocks are in the training's own way, whatever mode the plan has chosen.
     full = None
     if plan.full_clocks is not None:
-        full = plan.full_clocks[key[0], in_mode(key[1], OWN)]
+        full = plan.full_clocks[key.in_mode(OWN)]
         # A clock may have been raised to the highest, which the plan itself does not have.
         if key in plan.full_clocks:
             points.setdefault(full.clock_mhz, plan.full_clocks[key])
@@ -204,10 +205,10 @@ def _saving_error_j(plan: Plan) -> float:
         share = plan.on_time.saved_share
         return (share.high - share.low) / _INTERVAL_ERRORS * plan.baseline_energy_j
     # Computations of one row share its error, so energies are added up by row first.
-    of_rows: dict[tuple[int, str, int], float] = {}
+    of_rows: dict[tuple[Key, int], float] = {}
     for computation in plan.schedule.computations():
         point = plan.measurement(computation)
-        row = (*plan.key(computation), point.clock_mhz)
+        row = (plan.key(computation), point.clock_mhz)
         of_rows[row] = of_rows.get(row, 0.0) + point.energy_j
     # The rows at full clocks are as uncertain as those at the plan's.
     return _ROW_ERROR * math.sqrt(2.0 * math.fsum(energy_j**2 for energy_j in of_rows.values()))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.errors import ProfileError, ScheduleError, shown
 from perseus_planner.base.units import STAGE
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.keys import ByKey, Key
 from perseus_planner.profiles.measurement import OperatingPoint, pareto_front, undominated
-from perseus_planner.profiles.modes import in_mode
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 from perseus_planner.schedules.pipeline import pipeline_iteration
@@ -38,8 +39,8 @@ class PipelineDag:
 
     profile: Profile  #: the cost of each (stage, kind) at each clock
     iteration: Iteration  #: the nodes, and what they wait for
-    #: the iteration that a saving is compared with, once the iteration's kinds name the mode of
-    #: each computation; None while modes are open, or if the profile has none.
+    #: the iteration that a saving is compared with, once the iteration says the mode of each
+    #: computation; None while modes are open, or if the profile has none.
     base: Iteration | None = None
 
     def __post_init__(self) -> None:
@@ -53,19 +54,19 @@ class PipelineDag:
         # Each computation has to have a cost, so the first one without is named with its remedy.
         for key, computation in zip(self.iteration.keys, self.computations, strict=True):
             if key not in self.profile.measurements:
-                remedy = f"use a schedule without {key[1]}"
-                if "." in key[1]:
+                remedy = f"use a schedule without {key.name}"
+                if "." in key.kind:
                     remedy = "leave that variant out"
                 if computation in self.schedule.forward_of:
                     # `planner profile` does not measure pairs, so rows come in elsewhere.
                     raise ProfileError(
-                        f"the profile has no {word_of(key[1])} of stage {key[0]}, which "
+                        f"the profile has no {word_of(key.name)} of stage {key.stage}, which "
                         f"{self.schedule.text_of(computation)} needs; train without a plan, which "
                         "learns its rows, add them to the profile's table, or write the two in "
                         "cells of their own if they run one after the other"
                     )
                 raise ProfileError(
-                    f"the profile has no {key[1]} of stage {key[0]}, which "
+                    f"the profile has no {key.name} of stage {key.stage}, which "
                     f"{self.schedule.text_of(computation)} needs; measure it, or {remedy}"
                 )
         # A rank's GPUs wait at one power, whichever of its stages they wait for.
@@ -114,7 +115,8 @@ class PipelineDag:
                 (seconds, default 0) if it must wait longer. A node is a `Computation` or its text,
                 such as "3F17"; the attribute `rank` is the rank that runs it (default: its stage),
                 `kind` its kind in the profile, such as "B.sync" (default: its kind in the
-                schedule). Other nodes are fixed operations, named as in `Operation`, such as
+                schedule), `mode` the mode in which it runs (default: the training's own way). Other
+                nodes are fixed operations, named as in `Operation`, such as
                 "3optimizer", with the attributes `rank`, `time_s` and, unless its GPUs only wait,
                 `energy_j`. The nodes of a rank must be in one order: a path leads from each of them
                 to the next.
@@ -147,27 +149,27 @@ class PipelineDag:
         return self.iteration.order
 
     @cached_property
-    def keys(self) -> tuple[tuple[int, str], ...]:
+    def keys(self) -> tuple[Key, ...]:
         """The class of every node: nodes of one class have the same points. An operation is a
         class by itself.
         """
         return (
             *self.iteration.keys,
-            *((i, str(operation)) for i, operation in enumerate(self.iteration.operations)),
+            *(Key(i, str(operation)) for i, operation in enumerate(self.iteration.operations)),
         )
 
     @cached_property
-    def points(self) -> dict[tuple[int, str], tuple[OperatingPoint, ...]]:
+    def points(self) -> ByKey[tuple[OperatingPoint, ...]]:
         """The operating points of every class that are on its Pareto front, fastest first.
 
         Computations come in the order of the profile. An operation has one point, at clock 0.
         """
         # A profile may have kinds that this iteration does not run.
         used = set(self.iteration.keys)
-        points = {}
+        points = dict[Key, tuple[OperatingPoint, ...]]()
         for key, measurements in self.profile.measurements.items():
             if key in used:
-                points[key] = pareto_front(measurements, self.profile.blocking_w(key[0]))
+                points[key] = pareto_front(measurements, self.profile.blocking_w(key.stage))
                 # While modes are open, a point is kept if it is best in any of them.
                 if self.has_open_modes:
                     points[key] = undominated(
@@ -186,17 +188,15 @@ class PipelineDag:
                 0.0 if operation.energy_j is None else energy_j - power_w * operation.time_s
             )
             points[key] = (OperatingPoint(_NO_CLOCK, operation.time_s, energy_j, effective_j),)
-        return points
+        return ByKey(points)
 
-    def mode_points(self, key: tuple[int, str]) -> dict[str, tuple[OperatingPoint, ...]]:
+    def mode_points(self, key: Key) -> dict[str, tuple[OperatingPoint, ...]]:
         """Return the Pareto front of a computation's class in each mode, fastest first."""
-        stage, kind = key
         modes = self.profile.modes
         assert modes is not None
         fronts = {
             mode: pareto_front(
-                self.profile.measurements[stage, in_mode(kind, mode)],
-                self.profile.blocking_w(stage),
+                self.profile.measurements[key.in_mode(mode)], self.profile.blocking_w(key.stage)
             )
             for mode in modes.usable
         }
@@ -235,9 +235,11 @@ class PipelineDag:
         # Ranks are attributes, as a graph has no order of its own.
         for node, rank in zip(nodes, self.iteration.rank_of, strict=True):
             graph.add_node(node, rank=rank)
-        for computation, (_, kind) in zip(self.computations, self.iteration.keys, strict=True):
-            if kind != computation.kind:
-                graph.add_node(computation, kind=kind)
+        for computation, key in zip(self.computations, self.iteration.keys, strict=True):
+            if key.kind != computation.kind:
+                graph.add_node(computation, kind=key.kind)
+            if key.mode != OWN:
+                graph.add_node(computation, mode=key.mode)
         for operation in self.iteration.operations:
             energy = {} if operation.energy_j is None else {"energy_j": operation.energy_j}
             graph.add_node(str(operation), time_s=operation.time_s, **energy)
@@ -297,6 +299,7 @@ def iteration_of_graph(graph: nx.DiGraph[Any], name: str) -> Iteration:
         ),
         tuple(operations.values()),
         tuple(graph.nodes[node].get("kind", nodes[node].kind) for node in computed),  # type: ignore[union-attr]
+        tuple(graph.nodes[node].get("mode", OWN) for node in computed),
     )
 
 

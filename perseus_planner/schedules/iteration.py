@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, shown
 from perseus_planner.base.units import ENERGY, TIME, WAIT
-from perseus_planner.profiles.modes import OWN, in_mode
+from perseus_planner.profiles.keys import Key
+from perseus_planner.profiles.modes import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,9 +63,12 @@ class Iteration:
     #: the node; empty if all are 0.
     lags_s: tuple[tuple[float, ...], ...] = ()
     operations: tuple[Operation, ...] = ()  #: the nodes that are neither forward nor backward
-    #: the kind of each computation in the profile, such as "B.sync", with the mode that a plan has
-    #: chosen, as in "B@recompute"; empty if they are those of the schedule.
+    #: the kind of each computation in the profile, such as "B.sync"; empty if they are those of the
+    #: schedule.
     kinds: tuple[str, ...] = ()
+    #: the mode that a plan has chosen for each computation; empty if all run in the training's own
+    #: way.
+    modes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names
@@ -99,16 +103,22 @@ class Iteration:
             )
         # Equal iterations must compare equal, so defaults are stored as nothing.
         object.__setattr__(self, "lags_s", self._checked_lags_s())
-        # Suffixes and modes are added to kinds, and never change them.
+        # Suffixes are added to kinds, and never change them.
         kinds_of_schedule = tuple(c.kind for c in self.computations)
         if (
             self.kinds
-            and tuple(re.split("[.@]", str(kind))[0] for kind in self.kinds) != kinds_of_schedule
+            and tuple(str(kind).partition(".")[0] for kind in self.kinds) != kinds_of_schedule
         ):
             raise ScheduleError(
                 "kinds: are not those of the computations, with or without a suffix such as .sync"
             )
         object.__setattr__(self, "kinds", () if self.kinds == kinds_of_schedule else self.kinds)
+        if self.modes and len(self.modes) != len(self.computations):
+            raise ScheduleError(
+                f"modes: {len(self.modes)} for {len(self.computations)} computations; give as many"
+            )
+        if all(mode == OWN for mode in self.modes):
+            object.__setattr__(self, "modes", ())
         _ = self.order  # refuses a cycle
 
     def _checked_lags_s(self) -> tuple[tuple[float, ...], ...]:
@@ -135,16 +145,18 @@ class Iteration:
         return (*map(str, self.computations), *map(str, self.operations))
 
     @cached_property
-    def keys(self) -> tuple[tuple[int, str], ...]:
-        """The (stage, kind with any suffix) by which the profile knows each computation."""
-        # No kinds stand for those of the schedule.
+    def keys(self) -> tuple[Key, ...]:
+        """The key by which the profile knows each computation."""
+        # No kinds stand for those of the schedule, and no modes for the training's own way.
         kinds = self.kinds or tuple(c.kind for c in self.computations)
-        return tuple((c.stage, kind) for c, kind in zip(self.computations, kinds, strict=True))
+        modes = self.modes or (OWN,) * len(self.computations)
+        stages = (c.stage for c in self.computations)
+        return tuple(map(Key, stages, kinds, modes))
 
     @property
     def without_modes(self) -> Iteration:
         """The same iteration with each computation in the training's own way."""
-        return replace(self, kinds=tuple(in_mode(kind, OWN) for kind in self.kinds))
+        return replace(self, modes=())
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perseus_planner.base.errors import PlannerError, ScheduleError, shown
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import STAGE, Wait
-from perseus_planner.profiles.csv_file import KIND_IN_MODE
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules import Computation, Schedule, check_pipeline, dependency_of
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 
@@ -303,7 +303,6 @@ def _kinds(schedule: Schedule, variants: Sequence[Variant]) -> tuple[str, ...]:
     return tuple(renamed.get(c, c.kind) for c in schedule.computations()) if renamed else ()
 
 
-_STAGE_KIND = re.compile(rf"(\d+)({KIND_IN_MODE.pattern})")
 ITERATION_KEYS = ("kinds", "operations", "pairs", "waits")
 """Keys of `iteration_to_dict`; each only if it is not the default."""
 
@@ -311,10 +310,9 @@ ITERATION_KEYS = ("kinds", "operations", "pairs", "waits")
 def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
     """Return plain values from which `iteration_from_dict` makes `iteration` again.
 
-    kinds: computation -> its kind, for those with a suffix. operations: name -> [rank, seconds,
-    joules or null]. pairs: backward -> the forward that overlaps it.
-    waits: node -> predecessor -> lag in seconds; left out if they are those of a
-    pipeline without lags.
+    kinds: computation -> its `Key.name`, for those with a suffix or a mode. operations: name ->
+    [rank, seconds, joules or null]. pairs: backward -> the forward that overlaps it. waits: node ->
+    predecessor -> lag in seconds; left out if they are those of a pipeline without lags.
     """
     # Only what differs from a plain pipeline is written, so most files have none of it.
     content: dict[str, Any] = {}
@@ -322,11 +320,11 @@ def iteration_to_dict(iteration: Iteration) -> dict[str, Any]:
         content["pairs"] = {
             str(backward): str(forward) for forward, backward in iteration.schedule.pairs
         }
-    # The kinds with a suffix or a mode; others follow from the schedule.
+    # Others follow from the schedule.
     kinds = {
-        str(computation): kind
-        for computation, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
-        if kind != computation.kind
+        str(computation): key.name
+        for computation, key in zip(iteration.computations, iteration.keys, strict=True)
+        if key.name != computation.kind
     }
     if kinds:
         content["kinds"] = kinds
@@ -379,24 +377,26 @@ def iteration_from_dict(schedule: Schedule, content: Mapping[str, Any]) -> Itera
         lags_s = tuple(tuple(map(float, waits.values())) for waits in all_waits)
         # All lags 0 are stored as none, so that equal iterations compare equal.
         lags_s = lags_s if any(map(any, lags_s)) else ()
-    kinds_of_computations = (
-        tuple(kinds.get(str(c), c.kind) for c in schedule.computations()) if kinds else ()
-    )
-    return Iteration(schedule, predecessors, lags_s, operations, kinds_of_computations)
+    names_in_order = [kinds.get(str(c), c.kind) for c in schedule.computations()] if kinds else []
+    return Iteration(schedule, predecessors, lags_s, operations, *kinds_and_modes(names_in_order))
 
 
-def parse_stage_kind(text: str) -> tuple[int, str]:
-    """Return stage and kind of a text such as "3B" or "3B.sync".
+def names_of_keys(iteration: Iteration) -> list[str]:
+    """Return the `Key.name` of each computation; none if all follow from the schedule."""
+    if iteration.kinds or iteration.modes:
+        return [key.name for key in iteration.keys]
+    return []
+
+
+def kinds_and_modes(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return `Iteration.kinds` and `Iteration.modes` of computations with these `Key.name`s.
 
     Raises:
-        ScheduleError: If the text is not a stage and a kind.
+        ProfileError: If one is not such a name.
     """
-    match = _STAGE_KIND.fullmatch(text)
-    if match is None:
-        raise ScheduleError(
-            f"{shown(text)} is not a stage and a kind; write them as 3B, or 3B.sync"
-        )
-    return int(match[1]), match[2]
+    # Names are the same in all stages.
+    keys = [Key.named(0, name) for name in names]
+    return tuple(key.kind for key in keys), tuple(key.mode for key in keys)
 
 
 def _is_plain_pipeline(iteration: Iteration) -> bool:

@@ -58,7 +58,7 @@ def measured_again(
     # How many windows a new row has: no row says it before it is measured.
     typical = median(row_evidence.windows for row_evidence in evidence)
     for key, clocks in again.items():
-        rows[key] = _rows(rows[key], expected[key], clocks, estimate.noise[key[1]], typical)
+        rows[key] = _rows(rows[key], expected[key], clocks, estimate.noise[key], typical)
     return replace(profile, measurements=rows), sum(map(len, again.values()))
 
 

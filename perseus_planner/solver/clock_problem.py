@@ -24,6 +24,7 @@ from perseus_planner.solver.point_problem import lay_out_waits
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
@@ -94,7 +95,7 @@ class ChangeCost(NamedTuple):
 
 def clock_problem(
     iteration: Iteration,
-    classes: Sequence[tuple[int, str]],
+    classes: Sequence[Key],
     time_s: Floats,
     cost_j: Floats,
     mode_bits: int = 0,
@@ -104,7 +105,7 @@ def clock_problem(
 
     Args:
         iteration: the iteration.
-        classes: the (stage, kind) of each class.
+        classes: the key of each class.
         time_s: (classes, clocks), infinite if not measured.
         cost_j: (classes, clocks) effective energy.
         mode_bits: as in `ClockProblem`.
@@ -178,7 +179,7 @@ def clock_problem_of(dag: PipelineDag) -> tuple[ClockProblem, list[int]]:
         for m in rows:
             time_s[row, column[m.clock_mhz]] = m.time_s
             cost_j[row, column[m.clock_mhz]] = (
-                m.energy_j - dag.profile.blocking_w(key[0]) * m.time_s
+                m.energy_j - dag.profile.blocking_w(key.stage) * m.time_s
             )
     return clock_problem(dag.iteration, list(tables), time_s, cost_j), clocks
 

@@ -36,13 +36,14 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.base.tables import Column, Sheet, lay_out, make_frame
 from perseus_planner.base.units import CHANGES, ON_TIME, POWER, PROBABILITY, SHARE, TIME
 from perseus_planner.plans.replay import all_maximum, baseline_name, origin_text
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.profiles.modes import OWN, mode_of
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, generate_for_stages
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, parse_operation
-from perseus_planner.schedules.pipeline import parse_stage_kind
+from perseus_planner.schedules.pipeline import kinds_and_modes, names_of_keys
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.modes import Choice, ModeProblem, baseline, in_modes
 from perseus_planner.solver.network import UNLIMITED, Guides, Integers
@@ -182,8 +183,8 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
         "version": _VERSION,
         "profile": profile.rest(),
         "measurements": {
-            f"{stage}{kind}": [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
-            for (stage, kind), points in profile.measurements.items()
+            str(key): [(point.clock_mhz, point.time_s, point.energy_j) for point in points]
+            for key, points in profile.measurements.items()
         },
         "schedule": dag.schedule.name,
         "ranks": [" ".join(map(str, rank)) for rank in dag.schedule.ranks],
@@ -193,7 +194,7 @@ def _header(dag: PipelineDag) -> dict[str, Any]:
             if dag.schedule.pairs
             else {}
         ),
-        "kinds": dag.iteration.kinds,
+        "kinds": names_of_keys(dag.iteration),
         "operations": [
             (str(operation), operation.rank, operation.time_s, operation.energy_j)
             for operation in dag.iteration.operations
@@ -248,7 +249,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
     # Evidence is one array over all rows, in the order of the measurements; exact files have none.
     evidence = iter(list(map(_evidence, numbers, orders)))
     measurements = {
-        parse_stage_kind(text): tuple(
+        Key.parse(text): tuple(
             Measurement(clock, time_s, energy_j, next(evidence, None))
             for clock, time_s, energy_j in points
         )
@@ -275,7 +276,7 @@ def _parts(arrays: dict[str, Any]) -> Parts:
         tuple(map(tuple, before)),
         tuple(map(tuple, lags_s)) if lags else (),
         operations,
-        tuple(header["kinds"]),
+        *kinds_and_modes(header["kinds"]),
     )
     dag = PipelineDag(profile, iteration)
     guides = Guides(*(arrays[f"guide_{name}"] for name in Guides._fields))
@@ -513,7 +514,7 @@ class Frontier(TimeEnergyCurve):
         dag = baseline(self.dag)
         if dag is self.dag:
             return self.plan_of(all_maximum(dag))
-        modes = tuple(mode_of(kind) for _, kind in dag.iteration.keys)
+        modes = tuple(key.mode for key in dag.iteration.keys)
         return self._of_modes(self._fixed(modes).plan_of(all_maximum(dag)))
 
     def point_bound_j(self, deadline_s: float) -> float:

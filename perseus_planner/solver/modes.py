@@ -32,12 +32,13 @@ from perseus_planner.base.errors import ProfileError, how_to_install
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.replay import end_times, time_and_energy
 from perseus_planner.profiles.measurement import lower_hull
-from perseus_planner.profiles.modes import OWN, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.network import scaled_network
 from perseus_planner.solver.programme import Programme
 
 if TYPE_CHECKING:
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.measurement import OperatingPoint
     from perseus_planner.profiles.modes import Modes
     from perseus_planner.schedules import Computation
@@ -74,7 +75,6 @@ def in_modes(
         base: what savings are compared with; itself by default.
     """
     iteration = dag.iteration
-    kinds = [in_mode(kind, mode) for (_, kind), mode in zip(iteration.keys, modes, strict=True)]
     waits = [dict(waits) for waits in iteration.waits]
     change_s = dag.profile.modes.change_s if dag.profile.modes is not None else 0.0
     # A change of the mode takes its time after what runs just before on the rank: a longer wait.
@@ -83,7 +83,7 @@ def in_modes(
             waits[place][before] = waits[place].get(before, 0.0) + change_s
     fixed = replace(
         iteration,
-        kinds=tuple(kinds),
+        modes=tuple(modes),
         predecessors=tuple(tuple(others) for others in waits),
         lags_s=tuple(tuple(others.values()) for others in waits),
     )
@@ -264,7 +264,7 @@ class ModeProblem:
 
     def _priced(self, deadline_s: float) -> Choice:
         within_s = deadline_s - self.dag.profile.overhead_s
-        starts = [tuple(mode_of(kind) for _, kind in baseline(self.dag).iteration.keys)]
+        starts = [tuple(key.mode for key in baseline(self.dag).iteration.keys)]
         priced: dict[Assignment, tuple[float, float]] = {}
         bound_j = -math.inf
         # Where memory is short, prices alone start far off; the relaxed programme knows the memory.
@@ -341,7 +341,7 @@ class ModeProblem:
         """Return the least priced cost of each computation in each mode, joules."""
         costs: list[dict[str, float]] = [{} for _ in self.dag.computations]
         # Computations of one key have the same points, and so are priced together.
-        places_of: dict[tuple[int, str], list[int]] = defaultdict(list)
+        places_of: dict[Key, list[int]] = defaultdict(list)
         for place, key in enumerate(self.dag.iteration.keys):
             places_of[key].append(place)
         for places in places_of.values():

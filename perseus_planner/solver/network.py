@@ -21,6 +21,7 @@ from perseus_planner.base.errors import ProfileError
 from perseus_planner.profiles.measurement import OperatingPoint, lower_hull
 
 if TYPE_CHECKING:
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.schedules.dag import PipelineDag
 
 Floats = NDArray[np.float64]
@@ -124,7 +125,7 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     # The curve of a wait without a lag
     times = [0]
     slopes = [0]
-    span: dict[tuple[int, str], tuple[int, int]] = {}
+    span: dict[Key, tuple[int, int]] = {}
     for key, (hull_times, hull_slopes) in hulls.items():
         span[key] = (len(times), len(times) + len(hull_times) - 1)
         times += hull_times
@@ -154,8 +155,8 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
 
 
 def _coarse_unit_w(
-    hulls: Mapping[tuple[int, str], tuple[list[int], list[Fraction]]],
-    counts: Mapping[tuple[int, str], int],
+    hulls: Mapping[Key, tuple[list[int], list[Fraction]]],
+    counts: Mapping[Key, int],
 ) -> float:
     """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all
     curves, watts.

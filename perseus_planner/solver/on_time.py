@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.profiles.estimation import Estimate, Key
+    from perseus_planner.profiles.estimation import Estimate
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
     from perseus_planner.schedules.iteration import Iteration
@@ -256,7 +257,7 @@ class OnTimePlanner:
             )
         pairs = zip(iteration.keys, iteration.rank_of, strict=False)  # operations come last
         # All stages of a rank run on its GPUs, and share the factor of these.
-        gpu_of = {stage: rank for (stage, _), rank in pairs}
+        gpu_of = {key.stage: rank for key, rank in pairs}
         return on_other_gpus(rows, gpu_of, spread, _DRAWS)
 
     @cached_property
@@ -599,7 +600,7 @@ class OnTimePlanner:
                 load_s = math.fsum(count * row.time_s for count, _, row in rows)
                 # Effective energy: without what the GPU would draw waiting in that time.
                 load_j = math.fsum(
-                    count * (row.energy_j - profile.blocking_w(key[0]) * row.time_s)
+                    count * (row.energy_j - profile.blocking_w(key.stage) * row.time_s)
                     for count, key, row in rows
                 )
                 loads.append((load_s, load_j, mhz))
@@ -617,7 +618,10 @@ class OnTimePlanner:
         profile = self._mean.profile
         return {
             key: {
-                row.clock_mhz: (row.time_s, row.energy_j - profile.blocking_w(key[0]) * row.time_s)
+                row.clock_mhz: (
+                    row.time_s,
+                    row.energy_j - profile.blocking_w(key.stage) * row.time_s,
+                )
                 for row in profile.measurements[key]
             }
             for key in set(self._mean.dag.iteration.keys)
@@ -633,7 +637,7 @@ class OnTimePlanner:
             rows = self._mean.profile.measurements[key]
             points = self._mean.dag.points[key]
             top = rows[0]
-            waiting_w = self._mean.profile.blocking_w(key[0])
+            waiting_w = self._mean.profile.blocking_w(key.stage)
             # Effective joules of every row, operating point or not.
             own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
             steps[key] = {}
@@ -834,7 +838,7 @@ def replay_draws(
     effective_j: Floats = np.zeros(1)
     # Energy is a sum over rows, so equal ones are counted, not repeated.
     for (key, i), count in Counter(points).items():
-        waiting_j = dag.profile.blocking_w(key[0]) * draws.time_s[key][i]
+        waiting_j = dag.profile.blocking_w(key.stage) * draws.time_s[key][i]
         effective_j = effective_j + count * (draws.energy_j[key][i] - waiting_j)
     for operation in iteration.operations:
         if operation.energy_j is not None:

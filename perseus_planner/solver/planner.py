@@ -21,7 +21,7 @@ from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import baseline_name, replay, time_and_energy
 from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.profiles.modes import OWN, in_mode
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.profiles.sharding import TORCH
 from perseus_planner.solver.budget import clocks_by_budget, clocks_within_budget
 from perseus_planner.solver.labels import MOST_NODES, LabelSearch
@@ -38,6 +38,7 @@ from perseus_planner.solver.polish import polish
 from perseus_planner.solver.rounding import ANCHOR_SPAN, Anchor, round_plan
 
 if TYPE_CHECKING:
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.measurement import ClockChange, Measurement, OperatingPoint
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.solver.curve import TimeEnergyCurve
@@ -52,8 +53,6 @@ _BOUND_GUIDES = (5, 10_000)
 _QUICK = 0.1  #: part of the effort of a rough plan
 _QUICK_ANCHORS = 4  #: relaxed solutions near the deadline that it begins with, at most
 _RETRIES = 3  #: how often a plan that clock changes make late is made again for an earlier deadline
-
-Key = tuple[int, str]
 
 
 class Planner:
@@ -536,10 +535,10 @@ class Planner:
     def _full_clocks(self) -> dict[Key, Measurement]:
         """The `Plan.full_clocks` of each plan."""
         rows = {}
-        for stage, kind in self._table:
-            plain_key = stage, in_mode(kind, OWN)
-            key = plain_key if plain_key in self.profile.measurements else (stage, kind)
-            rows[plain_key] = self.profile.measurements[key][0]
+        for key in self._table:
+            own_key = key.in_mode(OWN)
+            known = own_key if own_key in self.profile.measurements else key
+            rows[own_key] = self.profile.measurements[known][0]
         return rows
 
     def _used(self, clocks: Sequence[int]) -> Mapping[Key, Mapping[int, Measurement]]:

@@ -77,8 +77,8 @@ def point_problem(dag: PipelineDag) -> PointProblem:
                 (cost_j[first:i] - cost_j[i]) / (time_s[i] - time_s[first:i]), default=np.inf
             )
     # Rounding changes all classes of a kind together.
-    kinds = list(dict.fromkeys(kind for _, kind in keys))
-    kind = np.array([kinds.index(kind) for _, kind in keys])
+    kinds = list(dict.fromkeys(key.name for key in keys))
+    kind = np.array([kinds.index(key.name) for key in keys])
     return PointProblem(
         np.array(member), start, time_s, cost_j, gain_w, loss_w, kind, *lay_out_waits(dag.iteration)
     )

@@ -30,6 +30,7 @@ from perseus_planner.views.context import (
 if TYPE_CHECKING:
     from perseus_planner.plans.calibration import Calibration
     from perseus_planner.profiles.jitter import Jitter
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.measurement import Measurement
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.solver.frontier import Frontier
@@ -69,9 +70,7 @@ class ProfileSummary:
 
 def summarize_profile(profile: Profile) -> ProfileSummary:
     """Summarize a profile."""
-    clock_ranges = tuple(
-        _clock_range(stage, kind, rows) for (stage, kind), rows in profile.measurements.items()
-    )
+    clock_ranges = tuple(_clock_range(key, rows) for key, rows in profile.measurements.items())
     of_stages = map(profile.shared_errors, range(profile.stages))
     time_error, energy_error = map(max, zip(*of_stages, strict=True))
     return ProfileSummary(
@@ -84,11 +83,11 @@ def summarize_profile(profile: Profile) -> ProfileSummary:
     )
 
 
-def _clock_range(stage: int, kind: str, rows: Sequence[Measurement]) -> ClockRange:
+def _clock_range(key: Key, rows: Sequence[Measurement]) -> ClockRange:
     with_evidence = [(row, row.evidence) for row in rows if row.evidence is not None]
     return ClockRange(
-        stage,
-        word_of(kind),
+        key.stage,
+        word_of(key.name),
         len(rows),
         rows[0],
         rows[-1],
@@ -252,12 +251,12 @@ def curves_of(profile: Profile) -> tuple[MeasuredCurve, ...]:
     """Return the curve of each computation of the profile."""
     return tuple(
         MeasuredCurve(
-            stage,
-            word_of(kind),
+            key.stage,
+            word_of(key.name),
             tuple(map(_measured, rows)),
-            _hull(pareto_front(rows, profile.blocking_w(stage))),
+            _hull(pareto_front(rows, profile.blocking_w(key.stage))),
         )
-        for (stage, kind), rows in profile.measurements.items()
+        for key, rows in profile.measurements.items()
     )
 
 

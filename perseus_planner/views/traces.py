@@ -279,7 +279,7 @@ def _planned_slices(plan: Plan, rank: int) -> Iterator[Slice]:
         if node < len(iteration.computations):
             category = "computation"
             stage, _, microbatch = iteration.computations[node]
-            details = {"stage": stage, "kind": iteration.keys[node][1], "microbatch": microbatch}
+            details = {"stage": stage, "kind": iteration.keys[node].name, "microbatch": microbatch}
             details[setting_of(plan.control)] = plan.clocks[name]
         details |= {"joules": span.energy_j, "watts": span.power_w}
         yield from waiting("waiting", done_s, span.start_s)

@@ -22,6 +22,7 @@ from perseus_planner.profiler.again import MEASURED_AGAIN, Again
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiler.stage import StageRows, TimedRun, assemble_profile
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.profiles import Profile
 
 STAGES = 2
@@ -58,7 +59,7 @@ def second() -> Profile:
 
 def test_it_measures_the_clocks_that_a_plan_uses_most_and_their_neighbours_alone():
     possible = [row.clock_mhz for row in truth().measurements[0, "F"]]
-    counts: dict[tuple[int, str], Counter[int]] = {}
+    counts: dict[Key, Counter[int]] = {}
     for computation in plan().iteration.computations:
         own = counts.setdefault(plan().key(computation), Counter())
         own[plan().clocks[str(computation)]] += 1

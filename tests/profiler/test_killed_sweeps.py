@@ -24,6 +24,7 @@ from kept_rows import kept
 from perseus_planner import Profile
 from perseus_planner.gpu.lease.lease import recover, stale_records
 from perseus_planner.profiles.csv_file import read_table
+from perseus_planner.profiles.keys import Key
 
 Rows = dict[tuple[str, int], list[Any]]
 """(kind, clock) -> what was measured there."""
@@ -171,7 +172,7 @@ def sweep_and_kill(
         amid += len(before) < len(rows) < len(whole)
         before = rows
         if (folder / "p.yaml").exists() and not (folder / "p.rows-0.json").exists():
-            assert Profile.load(folder / "p.yaml").measurements.keys() == {(0, "F"), (0, "B")}
+            assert Profile.load(folder / "p.yaml").measurements.keys() == {Key(0, "F"), Key(0, "B")}
             assert list(rows) == list(whole)
             for key, (row,) in rows.items():
                 # The counter is updated at other times after an interruption.

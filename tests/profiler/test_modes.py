@@ -11,7 +11,7 @@ from commands import done
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu import open_gpu
-from perseus_planner.profiles.modes import in_mode
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.profiles import Profile
 
 pytest.importorskip("torch")
@@ -66,14 +66,16 @@ def test_a_stage_is_measured_in_every_mode_and_its_profile_is_planned_on(folder:
     assert (list(given.ways), given.shared_by) == (["own", "keep"], "microbatch")
     assert given.ways["keep"].kept_bytes is None  # nothing of a simulated GPU is allocated
     for stage in range(2):
-        assert {kind for number, kind in rows if number == stage} == {
-            in_mode(kind, mode) for kind in "FB" for mode in given.ways
+        assert {key for key in rows if key.stage == stage} == {
+            Key(stage, kind, mode) for kind in "FB" for mode in given.ways
         }
-        own, kept, again = (rows[stage, kind][0] for kind in ("B", "B@keep", "F@keep"))
+        own, kept, again = (
+            rows[key][0] for key in ((stage, "B"), (stage, "B", "keep"), (stage, "F", "keep"))
+        )
         assert own.time_s == pytest.approx(kept.time_s + again.time_s, rel=0.3)
         assert own.time_s > 1.1 * kept.time_s
         assert [row.clock_mhz for row in rows[stage, "B"]] == [
-            row.clock_mhz for row in rows[stage, "B@keep"]
+            row.clock_mhz for row in rows[stage, "B", "keep"]
         ]
     assert "stage,instruction,mode,frequency" in (folder / "p.csv").read_text()
     done("solve p.yaml --schedule 1f1b --microbatches 3 -o f.npz")

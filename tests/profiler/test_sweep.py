@@ -536,7 +536,7 @@ def test_the_head_makes_the_last_stage_slowest_and_the_embedding_the_first_slowe
 
 def test_the_halves_of_a_backward_are_measured_on_request():
     split = profile_simulated("simulated:a100-sxm", stages=2, split_backward=True)
-    assert {kind for _, kind in split.measurements} == {"F", "B", "I", "W"}
+    assert {key.kind for key in split.measurements} == {"F", "B", "I", "W"}
     for stage in range(2):
         halves_s = sum(fastest_s(split, stage, kind) for kind in "IW")
         assert halves_s == pytest.approx(fastest_s(split, stage, "B"), rel=NOISE)

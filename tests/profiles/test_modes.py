@@ -11,6 +11,7 @@ from strategies import smooth_profile
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import ProfileError
+from perseus_planner.profiles.keys import Key
 
 CSV = """stage,instruction,mode,frequency,time,energy
 0,forward,own,1410,0.066,26.3
@@ -39,7 +40,9 @@ def test_a_table_alone_has_the_modes_of_its_rows(folder: Path) -> None:
     profile = Profile.load("p.csv", 80.0)
     assert profile.modes is not None
     assert list(profile.modes.ways) == ["own", "keep"]
-    assert set(profile.measurements) == {(0, kind) for kind in ("F", "B", "F@keep", "B@keep")}
+    assert set(profile.measurements) == {
+        Key(0, kind, mode) for kind in "FB" for mode in ("own", "keep")
+    }
 
 
 @pytest.mark.parametrize(

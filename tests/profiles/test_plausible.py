@@ -16,6 +16,7 @@ from strategies import smooth_profile, soaks
 from perseus_planner import solve
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.profiles.plausible import find_doubts, most_power_w
 from perseus_planner.profiles.profiles import DOUBTS, Profile
@@ -24,7 +25,6 @@ from perseus_planner.solver.frontier import Frontier
 from perseus_planner.views.curves import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline
 
-Key = tuple[int, str]
 Table = dict[Key, dict[int, tuple[float, float]]]
 """(stage, kind) -> clock -> seconds and joules."""
 WAITING_W = 85.0
@@ -393,16 +393,16 @@ def changed_profile(
 ) -> Profile | None:
     """Return the profile with one quantity of some rows changed; None if it is no profile then."""
     keys = list(profile.measurements)
-    stage, kind = keys[place % len(keys)]
-    own = profile.measurements[stage, kind]
+    changed = keys[place % len(keys)]
+    own = profile.measurements[changed]
     row = own[place % len(own)]
 
     def is_changed(key: Key, each: Measurement) -> bool:
         return {
-            "row": key == (stage, kind) and each is row,
-            "computation": key == (stage, kind),
-            "stage": key[0] == stage,
-            "kind": key[1] == kind,
+            "row": key == changed and each is row,
+            "computation": key == changed,
+            "stage": key.stage == changed.stage,
+            "kind": key.kind == changed.kind,
             "all": True,
         }[unit]
 
@@ -440,7 +440,7 @@ def test_what_training_learnt_beside_other_work_is_said_and_not_refused(tmp_path
     """A state that the autopilot wrote is read again, whatever noise its rows have."""
     measured = smooth_profile(2)
     rows = dict(measured.measurements)
-    first, second, *others = rows[0, "F"]
+    first, second, *others = measured.measurements[0, "F"]
     slower = replace(second, time_s=2.0 * second.time_s, energy_j=2.0 * second.energy_j)
     rows[0, "F"] = (first, slower, *others)
     learnt = replace(measured, measurements=rows, conditions={"learnt": "while training"})

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from perseus_planner.base.errors import ProfileError
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import ClockChange, Profile
 
@@ -41,11 +42,13 @@ BAD_VALUES = {
     ),
     "wrong key": (
         {"0F": ()},
-        "measurements: '0F' is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+        "measurements: '0F' is not a stage and a kind: write it as (0, 'F') or "
+        "(0, 'B'), or with a mode as (0, 'B', 'recompute')",
     ),
     "wrong kind": (
         {(0, "X"): ()},
-        "measurements: (0, 'X') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+        "measurements: (0, 'X') is not a stage and a kind: write it as (0, 'F') or "
+        "(0, 'B'), or with a mode as (0, 'B', 'recompute')",
     ),
     "wrong stage": ({(-1, "F"): ()}, f"stage: -1 {NEEDS_STAGE}"),
     "no clocks": (
@@ -93,11 +96,13 @@ BAD_VALUES = {
     ),
     "a suffix in capitals": (
         {(0, "B.Sync"): ()},
-        "measurements: (0, 'B.Sync') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+        "measurements: (0, 'B.Sync') is not a stage and a kind: write it as (0, 'F') or "
+        "(0, 'B'), or with a mode as (0, 'B', 'recompute')",
     ),
     "a word for a kind": (
         {(0, "backward"): ()},
-        "measurements: (0, 'backward') is not a stage and a kind: write it as (0, 'F') or (0, 'B')",
+        "measurements: (0, 'backward') is not a stage and a kind: write it as (0, 'F') or "
+        "(0, 'B'), or with a mode as (0, 'B', 'recompute')",
     ),
 }
 
@@ -170,7 +175,7 @@ def test_a_profile_cannot_be_changed():
 def test_measurements_stand_in_pipeline_order_with_the_highest_clock_first():
     options = tuple(Measurement(clock, 1.0, 0.0) for clock in (855, 1410, 1200))
     profile = Profile({(stage, kind): options for stage in (1, 0) for kind in "BF"}, 0.0)
-    assert list(profile.measurements) == [(0, "F"), (0, "B"), (1, "F"), (1, "B")]
+    assert list(profile.measurements) == [Key(0, "F"), Key(0, "B"), Key(1, "F"), Key(1, "B")]
     assert [option.clock_mhz for option in profile.measurements[1, "B"]] == [1410, 1200, 855]
 
 
@@ -208,7 +213,7 @@ def test_a_profile_of_parts_and_variants_stands_in_their_order():
     options = (Measurement(1410, 1.0, 0.0),)
     kinds = ("W.b", "W", "I.sync", "W.a", "B", "F.re-compute_1", "I", "F")
     profile = Profile({(0, kind): options for kind in kinds}, 0.0)
-    assert [kind for _, kind in profile.measurements] == [
+    assert [key.kind for key in profile.measurements] == [
         "F",
         "F.re-compute_1",
         "B",

@@ -212,7 +212,7 @@ def test_a_yaml_says_all_that_is_not_in_the_table(folder: Path):
         -0.5,
         ClockChange(0.01, 0.0),
     )
-    assert list(profile.measurements) == [(0, "F"), (0, "B"), (1, "F"), (1, "I"), (1, "W")]
+    assert list(map(str, profile.measurements)) == ["0F", "0B", "1F", "1I", "1W"]
     assert Profile.load("p.yaml", blocking_power_w=10) == dataclasses.replace(
         profile, blocking_power_w=10.0
     )

@@ -13,6 +13,7 @@ from launching import EXAMPLES, ended, ranks, started, torchrun
 
 from perseus_planner.cli import main
 from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runs import Run
 
@@ -51,7 +52,7 @@ def test_an_example_profiles_plans_and_trains_with_the_same_losses(
         "simulated",
         "simulated a100-sxm slower=50000",
     )
-    assert set(profile.measurements) == {(stage, kind) for stage in (0, 1) for kind in "FB"}
+    assert set(profile.measurements) == {Key(stage, kind) for stage in (0, 1) for kind in "FB"}
     assert (
         profile.measurements[1, "F"][0].time_s > profile.measurements[0, "F"][0].time_s
     )  # the head and the loss
@@ -132,7 +133,7 @@ def test_the_job_of_the_examples_is_profiled_in_a_bare_clone_by_a_rank_for_each_
     )
     assert output.endswith("\nWrote examples/profile.yaml\nWrote examples/profile.csv\n")
     assert {
-        kind for _, kind in Profile.load(clone / "examples" / "profile.yaml").measurements
+        key.kind for key in Profile.load(clone / "examples" / "profile.yaml").measurements
     } == set("FBIW")
 
 

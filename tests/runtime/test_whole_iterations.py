@@ -22,6 +22,7 @@ from perseus_planner import Profile, Run, solve
 from perseus_planner.base.errors import PlanError, UsageError
 from perseus_planner.extensions.service.client import Client
 from perseus_planner.gpu import open_gpu
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.runtime import Options, planner_runtime
 from perseus_planner.runtime.attachment import control_of, power_limits
@@ -58,7 +59,7 @@ def test_data_parallel_ranks_find_a_lower_clock_together_and_compute_the_same(tm
     recorded = Run.load(run)
     assert [len(rank.iterations) for rank in recorded.ranks] == [everyone[0]["iterations"]] * 2
     learnt = Profile.load(run / "autopilot.yaml")
-    assert set(learnt.measurements) == {(0, "F")}
+    assert set(learnt.measurements) == {Key(0, "F")}
     shown = done(f"show {run}")
     assert "Run of 2 ranks, 2 pipelines, without a plan." in shown
     assert json.loads(done(f"show {run} --json"))["decider"]["reference_s"] > 0.0

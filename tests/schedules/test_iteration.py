@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from refusals import refusal
 from strategies import fixed, problems
 
-from perseus_planner.base.errors import ScheduleError
+from perseus_planner.base.errors import ProfileError, ScheduleError
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation, parse_operation
 from perseus_planner.schedules.pipeline import (
     iteration_from_dict,
     iteration_to_dict,
-    parse_stage_kind,
 )
 
 NEEDS_WAIT = "is not a wait: give finite seconds of 0 or more, such as 0.002"
@@ -115,7 +115,7 @@ def test_a_malformed_iteration_is_refused(changes: dict[str, object], message: s
 def test_lags_and_kinds_that_say_nothing_are_none():
     plain = Iteration(THREE, CHAIN)
     assert replace(plain, lags_s=((), (0,), (0.0,)), kinds=("F", "B", "F")) == plain
-    assert plain.keys == ((0, "F"), (0, "B"), (0, "F"))
+    assert plain.keys == (Key(0, "F"), Key(0, "B"), Key(0, "F"))
 
 
 def test_numbers_become_plain_ones():
@@ -134,8 +134,8 @@ def test_an_iteration_comes_back_from_its_text(dag: PipelineDag):
     assert iteration_from_dict(dag.schedule, content) == dag.iteration
     for each in dag.iteration.operations:
         assert parse_operation(str(each), each.rank, each.time_s, each.energy_j) == each
-    for stage, kind in dag.iteration.keys:
-        assert parse_stage_kind(f"{stage}{kind}") == (stage, kind)
+    for key in dag.iteration.keys:
+        assert Key.parse(str(key)) == key
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_other_text_is_not_an_operation(text: str):
 @pytest.mark.parametrize("text", ["", "B", "3", "3X", "3B.", "3B.Sync", "3B.sync ", "-3B", "3B0"])
 def test_other_text_is_not_a_stage_and_a_kind(text: str):
     assert (
-        refusal(ScheduleError, parse_stage_kind, text)
+        refusal(ProfileError, Key.parse, text)
         == f"{text!r} is not a stage and a kind; write them as 3B, or 3B.sync"
     )

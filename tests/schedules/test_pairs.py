@@ -13,6 +13,7 @@ from strategies import fixed, smooth_profile
 
 from perseus_planner import Frontier, Plan, Profile
 from perseus_planner.base.errors import ProfileError, ScheduleError
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules import (
     Computation,
     Schedule,
@@ -35,7 +36,10 @@ def with_pairs(profile: Profile, schedule: Schedule) -> Profile:
     """Return the profile with a row for each pair: its parts' energy, in less than their time."""
     rows = dict(profile.measurements)
     for forward, backward in schedule.pairs:
-        parts = (rows[forward.stage, "F"], rows[backward.stage, backward.kind])
+        parts = (
+            profile.measurements[forward.stage, "F"],
+            profile.measurements[backward.stage, backward.kind],
+        )
         rows[backward.stage, pair_kind(forward, backward)] = tuple(
             replace(
                 one,
@@ -141,13 +145,13 @@ def test_a_pair_waits_for_what_both_need_and_both_are_waited_for():
     assert waits["0B0"] == {"0F1", "1B0"}
     assert waits["1B0"] == {"1F0", "0F1"}
     assert waits["1B1"] == {"1B0", "0B0"}
-    assert dict(zip(names, iteration.keys, strict=True))["0B0"] == (0, "B.pair")
+    assert dict(zip(names, iteration.keys, strict=True))["0B0"] == Key(0, "B.pair")
     assert "0F2" not in names
 
 
 def test_a_pair_of_two_stages_has_a_row_of_its_own():
     schedule = overlapped_dualpipe_v(2, 6)
-    kinds = {kind for _, kind in pipeline_iteration(schedule).keys}
+    kinds = {key.kind for key in pipeline_iteration(schedule).keys}
     assert {"B.pair-0", "B.pair-3"} <= kinds
     assert pair_kind(Computation(1, "F", 4), Computation(1, "B", 2)) == "B.pair"
 

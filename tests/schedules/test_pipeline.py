@@ -133,11 +133,11 @@ def test_a_variant_renames_its_computations(microbatches, stages, chosen: str):
     iteration = pipeline_iteration(schedule, variants=[Variant("B.sync", microbatches, stages)])
     renamed = [
         str(c)
-        for c, (_, kind) in zip(iteration.computations, iteration.keys, strict=True)
-        if kind == "B.sync"
+        for c, key in zip(iteration.computations, iteration.keys, strict=True)
+        if key.kind == "B.sync"
     ]
     assert renamed == chosen.split()
-    assert {kind for _, kind in iteration.keys} == {"F", "B", "B.sync"}
+    assert {key.kind for key in iteration.keys} == {"F", "B", "B.sync"}
 
 
 def test_first_and_last_are_those_that_a_stage_runs_first_and_last():

@@ -24,8 +24,9 @@ from perseus_planner.base.files import sha256
 from perseus_planner.extensions.lab.replay import Cluster
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.plans.plan import Plan
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.modes import OWN, Mode, Modes
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.clock_problem import clock_problem_of
@@ -74,7 +75,7 @@ def moded(rng: Random, plain: Profile, **ties: object) -> Profile:
     """
     rows = dict(plain.measurements)
     for (stage, kind), own in plain.measurements.items():
-        rows[stage, in_mode(kind, "other")] = tuple(
+        rows[stage, kind, "other"] = tuple(
             Measurement(
                 row.clock_mhz,
                 row.time_s * rng.uniform(0.7, 1.3),
@@ -99,13 +100,13 @@ def problems(count: int, most: int = 3, **ties: object) -> Iterator[PipelineDag]
 def merged(dag: PipelineDag) -> PipelineDag:
     """The same with the rows of both modes as those of one, at other clocks."""
     rows = {
-        (stage, kind): tuple(
+        key: tuple(
             replace(row, clock_mhz=row.clock_mhz + 5000 * (mode != "own"))
             for mode in ("own", "other")
-            for row in dag.profile.measurements[stage, in_mode(kind, mode)]
+            for row in dag.profile.measurements[key.in_mode(mode)]
         )
-        for stage, kind in dag.profile.measurements
-        if mode_of(kind) == "own"
+        for key in dag.profile.measurements
+        if key.mode == "own"
     }
     return PipelineDag(replace(dag.profile, measurements=rows, modes=None), dag.iteration)
 
@@ -125,7 +126,7 @@ def test_free_modes_are_one_hull_and_rounding_picks_among_them(count: int) -> No
             best_j = costs_j[times_s <= deadline_s].min()
             assert plan.time_s <= deadline_s
             assert plan.energy_j - waiting_w(dag) * plan.time_s == pytest.approx(best_j, abs=1e-9)
-            is_mixed += len({mode_of(kind) for _, kind in plan.iteration.keys}) > 1
+            is_mixed += len({key.mode for key in plan.iteration.keys}) > 1
     assert is_mixed > count / 2
 
 
@@ -195,7 +196,7 @@ def test_tied_modes_against_every_choice(ties: dict[str, object]) -> None:
                 every.append(all_choices(in_modes(dag, chosen)))
         times_s, costs_j = map(np.concatenate, zip(*every, strict=True))
         base = baseline(dag)
-        assert problem.fits(tuple(mode_of(kind) for _, kind in base.iteration.keys))
+        assert problem.fits(tuple(key.mode for key in base.iteration.keys))
         for deadline_s in (frontier.baseline_time_s, 1.15 * frontier.baseline_time_s):
             best_j = costs_j[times_s <= deadline_s].min()
             plan = frontier.plan_until(deadline_s, on_time=None)
@@ -249,7 +250,7 @@ def test_plans_with_modes_are_kept_within_memory_and_survive_their_files(
         assert plan.time_s <= base_s
         assert all(changes <= limits.get("max_changes", 99) for changes in plan.changes)
         assert plan.saving_j > 0.2 * plan.baseline_energy_j
-        modes = tuple(mode_of(kind) for _, kind in plan.iteration.keys)
+        modes = tuple(key.mode for key in plan.iteration.keys)
         assert 0 < modes.count("keep") < len(modes)
         assert problem.fits(modes)
         of_stage = {
@@ -276,10 +277,10 @@ def test_a_pair_has_one_mode_and_its_forward_counts_in_memory(shared_by: str) ->
     profile = recomputed(smooth_profile(2, 90), 2.2)
     assert profile.modes is not None
     rows = dict(profile.measurements)
-    for (stage, kind), backwards in profile.measurements.items():
-        if kind.startswith("B"):
-            forwards = rows[stage, in_mode("F", mode_of(kind))]
-            rows[stage, in_mode("B.pair", mode_of(kind))] = tuple(
+    for key, backwards in profile.measurements.items():
+        if key.kind.startswith("B"):
+            forwards = rows[Key(key.stage, "F", key.mode)]
+            rows[Key(key.stage, "B.pair", key.mode)] = tuple(
                 replace(
                     one,
                     time_s=0.8 * (one.time_s + other.time_s),
@@ -364,7 +365,7 @@ def test_uncertain_rows_are_on_time_against_the_same_baseline() -> None:
 def test_what_is_wrong_or_cannot_be_done_is_refused(frontier: Frontier) -> None:
     plain = smooth_profile(2, 135)
     rows = dict(recomputed(plain, None).measurements)
-    del rows[1, "B@keep"]
+    del rows[Key(1, "B", "keep")]
     refusals = {
         "modes: stage 1 has no backward in the mode keep; measure each computation in every mode, "
         "or leave the mode out": lambda: Profile(rows, 80.0),

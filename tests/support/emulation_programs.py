@@ -23,7 +23,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.gpu.simulated.emulated import EmulatedGpu
 from perseus_planner.profiler.pipeline import profile_pipeline
 from perseus_planner.profiler.sweep import SweepSettings
-from perseus_planner.profiles.modes import OWN, in_mode
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.runtime import Recompute
 from perseus_planner.runtime.emulation import emulate
 from perseus_planner.schedules import combined_1f1b, save_grid
@@ -86,7 +86,8 @@ def modes() -> None:
     for mode in switch:
         _check(profile, modules, *drawn[mode], mode=mode)
     assert (
-        profile.measurements[0, "B"][0].time_s > 1.1 * profile.measurements[0, "B@keep"][0].time_s
+        profile.measurements[0, "B"][0].time_s
+        > 1.1 * profile.measurements[0, "B", "keep"][0].time_s
     )
     dist.barrier()
     dist.destroy_process_group()
@@ -125,9 +126,7 @@ def _check(
     the rows.
     """
     stages = range(dist.get_rank(), dist.get_world_size() * len(modules), dist.get_world_size())
-    rows = [
-        profile.measurements[stage, in_mode(kind, mode)][0] for stage in stages for kind in "FB"
-    ]
+    rows = [profile.measurements[stage, kind, mode][0] for stage in stages for kind in "FB"]
     busy_s, busy_j = (
         MICROBATCHES * sum(getattr(row, each) for row in rows) for each in ("time_s", "energy_j")
     )

@@ -38,7 +38,7 @@ from perseus_planner.engines.modes import ctas_modes
 from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.torch_device import gpu_text
 from perseus_planner.plans.plan import Plan
-from perseus_planner.profiles.modes import Mode, Modes, in_mode
+from perseus_planner.profiles.modes import Mode, Modes
 from perseus_planner.runtime import Recompute
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import Marks
@@ -168,7 +168,7 @@ def _at_a_memory_clock() -> list[int]:
     rows = dict(plain.measurements)
     for (stage, kind), points in plain.measurements.items():
         cheaper = [replace(point, energy_j=0.9 * point.energy_j) for point in points]
-        rows[stage, in_mode(kind, mode)] = tuple(cheaper)
+        rows[stage, kind, mode] = tuple(cheaper)
     modes = Modes({mode: Mode({"memory clock": "1593 MHz"})}, shared_by="pipeline")
     profile = replace(plain, measurements=rows, modes=modes, gpu=NAME, origin="simulated")
     frontier = solve(profile, "1f1b", microbatches=MICROBATCHES)

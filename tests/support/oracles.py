@@ -60,7 +60,8 @@ def nodes(dag: PipelineDag) -> list[Node]:
     found: list[tuple[int, list[float], list[float]]] = []
     for place, (rank, computation) in enumerate(own):
         kind = iteration.kinds[place] if iteration.kinds else computation.kind
-        points = dag.profile.measurements[computation.stage, kind]
+        mode = iteration.modes[place] if iteration.modes else "own"
+        points = dag.profile.measurements[computation.stage, kind, mode]
         effective = [point.energy_j - power_w[rank] * point.time_s for point in points]
         found.append((rank, [point.time_s for point in points], effective))
     for _, _, _, rank, time_s, energy_j in iteration.operations:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus_planner import schedules
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
@@ -109,8 +110,8 @@ def _furnished(rng: Random, iteration: Iteration, max_options: int) -> Profile:
     """
     keys = set(iteration.keys)
     for stage in range(iteration.schedule.stages):
-        split = keys & {(stage, "I"), (stage, "W")}
-        keys |= {(stage, kind) for kind in ("FIW" if split else "FB")}
+        split = keys & {Key(stage, "I"), Key(stage, "W")}
+        keys |= {Key(stage, kind) for kind in ("FIW" if split else "FB")}
     power_w: float | tuple[float, ...] = rng.choice(WAITING_W)
     if rng.random() < 0.5:
         of_rank = [rng.choice(WAITING_W) for _ in iteration.schedule.ranks]

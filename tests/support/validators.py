@@ -136,7 +136,9 @@ def check_plan(plan: Plan, frontier: Frontier) -> None:
     points = []
     for place, computation in enumerate(dag.computations):
         kind = iteration.kinds[place] if iteration.kinds else computation.kind
-        measured = {m.clock_mhz: m for m in profile.measurements[computation.stage, kind]}
+        mode = iteration.modes[place] if iteration.modes else "own"
+        rows = profile.measurements[computation.stage, kind, mode]
+        measured = {m.clock_mhz: m for m in rows}
         points.append(measured[plan.clocks[str(computation)]])
         assert plan.measurement(computation) == points[-1]
     time_s = max(end_times_s(dag, [point.time_s for point in points])) + profile.overhead_s

@@ -28,11 +28,15 @@ def profile_of(factors: list[float]) -> Profile:
     """
     profile = smooth_profile(len(factors), step_mhz=150)
     rows = {
-        (stage, kind): tuple(
-            replace(row, time_s=row.time_s * factors[stage], energy_j=row.energy_j * factors[stage])
-            for row in profile.measurements[0, kind]
+        key: tuple(
+            replace(
+                row,
+                time_s=row.time_s * factors[key.stage],
+                energy_j=row.energy_j * factors[key.stage],
+            )
+            for row in profile.measurements[0, key.kind]
         )
-        for stage, kind in profile.measurements
+        for key in profile.measurements
     }
     return replace(profile, measurements=rows)
 

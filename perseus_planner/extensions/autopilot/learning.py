@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from perseus_planner.extensions.autopilot.job import time_at_last_clock
 from perseus_planner.extensions.autopilot.planning import Costs
 from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows, TimeTables
 from perseus_planner.profiles.measurement import Evidence, Measurement
-from perseus_planner.profiles.modes import in_mode
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
         ComputationObservation,
         RankObservation,
     )
+    from perseus_planner.profiles.keys import Key
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
-Key: TypeAlias = "tuple[int, str]"
 _SETTLED = 0.006  #: relative standard error of a row below which it is not tried again
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
 _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
@@ -46,7 +45,7 @@ _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
 
 class Learner:
-    """Learns rows: the time and power of each class, (stage, kind), at each clock.
+    """Learns rows: the time and power of each class, a `Key`, at each clock.
 
     GPUs of data-parallel pipelines share the rows of their stage. Where the job has modes, each
     class has one more row at each clock: rows are those of all classes in the first mode, then in
@@ -55,7 +54,7 @@ class Learner:
 
     Args:
         job: the job.
-        keys: (stage, kind) of each class, by number.
+        keys: of each class, by number, in the training's own way.
         class_rank: (classes,) the rank of each class.
         prior: a profile whose rows count as measured until iterations tell otherwise.
         learn: whether rows that were not measured may be planned on.
@@ -78,11 +77,11 @@ class Learner:
         gpus = job.pipelines * job.ranks
         modes = len(job.modes)
         # Modes are classes of their own here, after all classes of the first mode.
-        in_modes = [(stage, in_mode(kind, mode)) for mode in job.modes for stage, kind in keys]
+        in_modes = [key.in_mode(mode) for mode in job.modes for key in keys]
         self._class_of = {key: i for i, key in enumerate(in_modes)}
-        names = sorted({kind for _, kind in in_modes})
-        kinds = [names.index(kind) for _, kind in in_modes]
-        stages = [s for s, _ in in_modes]
+        names = sorted({key.name for key in in_modes})
+        kinds = [names.index(key.name) for key in in_modes]
+        stages = [key.stage for key in in_modes]
         self._number = {clock: i for i, clock in enumerate(job.clocks_mhz)}
         self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
         ranks = class_rank.tolist() * modes
@@ -492,7 +491,7 @@ class Learner:
             table[key] = tuple(rows)
         # Waiting is learnt by rank, and a profile has it by stage.
         ranks = self.job.iteration.schedule.stage_ranks
-        stages = range(1 + max(stage for stage, _ in table))
+        stages = range(1 + max(key.stage for key in table))
         try:
             return Profile(
                 table,

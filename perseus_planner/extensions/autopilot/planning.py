@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from perseus_planner.base.errors import InfeasibleDeadline
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import ClockChange, Measurement, with_fewer_changes
-from perseus_planner.profiles.modes import Mode, Modes, in_mode, mode_of
+from perseus_planner.profiles.modes import Mode, Modes
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import clocks_by_budget
@@ -187,18 +188,18 @@ class Searcher:
         job = self.job
         # What may not be planned on is left out, so that the solver cannot choose it.
         usable = self._usable(costs)
-        table = dict[tuple[int, str], tuple[Measurement, ...]]()
-        for number, (stage, kind) in enumerate(self.keys):
+        table = dict[Key, tuple[Measurement, ...]]()
+        for number, key in enumerate(self.keys):
             for m, mode in enumerate(job.modes):
-                table[stage, in_mode(kind, mode)] = tuple(
+                table[key.in_mode(mode)] = tuple(
                     Measurement(
                         job.clocks_mhz[o >> self._bits], float(costs.time_s[number, o]),
                         float(costs.time_s[number, o] * costs.power_w[number, o]),
                     )
                     for o in np.flatnonzero(usable[self.class_rank[number]]).tolist()
                     if o & self._mask == m
-                ) or table[stage, kind][:1]  # nothing better than what there is  # fmt: skip
-        stages = sorted({stage for stage, _ in self.keys})
+                ) or table[key][:1]  # nothing better than what there is  # fmt: skip
+        stages = sorted({key.stage for key in self.keys})
         # The solver has waiting by stage, and costs have it by rank.
         waiting_w = tuple(
             float(costs.waiting_w[job.iteration.schedule.stage_ranks[stage]]) for stage in stages
@@ -226,7 +227,7 @@ class Searcher:
                 return None
             clocks = by_budget[self._max_changes]
         number_of = {clock: i << self._bits for i, clock in enumerate(job.clocks_mhz)}
-        in_modes = [job.modes.index(mode_of(kind)) for _, kind in frontier.dag.iteration.keys]
+        in_modes = [job.modes.index(key.mode) for key in frontier.dag.iteration.keys]
         plan = np.array([number_of[clock] for clock in clocks]) | in_modes
         # A measurement that stood in for a missing one is no option, so full clocks take its place.
         return np.where(usable[self.problem.rank, plan], plan, 0)

@@ -34,6 +34,7 @@ from perseus_planner.extensions.explore.operations import Phases
 from perseus_planner.extensions.explore.transformer import split_layers
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.groups import on_each_gpu
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement, lower_hull
 from perseus_planner.schedules.layouts import CONDITION
 
@@ -323,7 +324,7 @@ class CurveMaker:
         energies are of a stage's GPUs.
         """
         rows = {
-            (stage, kind): self._rows(phases[kind], points)
+            Key(stage, kind): self._rows(phases[kind], points)
             for stage, phases in enumerate(stages)
             for kind in kinds or job.kinds
         }
@@ -426,14 +427,16 @@ def estimate(
         return profile
     gpus = profile.gpus_per_stage
     rows = {}
-    for stage, kind in profile.measurements:
+    for key in profile.measurements:
         # The measured GPU may have had another power limit, so its own load is asked for.
-        load = calibration.load(stages[stage][kind], system)
+        load = calibration.load(stages[key.stage][key.kind], system)
         clocks = system.gpu.clocks_mhz
         # The load is that of one GPU, and the profile has sums over the GPUs of a stage.
-        rows[stage, kind] = tuple(
+        rows[key] = tuple(
             Measurement(clock, load.time_s(clock) * time, load.energy_j(clock) * gpus * energy)
-            for clock, time, energy in zip(clocks, *calibration.factors(kind, clocks), strict=True)
+            for clock, time, energy in zip(
+                clocks, *calibration.factors(key.kind, clocks), strict=True
+            )
         )
     return replace(
         profile,
@@ -510,9 +513,9 @@ def calibration_of(
     most_w = max(
         (
             row.energy_j / gpus / row.time_s
-            for (of_stage, _), rows in profile.measurements.items()
+            for key, rows in profile.measurements.items()
             for row in rows
-            if of_stage == stage and row.time_s
+            if key.stage == stage and row.time_s
         ),
         default=0.0,
     )
@@ -522,11 +525,11 @@ def calibration_of(
         limit_w = max(
             load.free_power_w(row.clock_mhz)
             for kind, load in ((kind, of_kind.load(system)) for kind, of_kind in phases.items())
-            for row in profile.measurements.get((stage, kind), ())
+            for row in profile.measurements.get(Key(stage, kind), ())
         )
     ratios = {}
     for kind in "FBIW":
-        rows = sorted(profile.measurements.get((stage, kind), ()), key=lambda row: row.clock_mhz)
+        rows = sorted(profile.measurements.get(Key(stage, kind), ()), key=lambda row: row.clock_mhz)
         # Gradients of inputs and weights may be missing, and those of B stand for them.
         if not rows and kind in "IW":
             continue

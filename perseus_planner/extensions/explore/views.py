@@ -17,6 +17,7 @@ from perseus_planner.base.tables import Column, Sheet, lay_out, table
 from perseus_planner.extensions.explore.explore import forecast
 from perseus_planner.extensions.explore.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.layouts import rebalance
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[
         "gpus_per_stage": profile.gpus_per_stage,
         "blocking_power_w": profile.blocking_power_w,
         "digest": profile.digest,
-        "top_clock_mhz": profile.measurements[0, "F"][0].clock_mhz,
+        "top_clock_mhz": profile.measurements[Key(0, "F")][0].clock_mhz,
         "imbalance": max(both_s) / min(filter(None, both_s)),
         "layout": str(job.layout),
         "balanced": None
@@ -152,26 +153,22 @@ def _computations(profile: Profile, job: Configuration) -> list[dict[str, Any]]:
     tops = {key: rows[0] for key, rows in profile.measurements.items()}
     fastest_s = {
         kind: min(
-            (
-                top.time_s
-                for (_, top_kind), top in tops.items()
-                if top_kind == kind and top.has_work
-            ),
+            (top.time_s for key, top in tops.items() if key.kind == kind and top.has_work),
             default=1.0,
         )
-        for _, kind in tops
+        for kind in {key.kind for key in tops}
     }
     return [
         {
-            "stage": stage,
-            "instruction": word_of(kind),
-            "layers": job.split[stage],
-            **totals[stage][kind]._asdict(),
+            "stage": key.stage,
+            "instruction": word_of(key.kind),
+            "layers": job.split[key.stage],
+            **totals[key.stage][key.kind]._asdict(),
             "time_s": top.time_s,
             "energy_j": top.energy_j / profile.gpus_per_stage,
-            "time_ratio": top.time_s / fastest_s[kind],
+            "time_ratio": top.time_s / fastest_s[key.kind],
         }
-        for (stage, kind), top in tops.items()
+        for key, top in tops.items()
     ]
 
 

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import all_maximum, end_times, time_and_energy
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules import one_f_one_b
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _balanced_clocks(
             )
         # A stage's forwards tell how heavy it is.
         forward_s = {
-            point.clock_mhz: point.time_s for point in dag.profile.measurements[stage, "F"]
+            point.clock_mhz: point.time_s for point in dag.profile.measurements[Key(stage, "F")]
         }
         ladder = [clock for clock in ladder if clock in forward_s]
         ladders.append(ladder)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.extensions.traces.job import TracedJob
+    from perseus_planner.profiles.keys import Key
 
     Floats: TypeAlias = NDArray[np.float64]
 
@@ -109,11 +110,11 @@ def analyse(job: TracedJob) -> Analysis:
     return _with_remarks(job, analysis)
 
 
-def healthy_times_s(job: TracedJob) -> dict[tuple[int, str], Floats]:
+def healthy_times_s(job: TracedJob) -> dict[Key, Floats]:
     """Return the times of each stage and kind, of the workers that are not slow."""
     slowdowns = _slowdowns(job)
     iteration = job.iteration
-    times: dict[tuple[int, str], Floats] = {}
+    times: dict[Key, Floats] = {}
     for key in job.keys:
         places = job.places(key)
         rank = iteration.rank_of[places[0]]
@@ -184,7 +185,7 @@ def _even_bubble_share(job: TracedJob) -> float:
     """Return the bubbles if all stages took equally long, at the mean times of each kind."""
     # No gaps and no differences between stages, so that the order alone is left.
     times_s = np.zeros((1, 1, len(job.computations)))
-    for kind in {kind for _, kind in job.keys}:
+    for kind in {key.kind for key in job.keys}:
         places = [
             position
             for position, computation in enumerate(job.computations)

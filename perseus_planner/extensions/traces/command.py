@@ -156,7 +156,7 @@ def trace(
     # Neither times of hosts nor unlike microbatches can be planned by means.
     if job.has_gpu_times and not seen.varies:
         gpu = find_gpu(of.gpu, job.gpu)
-        guess = guess_gpu(gpu, [kind for _, kind in job.keys], of.seen(of.power, job, gpu))
+        guess = guess_gpu(gpu, [key.kind for key in job.keys], of.seen(of.power, job, gpu))
         with console.progress("Estimating"):
             saving = estimate_saving(job, guess, seen.jitter, seen.rest_s, of.second(gpu))
     summary = summarize_trace(job, seen, saving)

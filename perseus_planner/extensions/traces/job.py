@@ -17,6 +17,7 @@ from perseus_planner.extensions.traces.align import find_offsets
 from perseus_planner.extensions.traces.kineto import read_trace
 from perseus_planner.extensions.traces.order import find_layout, with_grid
 from perseus_planner.extensions.traces.steps import rank_steps
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
@@ -86,18 +87,18 @@ class TracedJob:
         return int(self.begins_s.shape[1])
 
     @cached_property
-    def keys(self) -> tuple[tuple[int, str], ...]:
+    def keys(self) -> tuple[Key, ...]:
         """The stages and kinds, in order."""
         return tuple(
-            sorted({(computation.stage, computation.kind) for computation in self.computations})
+            sorted({Key(computation.stage, computation.kind) for computation in self.computations})
         )
 
-    def places(self, key: tuple[int, str]) -> list[int]:
+    def places(self, key: Key) -> list[int]:
         """Return the places of the computations of a stage and kind."""
         return [
             position
             for position, computation in enumerate(self.computations)
-            if (computation.stage, computation.kind) == key
+            if Key(computation.stage, computation.kind) == key
         ]
 
     def busy_spans(self) -> list[list[tuple[float, float]]]:

@@ -64,7 +64,7 @@ def page(job: TracedJob, saving: Saving | None, summary: dict[str, Any]) -> str:
             ],
             legend=[
                 (_COLOURS[kind], _NAMES[kind])
-                for kind in dict.fromkeys(kind for _, kind in job.keys)
+                for kind in dict.fromkeys(key.kind for key in job.keys)
             ],
             sheet=Markup(sheet.html()),
             title=sheet.title,

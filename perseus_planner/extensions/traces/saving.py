@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from perseus_planner.extensions.traces.job import TracedJob
     from perseus_planner.extensions.traces.power import SeenPower
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.solver.frontier import Frontier
 
     Floats: TypeAlias = NDArray[np.float64]
-    Key: TypeAlias = tuple[int, str]
 
 DRAWS = 24  #: of the interval; 48 change its ends by less than a point (benchmark 44)
 _ENDS = (0.05, 0.95)  #: of the interval, as shares of the draws

@@ -22,7 +22,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.autopilot import Autopilot, ComputationObservation, RankObservation
 from perseus_planner.extensions.autopilot.planning import Searcher
 from perseus_planner.profiles.measurement import Measurement, changes_per_rank
-from perseus_planner.profiles.modes import Mode, Modes, in_mode
+from perseus_planner.profiles.modes import Mode, Modes
 from perseus_planner.runtime.options import AutopilotSettings
 
 TRUTH = smooth_profile(3, step_mhz=45)
@@ -418,7 +418,7 @@ def nanobatched(shared_by: str, longer: float = 1.0) -> Profile:
         at, top_s = stage + (kind == "B"), points[0].time_s
         level, fixed = longer * (0.96, 1.03, 0.98, 1.05)[at % 4], (0.25, 0.0, 0.3, 0.1)[at % 4]
         times_s = [level * ((1 - fixed) * each.time_s + fixed * top_s) for each in points]
-        rows[stage, in_mode(kind, NANO)] = tuple(
+        rows[stage, kind, NANO] = tuple(
             Measurement(each.clock_mhz, time_s, each.energy_j / each.time_s * time_s)
             for each, time_s in zip(points, times_s, strict=True)
         )

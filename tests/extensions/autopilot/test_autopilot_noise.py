@@ -17,6 +17,7 @@ from perseus_planner.extensions.autopilot import Autopilot
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import Searcher
 from perseus_planner.extensions.autopilot.rows import TimeRows
+from perseus_planner.profiles.keys import Key
 from perseus_planner.runtime.guarantee import Audits
 from perseus_planner.runtime.options import AutopilotSettings
 
@@ -156,7 +157,7 @@ def test_a_first_time_far_over_the_bound_is_asked_for_again():
         learner.observe(world.run(world.full()).observations)
     program = [list(clocks) for clocks in world.full()[0]]
     program[0][5] = 1230
-    row, clock = search.keys.index((0, "F")), job.clocks_mhz.index(1230)
+    row, clock = search.keys.index(Key(0, "F")), job.clocks_mhz.index(1230)
 
     def learn_with(longer: float) -> None:
         seen = world.run([program]).observations
@@ -182,7 +183,7 @@ def test_a_row_changes_when_most_of_its_last_times_do_and_not_by_a_few_long_ones
     job = job_of(TRUTH, 6)
     search = Searcher(job, 8)
     learner = Learner(job, search.keys, search.class_rank, None, learn=True)
-    world, row = World(TRUTH, job.iteration, Physics(tails=0.1)), search.keys.index((0, "F"))
+    world, row = World(TRUTH, job.iteration, Physics(tails=0.1)), search.keys.index(Key(0, "F"))
 
     def learn_with(longer: float, times: int) -> float:
         seen = world.run(world.full()).observations

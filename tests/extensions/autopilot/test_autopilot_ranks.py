@@ -18,6 +18,7 @@ from runtime_training import plan_of
 from strategies import soaks
 
 from perseus_planner import Profile, Run
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules import combined_1f1b
 
 pytest.importorskip("torch")
@@ -43,7 +44,7 @@ def test_pairs_are_learnt_and_planned(tmp_path: Path):
     _check_learnt(tmp_path, results, "2 ranks")
     learnt = tmp_path / "run" / "autopilot.yaml"
     assert {*Profile.load(learnt).measurements} == {
-        (stage, kind) for stage in range(2) for kind in ("F", "B", "B.pair")
+        Key(stage, kind) for stage in range(2) for kind in ("F", "B", "B.pair")
     }
     recorded = (tmp_path / "run").glob("*/computations-1.csv")
     assert any("(1F1;1B0)OVERLAP_F_B" in file.read_text() for file in recorded)

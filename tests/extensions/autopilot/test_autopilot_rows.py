@@ -12,6 +12,7 @@ from perseus_planner.extensions.autopilot import AutopilotJob, ComputationObserv
 from perseus_planner.extensions.autopilot.job import time_at_last_clock
 from perseus_planner.extensions.autopilot.planning import Costs, Searcher
 from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows
+from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 CLOCKS = tuple(range(1410, 840, -45))
@@ -119,7 +120,7 @@ def test_a_trial_is_where_it_measures_the_most_new_rows():
     times_s = np.array([0.1 * CLOCKS[0] / np.array(CLOCKS)] * len(search.keys))
     costs = Costs(times_s, np.full_like(times_s, 300.0), np.full(2, 80.0))
     known = np.ones(times_s.shape, dtype=bool)
-    forward, backward = search.keys.index((1, "F")), search.keys.index((1, "B"))
+    forward, backward = search.keys.index(Key(1, "F")), search.keys.index(Key(1, "B"))
     known[backward, 4] = False
     program = search.full()
     first = int(search.problem.rank_start[1])

@@ -28,6 +28,7 @@ from perseus_planner.extensions.autopilot.batches.solver import (
     Law,
     ScaledDag,
 )
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import ClockChange, lower_hull, nearest_clock
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.iteration import Iteration
@@ -38,7 +39,7 @@ _FEATURES = 2
 FREE = ClockChange(0.0)
 
 
-def laws_of(profile: Profile, seed: int) -> dict[tuple[int, str], Law]:
+def laws_of(profile: Profile, seed: int) -> dict[Key, Law]:
     """Affine laws by which a microbatch of the work (1, 1) takes about as long as measured."""
     rng = np.random.default_rng(seed)
     found = {}
@@ -54,10 +55,10 @@ def work_of(seed: int, microbatches: int, spread: float = 0.4) -> NDArray[np.flo
 
 
 def with_own_kinds(
-    dag: PipelineDag, laws: dict[tuple[int, str], Law], work: NDArray[np.float64]
+    dag: PipelineDag, laws: dict[Key, Law], work: NDArray[np.float64]
 ) -> PipelineDag:
     """The same iteration with a kind for each microbatch, each with rows of its own."""
-    rows: dict[tuple[int, str], Any] = {}
+    rows: dict[Key, Any] = {}
     kinds = []
     for computation, key in zip(dag.computations, dag.iteration.keys, strict=True):
         law, measured = laws[key], dag.profile.measurements[key]
@@ -68,12 +69,12 @@ def with_own_kinds(
         scale = max(seconds / measured[0].time_s, 1 / 64)
         kind = f"{computation.kind}.m{computation.microbatch}"
         kinds.append(kind)
-        rows[computation.stage, kind] = tuple(
+        rows[Key(computation.stage, kind)] = tuple(
             replace(m, time_s=scale * m.time_s, energy_j=scale * m.energy_j) for m in measured
         )
     profile = dag.profile
     # A profile begins with plain kinds; nothing runs them here.
-    plain = {key: profile.measurements[key] for key in profile.measurements if "." not in key[1]}
+    plain = {key: profile.measurements[key] for key in profile.measurements if "." not in key.kind}
     own = Profile(plain | rows, profile.blocking_power_w, overhead_s=profile.overhead_s)
     iteration = dag.iteration
     return PipelineDag(
@@ -107,7 +108,7 @@ def cost_of(dag: PipelineDag, clocks_mhz: Sequence[int], target_s: float) -> tup
 
 
 def planner_of(
-    profile: Profile, schedule: Schedule, laws: dict[tuple[int, str], Law], **limits: int | None
+    profile: Profile, schedule: Schedule, laws: dict[Key, Law], **limits: int | None
 ) -> BatchPlanner:
     return BatchPlanner(PipelineDag.from_schedule(profile, schedule), laws, **limits)
 
@@ -403,7 +404,7 @@ def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
         (
             lambda planner: BatchPlanner(
                 planner.dag,
-                laws_of(planner.dag.profile, 0) | {(0, "B"): Law(1.0, (1.0,))},
+                laws_of(planner.dag.profile, 0) | {Key(0, "B"): Law(1.0, (1.0,))},
             ),
             "laws: have 1 and 2 numbers for a microbatch; give all as many",
         ),

@@ -20,7 +20,7 @@ from perseus_planner.extensions.autopilot.ranks.learnt_files import (
     with_rows_of,
 )
 from perseus_planner.profiles.measurement import Measurement
-from perseus_planner.profiles.modes import OWN, Mode, Modes, in_mode
+from perseus_planner.profiles.modes import OWN, Mode, Modes
 from perseus_planner.schedules import generate
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
@@ -52,7 +52,7 @@ class Resumed(NamedTuple):
         if len(self.modes) > 1:
             modes = Modes({mode: Mode() for mode in self.modes})
         rows = {
-            (stage, in_mode(kind, mode)): tuple(
+            (stage, kind, mode): tuple(
                 Measurement(clock, CLOCKS[0] / clock, 200.0) for clock in CLOCKS[: self.clocks]
             )
             for stage in range(self.stages)
@@ -95,9 +95,7 @@ def test_a_job_finds_all_that_it_ever_learnt(jobs: Sequence[Resumed]) -> None:
             known = 0 if files.prior is None else row_count(files.prior)
             assert known >= most.get(kind, 0)
             if files.prior is not None:
-                assert {stage for stage, _ in files.prior.measurements} == set(
-                    range(resumed.stages)
-                )
+                assert {key.stage for key in files.prior.measurements} == set(range(resumed.stages))
                 assert files.prior.gpu == resumed.gpu
             saved = row_count(Profile.load(path))
             assert saved >= known

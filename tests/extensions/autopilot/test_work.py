@@ -12,6 +12,7 @@ from strategies import soaks
 from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.autopilot.batches.exchange import ITERATIONS, LawLearner, fit_law
 from perseus_planner.extensions.autopilot.batches.work import load_work, sequence_work, work_of
+from perseus_planner.profiles.keys import Key
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_a_rank_learns_its_laws_from_ten_iterations_and_then_they_stay():
 def test_an_iteration_of_one_computation_takes_more_iterations_to_tell_two_numbers():
     learner, draws = LawLearner(), np.random.default_rng(3)
     known = [
-        learner.add([((0, "F"), np.array([w, w**2]), 1.0 + w)]) for w in draws.uniform(1, 2, 30)
+        learner.add([(Key(0, "F"), np.array([w, w**2]), 1.0 + w)]) for w in draws.uniform(1, 2, 30)
     ]
     assert known.index(True) + 1 == 24
 

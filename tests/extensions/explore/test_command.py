@@ -52,7 +52,7 @@ def test_the_profile_is_that_of_python_and_can_be_planned_on(folder: Path):
 
 def test_zero_bubble_schedules_can_be_planned_on_a_split_backward(folder: Path):
     done(f"{GPT} --stages 2 --split-backward")
-    assert {kind for _, kind in Profile.load("new.yaml").measurements} == set("FBIW")
+    assert {key.kind for key in Profile.load("new.yaml").measurements} == set("FBIW")
     done("solve new.yaml --schedule zb-h1 --microbatches 4 -o frontier.npz")
 
 

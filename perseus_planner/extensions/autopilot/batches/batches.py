@@ -35,6 +35,7 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
 from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.extensions.autopilot.batches.work import work_of
 from perseus_planner.extensions.autopilot.ranks.messages import order_of
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import nearest_clock
 from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
 from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.engines.guard import Microbatches
-    from perseus_planner.extensions.autopilot.batches.exchange import Key
     from perseus_planner.extensions.autopilot.status import AutopilotStatus
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.controller.protocol import LatestStarts, ToRank
@@ -123,7 +123,7 @@ class CatchingUp:
             # Latest ends count from the rank's first computation, as ranks share no clock.
             end_ns = round(1e3 * stretch * (latest_us - first_us))
             row = list[tuple[int, int]]()
-            for faster, ratio in self._ratios[c.stage, c.kind].items():
+            for faster, ratio in self._ratios[Key(c.stage, c.kind)].items():
                 start_ns = end_ns - round(1e9 * each_s * ratio) + _LATE_NS
                 # A faster clock is of use only if it may start later than the one before it.
                 if faster >= clock and (not row or start_ns > row[-1][1]):
@@ -156,7 +156,7 @@ class CatchingUp:
         for c, clock, (begin_ns, end_ns) in zip(
             program.computations, program.clocks, times.spans_ns, strict=True
         ):
-            ratios = self._ratios[c.stage, c.kind]
+            ratios = self._ratios[Key(c.stage, c.kind)]
             # The clock at the begin is the last one set before it, or the planned one if none was.
             since = [(begin_ns, clock)]
             for at_ns, value in changes:
@@ -477,7 +477,7 @@ class Batches:
                 f"{pair} is a pair of two microbatches, and what a pair needs is not known from "
                 "the work of each; leave work= out"
             )
-        missing = next((c for c in order if (c.stage, c.kind) not in rows), None)
+        missing = next((c for c in order if Key(c.stage, c.kind) not in rows), None)
         if missing is not None:
             raise ProfileError(
                 f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
@@ -530,7 +530,9 @@ class Batches:
             # Without a pipeline the time includes waiting, so only full clocks tell the law, of the
             # slowest.
             is_full = slowest.pays or not slowest.time_s
-            told = [((0, "F"), np.array(slowest.work), time_s)] if is_full and slowest.work else []
+            told = []
+            if is_full and slowest.work:
+                told = [(Key(0, "F"), np.array(slowest.work), time_s)]
         if self._learner.add(told) and self._learner.laws is not None:
             self._laws = RankLaws.of(self._orders, self._learner.laws)
 
@@ -560,7 +562,7 @@ class Batches:
         A clock comes into force some time after it is set, so after a lower one nothing is told.
         """
         return [
-            ((c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
+            (Key(c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
             for c, (begin_ns, end_ns), clock, last in zip(
                 program.computations,
                 seen.spans_ns,
@@ -700,7 +702,7 @@ class Batches:
             return replace(known, plan=plan)
         rows = known.work.tolist()
         order = program.computations
-        full_s = tuple(laws[c.stage, c.kind].full_s(rows[c.microbatch]) for c in order)
+        full_s = tuple(laws[Key(c.stage, c.kind)].full_s(rows[c.microbatch]) for c in order)
         return replace(known, plan=plan, full_s=full_s)
 
     def _costs(
@@ -716,7 +718,7 @@ class Batches:
         for c, clock, seconds in zip(program.computations, clocks, full_s, strict=True):
             # A planned clock that was not measured takes the nearest measured one, as the planner
             # did.
-            rows = {row.clock_mhz: row for row in profile.measurements[c.stage, c.kind]}
+            rows = {row.clock_mhz: row for row in profile.measurements[Key(c.stage, c.kind)]}
             top = rows[max(rows)]
             row = rows[nearest_clock(rows, clock)]
             # Time and energy of a row scale alike with work, as the plan assumes.

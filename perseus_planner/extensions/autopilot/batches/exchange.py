@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from perseus_planner.base.errors import RankError
 from perseus_planner.base.wires import Record, decode, encode, read_key
 from perseus_planner.extensions.autopilot.batches.solver import Law
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.runtime.sending import Runs, pack, read, unpack
 from perseus_planner.schedules import Computation
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     Floats = NDArray[np.float64]
-
-Key: TypeAlias = "tuple[int, str]"
 
 ITERATIONS = 10
 """So many iterations at full clocks tell the laws."""
@@ -111,7 +110,7 @@ class LawLearner:
         """Learn from computations of one more iteration that ran at full clocks.
 
         Args:
-            seen: (stage, kind), work of the microbatch, and seconds of each.
+            seen: key, work of the microbatch, and seconds of each.
 
         Returns:
             Whether there are new laws.
@@ -222,7 +221,9 @@ class RankLaws(Record, frozen=True, array_like=True):
     @classmethod
     def of(cls, orders: Iterable[Sequence[Computation]], laws: Mapping[Key, Law]) -> RankLaws:
         """Return what a rank tells."""
-        told = tuple((*key, law.fixed_s, law.per_work_s) for key, law in laws.items())
+        told = tuple(
+            (key.stage, key.kind, law.fixed_s, law.per_work_s) for key, law in laws.items()
+        )
         plain = (tuple((c.stage, c.kind, c.microbatch) for c in order) for order in orders)
         return cls(tuple(plain), told)
 
@@ -232,9 +233,9 @@ class RankLaws(Record, frozen=True, array_like=True):
         return {1 + max(c.microbatch for c in order): order for order in orders}
 
     def by_key(self) -> dict[Key, Law]:
-        """Return (stage, kind) -> law."""
+        """Return the law of each stage and kind."""
         return {
-            (stage, kind): Law(fixed_s, slopes_s) for stage, kind, fixed_s, slopes_s in self.laws
+            Key(stage, kind): Law(fixed_s, slopes_s) for stage, kind, fixed_s, slopes_s in self.laws
         }
 
 

@@ -33,8 +33,8 @@ from perseus_planner.schedules.schedule import grid_text
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from perseus_planner.extensions.autopilot.batches.exchange import Key
     from perseus_planner.extensions.autopilot.batches.solver import BatchPlan, Law
+    from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.options import AutopilotSettings
 

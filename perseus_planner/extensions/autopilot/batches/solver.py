@@ -19,6 +19,7 @@ import numpy as np
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.units import COUNT, FINITE
+from perseus_planner.profiles.keys import AnyKey, ByKey, Key
 from perseus_planner.profiles.measurement import lower_hull, nearest_clock
 from perseus_planner.solver.clock_problem import (
     ClockProblem,
@@ -220,8 +221,6 @@ def _few(points: tuple[OperatingPoint, ...], most: int) -> list[OperatingPoint]:
     return [point for point in points if (point.time_s, point.effective_j) in vertices]
 
 
-Key = tuple[int, str]
-
 _EFFORT = 2**14  #: computations that are dispatched in all plans that are tried
 _RANDOM_ORDERS = 40  #: of microbatches that are tried
 _MARGIN = 0.02 / 3  #: which is enough for errors of 1 to 2 %
@@ -348,12 +347,12 @@ class BatchPlanner:
     """
 
     def __init__(
-        self, dag: PipelineDag, laws: Mapping[Key, Law], *, max_changes: int | None = None
+        self, dag: PipelineDag, laws: Mapping[AnyKey, Law], *, max_changes: int | None = None
     ) -> None:
         self.dag = dag
         profile = dag.profile
         self._most = None if max_changes is None else COUNT.check(max_changes, "max_changes")
-        self._set_laws(laws)
+        self._set_laws(ByKey(laws))
         self._problem, clocks = clock_problem_of(self.dag)
         # Lower clocks are planned with room for jitter, but what a plan promises is told without
         # it.
@@ -614,8 +613,8 @@ class BatchPlanner:
         missing = next((key for key in keys if key not in laws), None)
         if missing is not None:
             raise UsageError(
-                f"laws: have none for {missing[1]} of stage {missing[0]}; give one for each stage "
-                "and kind of the schedule"
+                f"laws: have none for {missing.kind} of stage {missing.stage}; give one for each "
+                "stage and kind of the schedule"
             )
         features = {len(laws[key].per_work_s) for key in keys}
         if len(features) > 1:

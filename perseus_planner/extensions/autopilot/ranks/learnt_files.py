@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import PlannerError
-from perseus_planner.profiles.modes import OWN, mode_of
+from perseus_planner.profiles.modes import OWN
 from perseus_planner.profiles.profiles import Profile
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def difference(profile: Profile, job: AutopilotJob) -> str | None:
     if profile.modes is not None and not set(profile.modes.ways) <= set(job.modes):
         return f"has the modes {', '.join(profile.modes.ways)}, and this job {', '.join(job.modes)}"
     # Modes are added to a profile later, so only the training's own way has to be complete.
-    own = {key for key in profile.measurements if mode_of(key[1]) == OWN}
+    own = {key for key in profile.measurements if key.mode == OWN}
     if own != set(job.iteration.keys):
         return "has other kinds of computations than this job"
     if profile.control != job.control:
@@ -209,7 +209,7 @@ def _subject(profile: Profile) -> tuple[object, ...]:
 
 
 def _stages(job: AutopilotJob) -> int:
-    return len({stage for stage, _ in job.iteration.keys})
+    return len({key.stage for key in job.iteration.keys})
 
 
 def _names(path: Path, stages: int, gpu: str | None) -> Iterator[Path]:

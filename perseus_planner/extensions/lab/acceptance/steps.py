@@ -56,6 +56,7 @@ from perseus_planner.profiler.ranks.group import RankGroup
 from perseus_planner.profiler.ranks.neighbours import connect_neighbour
 from perseus_planner.profiler.rehearsal import rehearse_gpu, surroundings, unlocked_mhz
 from perseus_planner.profiler.sweep import SweepSettings
+from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from perseus_planner.profiler.rehearsal import LoadRun, RankRehearsal
 
 Span = tuple[float, float]  #: begin and end, seconds
-Times = dict[tuple[int, str], float]  #: (stage, kind) -> seconds of one computation
+Times = dict[Key, float]  #: seconds of one computation
 
 MARK_ERROR_S = 50e-6
 """How far a mark may be from the begin or end of what the GPU runs, seconds."""
@@ -463,7 +464,7 @@ def _make_up(rank: Rank, path: Path) -> None:
     with open_gpu(rank.gpu) as gpu:
         high_mhz, low_mhz, *_ = gpu.supported_clocks_mhz
     rows = {
-        (stage, kind): (Measurement(clock_mhz, time_s, time_s),)
+        Key(stage, kind): (Measurement(clock_mhz, time_s, time_s),)
         for stage in range(STAGES)
         for kind, clock_mhz, time_s in (("F", high_mhz, 1.0), ("B", low_mhz, 2.0))
     }
@@ -518,11 +519,11 @@ def _recorded(folder: Path) -> tuple[dict[int, list[float]], Times]:
     of each kind.
     """
     marks: dict[int, list[float]] = {}
-    durations: dict[tuple[int, str], list[float]] = {}
+    durations: dict[Key, list[float]] = {}
     for record in Run.load(folder).ranks:
         of_rank = marks[record.rank] = []
         for computed in (computed for row in record.computations.values() for computed in row):
-            key = (computed.computation.stage, computed.computation.kind)
+            key = Key(computed.computation.stage, computed.computation.kind)
             durations.setdefault(key, []).append(computed.duration_s)
             of_rank += [computed.begin_s, computed.end_s]
     return marks, {key: median(values) for key, values in durations.items()}
@@ -540,9 +541,9 @@ def _check_profile(acceptance: Acceptance) -> Finding:
     acceptance.profile = profile = Profile.load(path)
     rows = {key: points[0] for key, points in profile.measurements.items()}
     beside = {
-        f"{stage} {kind}": (row.time_s, acceptance.times[stage, kind])
-        for (stage, kind), row in rows.items()
-        if (stage, kind) in acceptance.times
+        f"{key.stage} {key.name}": (row.time_s, acceptance.times[key])
+        for key, row in rows.items()
+        if key in acceptance.times
     }
     worst = max(beside, key=lambda name: abs(beside[name][0] / beside[name][1] - 1))
     alone_s, trained_s = beside[worst]
