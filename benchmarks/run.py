@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import attention_kernels
 import autopilot
 import autopilot_noise
 import batches
@@ -24,6 +25,7 @@ import hook_cost
 import inference_caps
 import iteration_times
 import jitter_parts
+import kernel_classes
 import large_jobs
 import large_pipeline
 import learning_training
@@ -96,6 +98,8 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     by_time.NUMBER: by_time.measure,
     measured_again.NUMBER: measured_again.measure,
     jitter_parts.NUMBER: jitter_parts.measure,
+    attention_kernels.NUMBER: attention_kernels.measure,
+    kernel_classes.NUMBER: kernel_classes.measure,
     pair_optima.NUMBER: pair_optima.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"

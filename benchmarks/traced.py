@@ -242,6 +242,12 @@ _PROGRAMS = {
     ),
     "json.load": "import json, sys; json.load(open(sys.argv[1]))",
 }
+# In an environment of its own, whose Python the environment variable PLANNER_HTA names.
+_HTA = (
+    "import sys; from hta.common.trace import Trace;"
+    "trace = Trace(trace_files={0: sys.argv[1]}, trace_dir=''); trace.parse_traces();"
+    "print(len(trace.get_trace(0)))"
+)
 
 
 def _speed(megabytes: int) -> list[dict[str, Any]]:
@@ -250,8 +256,11 @@ def _speed(megabytes: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank0.json"
         _write_large(path, megabytes)
-        for reader, program in _PROGRAMS.items():
-            child = subprocess.Popen([sys.executable, "-c", program, str(path)])
+        programs = [(name, sys.executable, program) for name, program in _PROGRAMS.items()]
+        if "PLANNER_HTA" in os.environ:
+            programs.append(("HolisticTraceAnalysis", os.environ["PLANNER_HTA"], _HTA))
+        for reader, python, program in programs:
+            child = subprocess.Popen([python, "-c", program, str(path)])
             _, status, used = os.wait4(child.pid, 0)
             child.returncode = os.waitstatus_to_exitcode(status)
             assert child.returncode == 0, reader

@@ -102,9 +102,14 @@ class System:
     product_flops_per_cycle: float  #: bf16 FLOPs of long matrix products, over all SMs
     fp8_speedup: float  #: How many times as fast products in FP8 and MXFP8 are; 1 without
     fp4_speedup: float  #: How many times as fast products in NVFP4 are; 1 without
-    fused_share: float  #: Speed of flash attention, as a share of that of products
+    fused_share: float  #: Speed of long flash attention, as a share of that of products
+    #: Keys per query at which flash attention has half of that speed.
+    fused_half_keys: float
     #: Power of flash attention above static power, as a share of that of products.
     fused_activity: float
+    #: The same, of queries with at least `fused_long_keys` keys.
+    fused_long_activity: float
+    fused_long_keys: float  #: Keys per query from which attention counts as long
     grouped_share: float  #: Speed of the products of experts, as a share of that of others
     #: Speed of products with a size that is no multiple of 8, as a share of that of others.
     unaligned_share: float
@@ -310,13 +315,19 @@ class Product(NamedTuple):
     number: float = 1  #: Number of such products that run as one
     #: Whether one factor is a weight, or the result its gradient; such products may run in FP8.
     weights: bool = True
-    fused: bool = False  #: Whether neither factors nor result are in memory, as in flash attention
+    #: Keys of each query, of attention whose factors and results stay on the chip; 0 of others.
+    keys: float = 0.0
     grouped: bool = False  #: Whether a kernel has the products of several experts
 
     @property
     def flops(self) -> float:
         """FLOPs, two for each multiply-add."""
         return 2 * self.m * self.n * self.k * self.number
+
+    @property
+    def fused(self) -> bool:
+        """Whether neither factors nor result are in memory, as in flash attention."""
+        return self.keys > 0
 
     @property
     def aligned(self) -> bool:
@@ -539,11 +550,12 @@ def _attention(shape: Transformer) -> tuple[Operation, ...]:
     """
     count = shape.microbatch * shape.heads_per_gpu
     rows = shape.sequence / shape.context_degree
-    fused = shape.attention != "plain"
     pairs = _pairs(shape)
+    # A ring attends to the keys of one GPU at a time.
+    keys = 0.0 if shape.attention == "plain" else pairs / shape.context_degree
     width = shape.head_size + shape.rotary_size
-    scores = Product(rows, pairs, width, count, weights=False, fused=fused)
-    values = Product(rows, shape.head_size, pairs, count, weights=False, fused=fused)
+    scores = Product(rows, pairs, width, count, weights=False, keys=keys)
+    values = Product(rows, shape.head_size, pairs, count, weights=False, keys=keys)
     # Scores written, the softmax's read and write, read with the values.
     return (scores, values, Pass(4 * _score_bytes(shape)))
 
@@ -649,8 +661,9 @@ class Phases:
     memory_s: float = 0.0  #: Seconds that wait for memory
     exchange_s: float = 0.0  #: Seconds of traffic between GPUs
     idle_s: float = 0.0  #: Seconds in which the GPU waits for its host
-    #: Those cycles of `megacycles` in which attention computes, which draws less power.
-    fused_megacycles: float = 0.0
+    fused_megacycles: float = 0.0  #: Those cycles of `megacycles` in which attention computes
+    #: The same, times the power above static power that they draw, as a share of products'.
+    fused_active_megacycles: float = 0.0
 
     def __add__(self, other: Phases) -> Phases:
         """Return both, one after the other."""
@@ -666,13 +679,11 @@ class Phases:
 
     def load(self, system: System) -> Load:
         """Return time and power over clocks on a GPU of `system`."""
-        fused = self.fused_megacycles / self.megacycles if self.megacycles else 0.0
+        # What attention draws less than products would.
+        saved = self.fused_megacycles - self.fused_active_megacycles
+        intensity = 1 - saved / self.megacycles if self.megacycles else 1.0
         return system.gpu.phases(
-            self.megacycles,
-            self.memory_s,
-            self.exchange_s,
-            self.idle_s,
-            1 - fused * (1 - system.fused_activity),
+            self.megacycles, self.memory_s, self.exchange_s, self.idle_s, intensity
         )
 
 
@@ -744,7 +755,7 @@ def layer_times(shape: Transformer, system: System) -> LayerTimes:
 
 def phases_of(operations: Iterable[Operation], shape: Transformer, system: System) -> Phases:
     """Return the phases of operations, one after the other."""
-    megacycles = fused = memory_s = idle_s = ring_s = 0.0
+    megacycles = fused = active = memory_s = idle_s = ring_s = 0.0
     exchange_s = dict.fromkeys(("tensor", "context", "expert"), 0.0)
     bytes_per_s = system.memory_share * system.gpu.bytes_per_s
     for operation in operations:
@@ -767,6 +778,7 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
             # Attention draws less power, so its cycles are known apart.
             if operation.fused:
                 fused += cycles
+                active += cycles * _fused_activity(operation.keys, system)
             # Every kernel has a fixed time, whatever it does.
             idle_s += system.launch_s
         elif isinstance(operation, Pass):
@@ -795,7 +807,13 @@ def phases_of(operations: Iterable[Operation], shape: Transformer, system: Syste
         )
     # Keys and values are passed on while attention computes with those before.
     exchange_s["context"] = max(0.0, ring_s - fused / system.top_mhz)
-    return Phases(megacycles, memory_s, sum(exchange_s.values()), idle_s, fused)
+    return Phases(megacycles, memory_s, sum(exchange_s.values()), idle_s, fused, active)
+
+
+def _fused_activity(keys: float, system: System) -> float:
+    """Return the power of flash attention, as a share of that of products."""
+    is_long = keys >= system.fused_long_keys
+    return system.fused_long_activity if is_long else system.fused_activity
 
 
 def product_megacycles(product: Product, system: System, precision: str = "bf16") -> float:
@@ -804,7 +822,9 @@ def product_megacycles(product: Product, system: System, precision: str = "bf16"
     if product.weights:
         rate *= {"fp8": system.fp8_speedup, "mxfp8": system.fp8_speedup}.get(precision, 1.0)
         rate *= system.fp4_speedup if precision == "nvfp4" else 1.0
-    rate *= system.fused_share if product.fused else 1.0
+    if product.fused:
+        # Each query has a fixed time beside that of its keys.
+        rate *= system.fused_share * product.keys / (product.keys + system.fused_half_keys)
     rate *= system.grouped_share if product.grouped else 1.0
     rate *= 1.0 if product.aligned else system.unaligned_share
     return product.flops / rate / 1e6

@@ -4,7 +4,8 @@ step of each pipeline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,15 @@ import numpy as np
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.prefixes import counted
 from perseus_planner.extensions.traces.align import find_offsets
+from perseus_planner.extensions.traces.classes import CLASSES, COMMUNICATION
 from perseus_planner.extensions.traces.kineto import read_trace
-from perseus_planner.extensions.traces.order import find_layout, with_grid
+from perseus_planner.extensions.traces.order import find_layout, with_first_inputs, with_grid
 from perseus_planner.extensions.traces.steps import rank_steps
 from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.pipeline import pipeline_iteration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -55,6 +57,8 @@ class TracedJob:
     has_gpu_times: bool
     gpu: str | None  #: name of the GPU, as the files have it
     remarks: tuple[str, ...] = ()  #: what was seen while reading
+    #: class of kernels (`classes`) -> share of the kernels' time; empty where none are known
+    kernel_shares: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def iteration(self) -> Iteration:
@@ -133,6 +137,7 @@ class TracedJob:
             self.has_gpu_times,
             self.gpu,
             self.remarks,
+            self.kernel_shares,
         )
 
 
@@ -154,8 +159,10 @@ def read_kineto_job(
     without: list[str] = []
     gpus: list[str] = []
     remarks: list[str] = []
+    class_us: Counter[str] = Counter()
     for path in paths:
         trace = read_trace(path)
+        class_us.update(trace.class_us)
         rank = rank_steps(trace)
         # Kernels of a graph belong to no operation, so their computations would look empty.
         if trace.graph_kernels:
@@ -188,7 +195,13 @@ def read_kineto_job(
             f"the traces are of {gpus[0]} and of {next(g for g in gpus if g != gpus[0])}; GPUs of "
             "one kind are planned for: name their files alone"
         )
-    return _job(ranks, layout, bool(with_kernels), gpus[0] if gpus else None, remarks)
+    ranks = with_first_inputs(ranks, layout)
+    job = _job(ranks, layout, bool(with_kernels), gpus[0] if gpus else None, remarks)
+    # Communication contains the wait for other ranks, so its share says nothing.
+    class_us.pop(COMMUNICATION, None)
+    total_us = sum(class_us.values())
+    shares = {name: class_us[name] / total_us for name in CLASSES if class_us[name] > 0.0}
+    return replace(job, kernel_shares=shares)
 
 
 def _check_ranks(ranks: Sequence[RankSteps]) -> None:

@@ -17,7 +17,7 @@ import gzip
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.files import reading
+from perseus_planner.extensions.traces.classes import kernel_class
 
 if TYPE_CHECKING:
     from typing import IO, TypeAlias
@@ -121,6 +122,9 @@ class Trace:
     kernels: Kernels | None  #: None if the trace has no kernels
     unlaunched: int  #: kernels whose launch is not in the file
     graph_kernels: int  #: kernels that a graph launched, of which no operation is recorded
+    class_us: Mapping[
+        str, float
+    ]  #: time of all kernels by their class (`classes`), communication too
 
 
 class _Columns:
@@ -135,6 +139,8 @@ class _Columns:
         self.correlations = array("q")  #: of each kernel
         self.ranges: list[Range] = []
         self.graph_kernels = 0
+        self.class_us: dict[str, float] = {}
+        self._classes: dict[str, str] = {}
         self._threads: dict[int | str, int] = {}
         self._ends: dict[int | str, float] = {}
         self._begins: dict[int | str, float] = {}
@@ -190,6 +196,12 @@ class _Columns:
 
     def _add_kernel(self, event: _Event) -> None:
         args = event.args or _Args()
+        # Names repeat, so each is looked at once.
+        found = self._classes.get(event.name)
+        if found is None:
+            found = kernel_class(event.name, event.cat)
+            self._classes[event.name] = found
+        self.class_us[found] = self.class_us.get(found, 0.0) + event.dur
         # "SendRecv" is also the name of kernels of an all-to-all; both wait for other ranks.
         if _NCCL.search(event.name) or args.collective is not None:
             return
@@ -234,6 +246,7 @@ def read_trace(path: Path) -> Trace:
         kernels,
         unlaunched,
         columns.graph_kernels,
+        columns.class_us,
     )
 
 

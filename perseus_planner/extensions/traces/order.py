@@ -7,10 +7,12 @@ right: an order that fits no schedule is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.errors import ScheduleError, UsageError
 from perseus_planner.base.prefixes import counted
+from perseus_planner.extensions.traces.steps import Ran
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.generators import NAMES, generate
 from perseus_planner.schedules.schedule import (
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS = 16
 """The most stages of a rank that are tried; a limit by hand, above what jobs use."""
+
+
+_UNSEEN = (
+    " (V-shaped schedules and overlapped pairs pass from stage to stage on a rank, which no "
+    "transfer shows: torch 2.13 and later annotates them)"
+)
 
 
 class Layout(NamedTuple):
@@ -138,6 +146,7 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
         raise UsageError(
             f"{ranks[least].name} runs {counted(forwards[least], 'forward')} in a step and "
             f"{ranks[most].name} {forwards[most]}; name traces of one job and of the same steps"
+            f"{_UNSEEN}"
         )
     # Without a number of pipelines, each that divides the files is tried, the least first.
     wanted = (
@@ -158,7 +167,7 @@ def _matched(ranks: Sequence[RankSteps], pipelines: int | None) -> Layout:
     raise UsageError(
         f"the order in which {numbers} run {counted(forwards[0], 'forward')} and their backwards "
         "fits no schedule that is known; is the file of a stage missing, or of another job? Give "
-        "one of each stage, and --schedule GRID if the schedule is the training's own"
+        f"one of each stage, and --schedule GRID if the schedule is the training's own{_UNSEEN}"
     )
 
 
@@ -184,7 +193,7 @@ def _fitting(ranks: Sequence[RankSteps], pipelines: int, forwards: int) -> Layou
         if forwards % virtual:
             continue
         for name, schedule in _candidates(size, virtual, forwards // virtual):
-            if [_by_forward(row) for row in schedule.ranks] == seen:
+            if seen in _as_seen(schedule):
                 # Several generators may make one order, which is one schedule with several names.
                 fits.setdefault(schedule.ranks, []).append(name)
                 schedules.setdefault(schedule.ranks, schedule)
@@ -194,7 +203,8 @@ def _fitting(ranks: Sequence[RankSteps], pipelines: int, forwards: int) -> Layou
     if len(fits) > 1:
         texts = " or ".join(str(schedule) for schedule in schedules.values())
         raise UsageError(
-            f"the order of the computations fits {texts}; say which it is with --schedule GRID"
+            f"the order of the computations fits {texts}, which run alike; say which it is with "
+            "--schedule GRID"
         )
     (rows, names), *_ = fits.items()
     return Layout(schedules[rows], places, tuple(dict.fromkeys(names)))
@@ -225,7 +235,8 @@ def with_grid(ranks: Sequence[RankSteps], schedule: Schedule, pipelines: int | N
                 wanted = [(c.kind, c.stage, c.microbatch) for c in row]
                 is_it = ran == wanted
             else:
-                is_it = [(kind, number) for kind, _, number in rank.order] == _by_forward(row)
+                seen = [(kind, number) for kind, _, number in rank.order]
+                is_it = seen in (_by_forward(row), _without_first_inputs(row))
             if not is_it:
                 raise UsageError(
                     f"{rank.name}: ran another order than --schedule; give the schedule of this "
@@ -246,6 +257,50 @@ def _by_forward(row: Sequence[Computation]) -> list[tuple[str, int]]:
         (computation.kind, numbers[computation.stage, computation.microbatch])
         for computation in row
     ]
+
+
+def _without_first_inputs(row: Sequence[Computation]) -> list[tuple[str, int]]:
+    """Return a row as it is seen where backwards are split: the first stage has no gradient of its
+    input, so the only part that runs there looks like a whole backward.
+    """
+    return [
+        ("B" if computation.stage == 0 and computation.kind == "W" else kind, number)
+        for computation, (kind, number) in zip(row, _by_forward(row), strict=True)
+        if (computation.stage, computation.kind) != (0, "I")
+    ]
+
+
+def _as_seen(schedule: Schedule) -> tuple[list[list[tuple[str, int]]], ...]:
+    return (
+        [_by_forward(row) for row in schedule.ranks],
+        [_without_first_inputs(row) for row in schedule.ranks],
+    )
+
+
+def with_first_inputs(ranks: Sequence[RankSteps], layout: Layout) -> list[RankSteps]:
+    """Return the ranks with the gradients of the first stage's input, which take no time and leave
+    no operations, where the schedule has them and the traces do not.
+    """
+    completed = list(ranks)
+    for pipeline in layout.pipelines:
+        for row, position in zip(layout.schedule.ranks, pipeline, strict=True):
+            rank = ranks[position]
+            if len(rank.steps[0]) < len(row):
+                steps = tuple(_completed(step, row) for step in rank.steps)
+                completed[position] = replace(rank, steps=steps)
+    return completed
+
+
+def _completed(step: Sequence[Ran], row: Sequence[Computation]) -> tuple[Ran, ...]:
+    seen = iter(step)
+    found: list[Ran] = []
+    for computation, (kind, number) in zip(row, _by_forward(row), strict=True):
+        if (computation.stage, computation.kind) == (0, "I"):
+            at_s = found[-1].end_s  # a forward ran before it
+            found.append(Ran("I", None, number, at_s, at_s, at_s, 0.0))
+        else:
+            found.append(next(seen)._replace(kind=kind))
+    return tuple(found)
 
 
 def _candidates(ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[str, Schedule]]:

@@ -302,7 +302,27 @@ def _numbered(step: Sequence[Ran]) -> list[Ran]:
     for ran in step:
         if ran.kind == "F":
             numbers[ran.number] = len(numbers)
-    return [ran._replace(number=numbers[ran.number]) for ran in step if ran.number in numbers]
+    numbered: list[Ran] = []
+    for ran in step:
+        if ran.number not in numbers:
+            continue
+        last = numbered[-1] if numbered else None
+        # The gradients of weights are computed layer by layer, each a run of its own.
+        if (
+            ran.kind == "W"
+            and last is not None
+            and (last.kind, last.number)
+            == (
+                "W",
+                numbers[ran.number],
+            )
+        ):
+            numbered[-1] = last._replace(
+                end_s=ran.end_s, computing_s=last.computing_s + ran.computing_s
+            )
+        else:
+            numbered.append(ran._replace(number=numbers[ran.number]))
+    return numbered
 
 
 def _windows(trace: Trace) -> list[tuple[int, float, float]]:

@@ -52,6 +52,7 @@ def summarize_trace(job: TracedJob, seen: Analysis, saving: Saving | None) -> di
             }
             for use in seen.ranks
         ],
+        "kernel_shares": dict(job.kernel_shares),
         "remarks": list(seen.remarks),
         "saving": None,
     }
@@ -123,6 +124,10 @@ def trace_text(summary: dict[str, Any]) -> str:
         f"{100 * summary['even_bubble_share']:.1f} % if all stages took equally long.",
         f"Bottleneck: {summary['bottleneck']}.",
     ]
+    shares = summary["kernel_shares"]
+    if shares:
+        parts = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
+        lines.append(f"Kernels: {parts} of their time, without communication.")
     saving = summary["saving"]
     if saving is not None:
         lines.append(saving_sentence(saving))

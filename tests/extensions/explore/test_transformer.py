@@ -310,8 +310,9 @@ def test_a_simulated_gpu_takes_what_its_estimate_does(name: str):
     stages = layer_times(pipeline_model(3), system).stages((8, 8, 8))
     for costs, phases in zip(_small_gpt(3), stages, strict=True):
         for kind, cost in costs.items():
-            # In the estimate fused attention is slow and draws little, and launches take time.
-            assert_near(system, cost, phases[kind], 0.065)
+            # In the estimate fused attention of 2,048 tokens is slow and draws little, and launches
+            # take time.
+            assert_near(system, cost, phases[kind], 0.09)
 
 
 @pytest.mark.parametrize("name", ["a100-sxm", "a40", "h100-sxm", "b200"])

@@ -9,10 +9,11 @@ from pathlib import Path
 import launching
 import pytest
 
+from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.traces.job import read_kineto_job
 from perseus_planner.extensions.traces.kineto import read_trace
-from perseus_planner.extensions.traces.order import find_layout
-from perseus_planner.extensions.traces.steps import rank_steps
+from perseus_planner.extensions.traces.order import find_layout, with_first_inputs, with_grid
+from perseus_planner.extensions.traces.steps import RankSteps, rank_steps
 from perseus_planner.schedules.generators import generate
 
 
@@ -56,18 +57,44 @@ def test_torch(tmp_path: Path, name: str, ranks: int, microbatches: int):
     assert (abs(job.offsets_s) <= job.widths_s).all()
 
 
-def test_torch_without_its_annotations(tmp_path: Path):
-    """Before 2.13 chunks had no names: one order fits."""
-    paths = _traced(tmp_path, 2, "trace_torch", "interleaved-1f1b", "4")
+def _bare(paths: list[Path]) -> list[RankSteps]:
+    """Return ranks as releases before 2.13 show them, without names of chunks."""
     ranks = []
     for path in paths:
         trace = read_trace(path)
         bare = tuple(each for each in trace.ranges if not each.name.startswith("PP:"))
         ranks.append(rank_steps(replace(trace, ranges=bare)))
+    return ranks
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
+def test_torch_without_its_annotations(tmp_path: Path, name: str):
+    ranks = _bare(_traced(tmp_path, 2, "trace_torch", name, "4"))
     layout = find_layout(ranks)
     rows = [[str(each) for each in row] for row in layout.schedule.ranks]
     assert rows == _ran(tmp_path, 2, len(rows[0]))
-    assert layout.names == ("interleaved-1f1b",)
+    assert layout.names == (name,)
+    # The first stage has no gradient of its input: a computation without work, not a missing one.
+    for rank, row in zip(with_first_inputs(ranks, layout), layout.schedule.ranks, strict=True):
+        assert [kind for kind, _, _ in rank.order] == [each.kind for each in row]
+
+
+def test_chunks_that_run_alike_are_told_by_the_grid(tmp_path: Path):
+    """All forwards and then all backwards: two chunks of 4 microbatches run as 4 of 2 do."""
+    ranks = _bare(_traced(tmp_path, 2, "trace_torch", "looped-bfs", "4"))
+    with pytest.raises(UsageError, match="which run alike; say which it is with --schedule GRID"):
+        find_layout(ranks)
+    schedule = generate("looped-bfs", ranks=2, microbatches=4, virtual_stages=2)
+    assert with_grid(ranks, schedule, None).schedule == schedule
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe-v"])
+def test_schedules_that_no_transfer_shows_are_refused_without_annotations(
+    tmp_path: Path, name: str
+):
+    ranks = _bare(_traced(tmp_path, 2, "trace_torch", name, "4"))
+    with pytest.raises(UsageError, match="V-shaped schedules and overlapped pairs pass from"):
+        find_layout(ranks)
 
 
 def test_torch_without_steps_of_the_profiler(tmp_path: Path):

@@ -68,6 +68,11 @@ def test_bubbles_and_busy_shares_are_those_that_were_made(tmp_path: Path):
     assert abs(seen.replay_error) < 0.005
 
 
+def test_kernels_are_told_by_class_without_communication(tmp_path: Path):
+    """All kernels of the made job are products, and communication contains waits."""
+    assert read_kineto_job(MADE.write(tmp_path)).kernel_shares == {"products": 1.0}
+
+
 def test_the_gpus_time_counts_though_the_host_runs_ahead(tmp_path: Path):
     """An operation takes 20 us on the host, and its kernel begins long after."""
     job = read_kineto_job(MADE.write(tmp_path))

@@ -70,6 +70,18 @@ def test_held_out_steps_are_replayed(tmp_path: Path):
     assert abs((by_means / held_out.iterations_s).mean() - 1) < 0.015
 
 
+@pytest.mark.parametrize(("jitter", "is_said"), [(0.01, False), (0.2, True)])
+def test_a_replay_by_means_that_is_off_is_said(tmp_path: Path, jitter: float, *, is_said: bool):
+    """Iterations wait for the longest of unlike computations, which means do not show."""
+    made = Made(FOUR, (0.02,) * 4, steps=10, jitter=jitter)
+    path = tmp_path / "table.csv"
+    _table(path, made, theirs=False)
+    seen = analyse(read_table_job([path]))
+    assert (abs(seen.replay_error) > 0.03) == is_said
+    remarks = [each for each in seen.remarks if each.startswith("A replay by mean times is -")]
+    assert len(remarks) == is_said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
