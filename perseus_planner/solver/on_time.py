@@ -9,8 +9,8 @@ and which stage is the slowest is uncertain as well.
 Plans are made as if computations below the maximum clock took some standard errors longer than they
 are expected to. The maximum clock takes no margin, so a plan that is no slower than all clocks at
 maximum stays possible. A plan that is late in too many draws, or in their mean, is repaired: what
-is on the longest path of late draws gets faster clocks. With a switch budget, the least margin is
-searched instead with which a plan within the budget is on time.
+is on the longest path of late draws gets faster clocks. Within a switch budget whole clock segments
+do, so a repair adds no change; and the plans of all smaller budgets are candidates too.
 
 Expected times and energies are scaled by two numbers, near 1, such that an iteration with all
 clocks at their maximum takes what it takes with the measured rows: there is one baseline.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,12 +34,13 @@ from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpus
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.estimation import Estimate, Key
@@ -49,12 +51,7 @@ if TYPE_CHECKING:
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
-_SEARCHES = 5  #: plans within a switch budget at most, to find the least margin that is enough
-_CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
-_FIRST = 1.4  #: margin that is tried after 0, standard errors
-_INSIDE = 0.1  #: part of an interval that is left at both ends
-_STEP = 2.0  #: from a margin that is not enough to the next one, while none is known to be
-_MARGINS = (0.0, 0.7, 1.4)  #: of rough plans without a switch budget, standard errors
+_MARGINS = (0.0, 0.7, 1.4)  #: of the plans that are repaired where late, standard errors
 # Rounds at most, in each of which what makes a plan late gets faster. It is a guard alone: each
 # round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs more, had
 # no plan on time but all clocks at maximum.
@@ -92,11 +89,14 @@ class _Faster(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A faster clock for places of one segment, in which a rank keeps its clock."""
+    """A faster clock for one computation, or for places of one segment, in which a rank keeps its
+    clock.
+    """
 
     score: float  #: lateness that it takes away, for the effective energy that it costs
     places: tuple[int, ...]  #: the computations that get it; the first one breaks ties
     to_mhz: int  #: the faster clock
+    owner: int  #: no two moves of one owner go together: the computation, or the segment's rank
 
 
 class OnTimePlanner:
@@ -144,38 +144,30 @@ class OnTimePlanner:
         def is_on_time(drawn: _Drawn) -> bool:
             return lateness(drawn) <= 0.0
 
-        def make(margin: float, *, is_rough: bool) -> _Drawn | None:
-            planner = self._planner(margin)
-            try:
-                if is_rough:
-                    return self._replayed(planner.clocks(within_s, is_rough=True), margin)
-                return self._replayed_plan(planner.plan(within_s, max_changes), margin)
-            except InfeasibleDeadline:
-                return None
+        in_segments = max_changes is not None or self.curve.profile.clock_change is not None
+        tried: list[_Drawn] = []
 
-        # Rough plans with a few margins are repaired; the best margin gets all effort once.
-        if max_changes is None and self.curve.profile.clock_change is None:
-            tried = []
-            for margin in _MARGINS:
-                drawn = make(margin, is_rough=True)
-                if drawn is not None:
-                    tried.append(drawn)
-            # The plan without a margin: what safety costs is told against it.
-            unsafe = tried[0] if tried else self._at_maximum
-            tried = [self._repaired(drawn, ratio, lateness) for drawn in tried]
-            in_time = [drawn for drawn in tried if is_on_time(drawn)]
-            if in_time:  # with all effort once
-                margin = min(in_time, key=self._effective_j).margin or 0.0
-                drawn = make(margin, is_rough=False)
-                tried += [self._repaired(drawn, ratio, lateness)] if drawn else []
+        def repair(candidates: Iterable[_Drawn]) -> None:
+            for drawn in candidates:
+                # What costs more than a plan that is on time need not become so.
+                most_j = min(map(self._effective_j, filter(is_on_time, tried)), default=math.inf)
+                tried.append(
+                    self._repaired(drawn, ratio, lateness, most_j, in_segments=in_segments)
+                )
+
+        if in_segments:
+            made = self._made_within(within_s, max_changes)
+            repair([self._steady(lateness), *made])
         else:
-            # A switch budget is inside the search: few clocks need other margins than many.
-            tried = _search(partial(make, is_rough=False), lateness)
-            unsafe = tried[0] if tried else self._at_maximum
-            # A margin on all computations pays for many that need none: a late plan is repaired.
-            late = [drawn for drawn in tried if not is_on_time(drawn)]
-            tried += [self._repaired_in_segments(drawn, ratio, lateness) for drawn in late]
-            tried.append(self._steady(lateness))
+            # Rough plans with a few margins are repaired; the best margin gets all effort once.
+            made = self._made(within_s, _MARGINS, is_rough=True)
+            repair(made)
+            in_time = list(filter(is_on_time, tried))
+            if in_time:
+                margin = min(in_time, key=self._effective_j).margin or 0.0
+                repair(self._made(within_s, [margin], is_rough=False))
+        # The plan without a margin: what safety costs is told against it.
+        unsafe = next((drawn for drawn in reversed(made) if not drawn.margin), self._at_maximum)
         # All clocks at maximum are a candidate too, and always on time for the baseline's own
         # deadline.
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
@@ -195,6 +187,53 @@ class OnTimePlanner:
         # misses.
         plan = replace(plan, deadline_s=max(deadline_s, plan.time_s), on_time=certainty)
         return self._with_remark(plan)
+
+    def _made(self, within_s: float, margins: Iterable[float], *, is_rough: bool) -> list[_Drawn]:
+        """Return the plan without a switch budget for each margin that there is time for."""
+        made = []
+        for margin in margins:
+            with suppress(InfeasibleDeadline):
+                clocks = self._planner(margin).clocks(within_s, is_rough=is_rough)
+                made.append(self._replayed(clocks, margin))
+        return made
+
+    def _made_within(self, within_s: float, max_changes: int | None) -> list[_Drawn]:
+        """Return plans within a switch budget, or such as the cost of clock changes allows, for
+        each margin that there is time for; those of the smallest budget first.
+
+        The plans of a smaller budget are among those of a larger one.
+        """
+        if self.curve.profile.clock_change is not None:
+            made = []
+            for margin in _MARGINS:
+                with suppress(InfeasibleDeadline):
+                    plan = self._planner(margin).plan(within_s, max_changes)
+                    made.append(self._replayed_plan(plan, margin))
+            return made
+        assert max_changes is not None
+        levels = budget_levels(max_changes)
+        by_margin = {}
+        for margin in _MARGINS:
+            with suppress(InfeasibleDeadline):
+                by_margin[margin] = self._planner(margin).clocks_by_budget(within_s, levels)
+        made = [
+            self._replayed(by_level[level], margin)
+            for level in levels
+            for margin, by_level in by_margin.items()
+            if level in by_level
+        ]
+        # A plan without a budget may be within it by itself.
+        free = self._made(within_s, by_margin, is_rough=False)
+        return made + [drawn for drawn in free if self._changes(drawn.clocks_mhz) <= max_changes]
+
+    def _changes(self, clocks: Sequence[int]) -> int:
+        """Return the most clock changes of a rank in an iteration."""
+        iteration = self._mean.dag.iteration
+        counts = [
+            len(_segments([place for place in program if place < len(clocks)], clocks))
+            for program in iteration.programs
+        ]
+        return max((count for count in counts if count > 1), default=0)
 
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
@@ -381,7 +420,15 @@ class OnTimePlanner:
             doubts[key][0] = 0.0
         return doubts
 
-    def _repaired(self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]) -> _Drawn:
+    def _repaired(
+        self,
+        drawn: _Drawn,
+        ratio: float,
+        lateness: Callable[[_Drawn], float],
+        most_j: float,
+        *,
+        in_segments: bool,
+    ) -> _Drawn:
         """Return the plan with faster clocks for what makes it late; as it is if it is on time.
 
         Slack is the difference of two long paths, of which the uncertainty is a share of their
@@ -389,53 +436,28 @@ class OnTimePlanner:
         computation's time alone would have to be many times as large. So the computations that are
         on the longest path in late draws get the next faster of their operating points, those
         first that cost the least energy for the time that they save, until the plan is on time.
-        """
-        iteration = self._mean.dag.iteration
-        clocks = list(drawn.clocks_mhz)
-        for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0:
-                break
-            late_by = self._late_by(drawn, ratio)
-            # Lateness that is reached, times seconds that a joule buys.
-            scores = list[tuple[float, int, int]]()
-            for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
-                faster = self._faster[key].get(mhz)
-                if faster is not None and late_by[place] > 0.0:
-                    scores.append((late_by[place] * faster.gain_s_per_j, place, faster.clock_mhz))
-            if not scores:
-                break
-            # Places break ties, so that equal input gives an equal plan.
-            scores.sort(key=lambda entry: (-entry[0], entry[1]))
-            # A part of them at a time, as each faster clock may move the longest path elsewhere.
-            for _score, place, mhz in scores[: math.ceil(len(scores) * _AT_ONCE)]:
-                clocks[place] = mhz
-            drawn = self._replayed(clocks, drawn.margin)
-        return drawn
 
-    def _repaired_in_segments(
-        self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]
-    ) -> _Drawn:
-        """Return the plan with faster clocks for what makes it late, and with no more changes.
-
-        As `_repaired`, but what gets a faster clock is a whole segment, in which a rank keeps its
-        clock, or the computation at one end of it, which joins the segment beside it.
+        Args:
+            drawn: the plan.
+            ratio: the deadline over the baseline.
+            lateness: how late a plan is; at most 0 if it is on time.
+            most_j: effective energy from which on a plan is not worth more repairs, joules.
+            in_segments: whether whole clock segments get faster, which adds no clock change.
         """
-        rank_of = self._mean.dag.iteration.rank_of
+        faster = self._faster_segments if in_segments else self._faster_points
         clocks = list(drawn.clocks_mhz)
         margin = drawn.margin
         for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0:
+            if lateness(drawn) <= 0.0 or self._effective_j(drawn) >= most_j:
                 break
-            moves = self._faster_segments(clocks, self._late_by(drawn, ratio))
+            moves = faster(clocks, self._late_by(drawn, ratio))
             if not moves:
                 break
-            # One move of a rank in a round: an end that joins a segment which gets another clock
-            # itself would be a segment of its own, and one change more.
+            # A part of them at a time, as each faster clock may move the longest path elsewhere.
             moved = set[int]()
             for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
-                rank = rank_of[move.places[0]]
-                if rank not in moved:
-                    moved.add(rank)
+                if move.owner not in moved:
+                    moved.add(move.owner)
                     for place in move.places:
                         clocks[place] = move.to_mhz
             drawn = self._replayed(clocks, margin)
@@ -443,8 +465,26 @@ class OnTimePlanner:
                 drawn = self._replayed_plan(self._plan_of(drawn), margin)
         return drawn
 
+    def _faster_points(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
+        """Return the moves of single computations to their next faster operating point, as
+        `_faster_segments` does.
+        """
+        moves = []
+        for place, (key, mhz) in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
+            faster = self._faster[key].get(mhz)
+            if faster is not None and late_by[place] > 0.0:
+                # Lateness that is reached, times seconds that a joule buys.
+                score = float(late_by[place]) * faster.gain_s_per_j
+                moves.append(_Move(score, (place,), faster.clock_mhz, place))
+        return _in_order(moves)
+
     def _faster_segments(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
         """Return the moves that take lateness away, those first that cost the least energy for it.
+
+        What gets a faster clock is a whole segment, in which a rank keeps its clock, or the
+        computation at one end of it, which joins the segment beside it. Two such moves of a rank
+        could add a change: an end that joins a segment which gets another clock itself would be a
+        segment of its own.
 
         Args:
             clocks: of each computation, MHz.
@@ -454,7 +494,7 @@ class OnTimePlanner:
         keys = iteration.keys
         costs = self._costs
         moves = []
-        for program in iteration.programs:
+        for rank, program in enumerate(iteration.programs):
             # Fixed operations have no clock, and end no segment.
             own = [place for place in program if place < len(keys)]
             segments = _segments(own, clocks)
@@ -476,9 +516,8 @@ class OnTimePlanner:
                     score = self._score(places, at_mhz, to_mhz, late_by)
                     if score > 0.0:
                         is_found = is_found or places is segment
-                        moves.append(_Move(score, tuple(places), to_mhz))
-        # Places break ties, so that equal input gives an equal plan.
-        return sorted(moves, key=lambda move: (-move.score, move.places))
+                        moves.append(_Move(score, tuple(places), to_mhz, rank))
+        return _in_order(moves)
 
     def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
         """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
@@ -747,47 +786,11 @@ def _scaled(profile: Profile, longer: float, dearer: float) -> Profile:
     return replace(profile, measurements=measurements)
 
 
-def _search(
-    make: Callable[[float], _Drawn | None], lateness: Callable[[_Drawn], float]
-) -> list[_Drawn]:
-    """Return the plans that were tried to find the least margin with which one is on time; the
-    first has no margin.
-
-    Lateness falls about evenly as the margin grows, so the next margin is where the line through
-    two of them says that it is 0, but inside what is left of the interval (regula falsi).
+def _in_order(moves: list[_Move]) -> list[_Move]:
+    """Return the moves, the best first; places break ties, so that equal input gives an equal
+    plan.
     """
-    tried: list[_Drawn] = []
-    # What is late, and what is not
-    margin = 0.0
-    low = 0.0
-    high = math.inf
-    # How late plans with these margins are
-    late = math.inf
-    early = -math.inf
-    for _ in range(_SEARCHES):
-        drawn = make(margin)
-        if drawn is None:  # there is no time for such a margin
-            high = margin
-            early = -math.inf
-        else:
-            tried.append(drawn)
-            if lateness(drawn) > 0.0:
-                low = margin
-                late = lateness(drawn)
-            else:
-                high = margin
-                early = lateness(drawn)
-        # Without a margin that is enough, `high` is infinite, and nothing is close.
-        if high - low <= _CLOSE * high < math.inf:
-            break
-        # No margin is enough yet: go up in growing steps.
-        if high == math.inf:
-            margin = max(_FIRST, _STEP * low)
-        else:
-            # Where the line through both latenesses is 0; halfway where the upper one is unknown.
-            part = late / (late - early) if early > -math.inf else 0.5
-            margin = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
-    return tried
+    return sorted(moves, key=lambda move: (-move.score, move.places))
 
 
 def _segments(places: Sequence[int], clocks: Sequence[int]) -> list[list[int]]:

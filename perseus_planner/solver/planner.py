@@ -189,7 +189,6 @@ class Planner:
             was found.
         """
         unlimited = self.clocks(aim_s)
-        within_s = self._replayed_s(aim_s)
         # Nobody can change a clock more often than there are computations.
         counts = [len(unlimited) if level is None else level for level in levels]
         clocks_by_level: dict[int | None, list[int]] = {}
@@ -199,11 +198,9 @@ class Planner:
             counts.pop()
         # One search for all levels, as each begins with the plan of the level before.
         if counts:
-            budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
+            budgets = self.clocks_by_budget(aim_s, counts)
             clocks_by_level |= {
-                level: self._without_idle_changes(budgets[n])
-                for level, n in zip(levels, counts, strict=False)
-                if n in budgets
+                level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
             }
         plans = {
             (level, False): self.plan_of(clocks, deadline_s)
@@ -274,6 +271,21 @@ class Planner:
         if (kept := self._known.get(deadline_s)) is None:
             return clocks
         return min(clocks, list(kept), key=lambda choice: self._cost(choice, deadline_s))
+
+    def clocks_by_budget(self, deadline_s: float, levels: Sequence[int]) -> dict[int, list[int]]:
+        """Return number of changes -> such clocks within this switch budget, for each of the levels
+        within which a plan was found.
+
+        Raises:
+            InfeasibleDeadline: If no clocks at all meet the deadline.
+        """
+        if deadline_s < self._min_time_s:
+            raise InfeasibleDeadline(deadline_s, self._min_time_s)
+        unlimited = self.clocks(deadline_s)
+        # The search within a budget knows no overhead.
+        within_s = self._replayed_s(deadline_s)
+        found = clocks_by_budget(self.dag, within_s, unlimited, levels)
+        return {level: self._without_idle_changes(clocks) for level, clocks in found.items()}
 
     def _without_idle_changes(self, clocks: list[int]) -> list[int]:
         """Return the clocks, where computations without work keep the clock of what runs before
