@@ -12,6 +12,7 @@ import autopilot
 import autopilot_noise
 import batches
 import budget_optima
+import budgets_in_doubt
 import by_time
 import cluster_replay
 import controller_latency
@@ -95,6 +96,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     by_time.NUMBER: by_time.measure,
     measured_again.NUMBER: measured_again.measure,
     jitter_parts.NUMBER: jitter_parts.measure,
+    budgets_in_doubt.NUMBER: budgets_in_doubt.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

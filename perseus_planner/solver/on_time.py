@@ -10,7 +10,9 @@ Plans are made as if computations below the maximum clock took some standard err
 are expected to. The maximum clock takes no margin, so a plan that is no slower than all clocks at
 maximum stays possible. A plan that is late in too many draws, or in their mean, is repaired: what
 is on the longest path of late draws gets faster clocks. Within a switch budget whole clock segments
-do, so a repair adds no change; and the plans of all smaller budgets are candidates too.
+do, so a repair adds no change; and the plans of all smaller budgets are candidates too. These are
+made for a series of deadlines alone, and repaired for the ones between in the same order, so that a
+deadline which is a little later never gets a worse plan.
 
 Expected times and energies are scaled by two numbers, near 1, such that an iteration with all
 clocks at their maximum takes what it takes with the measured rows: there is one baseline.
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
 _MARGINS = (0.0, 0.7, 1.4)  #: of the plans that are repaired where late, standard errors
+# Plans within a switch budget are made for multiples of this part of the baseline. Plans of two
+# searches differ by up to .2 points of saving, and such a step is worth more (`python
+# benchmarks/run.py --only 50`).
+_STEP = 0.005
 # Rounds at most, in each of which what makes a plan late gets faster. It is a guard alone: each
 # round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs more, had
 # no plan on time but all clocks at maximum.
@@ -99,6 +105,15 @@ class _Move(NamedTuple):
     owner: int  #: no two moves of one owner go together: the computation, or the segment's rank
 
 
+class _Step(NamedTuple):
+    """Two deadlines of the series that plans within a switch budget are made for, as parts of the
+    baseline.
+    """
+
+    begin: float  #: before the deadline that is asked for
+    end: float  #: that deadline, or after it
+
+
 class OnTimePlanner:
     """Makes plans for a probability from the rows of one frontier, and remembers them and what it
     solves for them.
@@ -108,6 +123,7 @@ class OnTimePlanner:
         self.curve = curve
         self._planners: dict[float, Planner] = {}
         self._plans: dict[tuple[float, float, float, int | None], Plan] = {}
+        self._within: dict[tuple[float, float, float, int | None], list[_Drawn]] = {}
 
     def plan(
         self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
@@ -131,43 +147,58 @@ class OnTimePlanner:
         """
         # Times count relative to the baseline under the same draw, so common errors cancel out.
         ratio = deadline_s / self.curve.baseline_time_s
-        # The tolerance is for deadlines no earlier than the baseline alone.
-        limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
-        within_s = deadline_s  # what is expected takes no part of the tolerance
-
-        def lateness(drawn: _Drawn) -> float:
-            # The worse of two: the likely time against the limit, the mean against the deadline
-            # itself.
-            likely = self._likely_ratio(drawn, probability) / limit - _ROUNDING
-            return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
+        lateness = partial(
+            self._lateness, ratio=ratio, probability=probability, tolerance=tolerance
+        )
 
         def is_on_time(drawn: _Drawn) -> bool:
             return lateness(drawn) <= 0.0
 
         in_segments = max_changes is not None or self.curve.profile.clock_change is not None
+        step = _step_of(ratio) if in_segments else _Step(ratio, ratio)
         tried: list[_Drawn] = []
 
         def repair(candidates: Iterable[_Drawn]) -> None:
             for drawn in candidates:
                 # What costs more than a plan that is on time need not become so.
                 most_j = min(map(self._effective_j, filter(is_on_time, tried)), default=math.inf)
-                tried.append(
-                    self._repaired(drawn, ratio, lateness, most_j, in_segments=in_segments)
+                repaired = self._repaired(
+                    drawn, step.begin, lateness, most_j, in_segments=in_segments
                 )
+                tried.append(repaired)
 
         if in_segments:
-            made = self._made_within(within_s, max_changes)
-            repair([self._steady(lateness), *made])
+            # Between two deadlines of the series the plan for the earlier one is a candidate.
+            if step.end != ratio:
+                with suppress(InfeasibleDeadline):
+                    earlier_s = step.begin * self.curve.baseline_time_s
+                    plan = self.plan(earlier_s, probability, tolerance, max_changes)
+                    margin = None if plan.on_time is None else plan.on_time.margin
+                    tried.append(self._replayed_plan(plan, margin))
+                # The fewer clocks there are, the more one of them is worth: these are searched for
+                # each deadline.
+                tried.append(self._steady(lateness))
+            made = self._made_within(step.end, probability, tolerance, max_changes)
+            repair(made)
         else:
             # Rough plans with a few margins are repaired; the best margin gets all effort once.
-            made = self._made(within_s, _MARGINS, is_rough=True)
+            made = self._made(deadline_s, _MARGINS, is_rough=True)
             repair(made)
             in_time = list(filter(is_on_time, tried))
             if in_time:
-                margin = min(in_time, key=self._effective_j).margin or 0.0
-                repair(self._made(within_s, [margin], is_rough=False))
+                best_margin = min(in_time, key=self._effective_j).margin or 0.0
+                repair(self._made(deadline_s, [best_margin], is_rough=False))
         # The plan without a margin: what safety costs is told against it.
         unsafe = next((drawn for drawn in reversed(made) if not drawn.margin), self._at_maximum)
+        if step.end != ratio:
+            # That was made for a later deadline: it has to be expected at this one.
+            unsafe = self._repaired(
+                unsafe,
+                step.begin,
+                lambda drawn: self._expected_ratio(drawn) / ratio - _EXPECTED - 1,
+                math.inf,
+                in_segments=in_segments,
+            )
         # All clocks at maximum are a candidate too, and always on time for the baseline's own
         # deadline.
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
@@ -180,7 +211,7 @@ class OnTimePlanner:
         plan = self._plan_of(best)
         certainty = replace(
             self._certainty(plan, best, probability, safety_j),
-            limit_ratio=limit,
+            limit_ratio=_limit_of(ratio, tolerance),
             expected_limit_ratio=ratio,
         )
         # The expected time may be a hair above the deadline (`_EXPECTED`): no plan states one it
@@ -197,12 +228,26 @@ class OnTimePlanner:
                 made.append(self._replayed(clocks, margin))
         return made
 
-    def _made_within(self, within_s: float, max_changes: int | None) -> list[_Drawn]:
-        """Return plans within a switch budget, or such as the cost of clock changes allows, for
-        each margin that there is time for; those of the smallest budget first.
+    def _made_within(
+        self, ratio: float, probability: float, tolerance: float, max_changes: int | None
+    ) -> list[_Drawn]:
+        """Return the plan of one clock for each rank, and plans within a switch budget, or such as
+        the cost of clock changes allows, for each margin that there is time for; those of the
+        smallest budget first.
 
         The plans of a smaller budget are among those of a larger one.
         """
+        key = ratio, probability, tolerance, max_changes
+        if key not in self._within:
+            steady = self._steady(
+                partial(self._lateness, ratio=ratio, probability=probability, tolerance=tolerance)
+            )
+            within_s = ratio * self.curve.baseline_time_s
+            self._within[key] = [steady, *self._made_in_segments(within_s, max_changes)]
+        return self._within[key]
+
+    def _made_in_segments(self, within_s: float, max_changes: int | None) -> list[_Drawn]:
+        """Return what `_made_within` does, without the plan of one clock for each rank."""
         if self.curve.profile.clock_change is not None:
             made = []
             for margin in _MARGINS:
@@ -234,6 +279,16 @@ class OnTimePlanner:
             for program in iteration.programs
         ]
         return max((count for count in counts if count > 1), default=0)
+
+    def _lateness(
+        self, drawn: _Drawn, *, ratio: float, probability: float, tolerance: float
+    ) -> float:
+        """Return how late a plan is, at most 0 if it is on time: the worse of its likely time
+        against the limit and its mean against the deadline itself, of which what is expected takes
+        no tolerance.
+        """
+        likely = self._likely_ratio(drawn, probability) / _limit_of(ratio, tolerance) - _ROUNDING
+        return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
 
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
@@ -439,7 +494,7 @@ class OnTimePlanner:
 
         Args:
             drawn: the plan.
-            ratio: the deadline over the baseline.
+            ratio: over the baseline; draws count by how much later than this they are.
             lateness: how late a plan is; at most 0 if it is on time.
             most_j: effective energy from which on a plan is not worth more repairs, joules.
             in_segments: whether whole clock segments get faster, which adds no clock change.
@@ -784,6 +839,20 @@ def _scaled(profile: Profile, longer: float, dearer: float) -> Profile:
         for key, rows in profile.measurements.items()
     }
     return replace(profile, measurements=measurements)
+
+
+def _step_of(ratio: float) -> _Step:
+    """Return the step of the series that a deadline lies in, or ends."""
+    end = math.ceil(ratio / _STEP - _ROUNDING)
+    is_end = abs(ratio - end * _STEP) <= _ROUNDING
+    return _Step((end - 1) * _STEP, ratio if is_end else end * _STEP)
+
+
+def _limit_of(ratio: float, tolerance: float) -> float:
+    """Return what a likely time may be, over the baseline: the tolerance is for deadlines no
+    earlier than that alone.
+    """
+    return ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
 
 
 def _in_order(moves: list[_Move]) -> list[_Move]:

@@ -75,6 +75,8 @@ class Planner:
         self._plans: dict[tuple[float, int | None], Plan] = {}
         self._chosen: dict[tuple[float, float, bool], Integers] = {}
         self._known: dict[float, tuple[int, ...]] = {}
+        # Deadline -> the levels of changes that were searched, and what was found for them.
+        self._by_budget: dict[float, tuple[tuple[int, ...], dict[int, list[int]]]] = {}
 
     def keep(self, deadline_s: float, clocks: Sequence[int]) -> None:
         """Take the clock of each computation, MHz, as a plan for a deadline, if it is a better one
@@ -281,11 +283,17 @@ class Planner:
         """
         if deadline_s < self._min_time_s:
             raise InfeasibleDeadline(deadline_s, self._min_time_s)
-        unlimited = self.clocks(deadline_s)
-        # The search within a budget knows no overhead.
-        within_s = self._replayed_s(deadline_s)
-        found = clocks_by_budget(self.dag, within_s, unlimited, levels)
-        return {level: self._without_idle_changes(clocks) for level, clocks in found.items()}
+        searched, found = self._by_budget.get(deadline_s, ((), {}))
+        # Levels are searched in turn, so a series begins as every shorter one does.
+        if searched[: len(levels)] != tuple(levels):
+            unlimited = self.clocks(deadline_s)
+            # The search within a budget knows no overhead.
+            within_s = self._replayed_s(deadline_s)
+            found = clocks_by_budget(self.dag, within_s, unlimited, levels)
+            self._by_budget[deadline_s] = (tuple(levels), found)
+        return {
+            level: self._without_idle_changes(found[level]) for level in levels if level in found
+        }
 
     def _without_idle_changes(self, clocks: list[int]) -> list[int]:
         """Return the clocks, where computations without work keep the clock of what runs before
