@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpu
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
@@ -74,6 +75,7 @@ _ROUNDING = 1e-9
 # No draw is faster than all clocks at maximum, so a mean of exactly 1 would allow no draw that is
 # slower. A mean that is 1.0000 in the digits that are printed does.
 _EXPECTED = 4.9e-5
+_WAITS = 8  #: iterations of which is remembered what each place waits for (by hand)
 _SCALINGS = 20  #: rounds at most, to find the scale of times
 _SAME = 1e-13  #: relative
 
@@ -375,8 +377,9 @@ class OnTimePlanner:
         dag = self._mean.dag
         base = PipelineDag(dag.profile, dag.base or dag.iteration, dag.base or dag.iteration)
         clocks = self._baseline.clocks_mhz
-        duration_s = _durations(base, clocks, self._draws, self._jittered, self._jitter)
-        seconds: Floats = _replayed_s(base.iteration, list(duration_s)) + dag.profile.overhead_s
+        durations = _durations(base, clocks, self._draws, self._jittered, self._jitter)
+        _, seconds = _replayed(base.iteration, durations)
+        seconds += dag.profile.overhead_s
         return seconds
 
     @cached_property
@@ -600,15 +603,16 @@ class OnTimePlanner:
         excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
         latest = np.argsort(-excess, kind="stable")[:_LATEST]
         latest = latest[excess[latest] > 0.0]
-        duration_s = _durations(dag, clocks, self._draws, latest)
-        late_by: Floats = _on_longest_path(iteration, duration_s) @ excess[latest]
+        durations = _durations(dag, clocks, self._draws, latest)
+        late_by: Floats = _on_longest_path(iteration, durations) @ excess[latest]
         if self._jitter is not None:
             # What is late with jitter alone is late in iterations that have their own longest
             # path, and not in the draws that are the latest by their rows.
-            duration_s = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
-            with_s = _replayed_s(iteration, list(duration_s)) + dag.profile.overhead_s
+            durations = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
+            _, with_s = _replayed(iteration, durations)
+            with_s += dag.profile.overhead_s
             excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-            late_by += _on_longest_path(iteration, duration_s) @ excess
+            late_by += _on_longest_path(iteration, durations) @ excess
         return late_by
 
     def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
@@ -915,17 +919,24 @@ def replay_draws(
             effective_j += (
                 operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
             )
-    fixed_s = [np.full(1, operation.time_s) for operation in iteration.operations]
-    duration_s = [draws.time_s[key][i] for key, i in points]
-    time_s = _replayed_s(iteration, duration_s + fixed_s)
+    count = max((row.shape[-1] for row in draws.time_s.values()), default=1)
+    _, time_s = _replayed(iteration, _durations(dag, clocks_mhz, draws, np.arange(count)))
     if jitter is not None:
         # Jitter has fewer iterations than there are draws, so it enters as one factor: the mean
         # with it over the mean without it, both of the same draws.
-        some = slice(jitter.shape[1])
-        jittered_s = np.stack([each_s[some] for each_s in duration_s]) * jitter
-        time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
+        some = np.arange(min(count, jitter.shape[1]))
+        jittered_s = _durations(dag, clocks_mhz, draws, np.arange(jitter.shape[1]) % count, jitter)
+        _, with_s = _replayed(iteration, jittered_s)
+        time_s *= np.mean(with_s) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
+
+
+class _Durations(NamedTuple):
+    """How long each place takes in some cases; few of the rows differ."""
+
+    row_s: Floats  #: (rows, cases) seconds
+    row: Integers  #: (places,) which of the rows each place is
 
 
 def _durations(
@@ -934,8 +945,8 @@ def _durations(
     draws: Draws,
     cases: Integers,
     jitter: Floats | None = None,
-) -> Floats:
-    """Return the (places, cases) seconds of each computation and operation.
+) -> _Durations:
+    """Return how long each computation and operation takes in some cases.
 
     Args:
         dag: the iteration.
@@ -946,43 +957,82 @@ def _durations(
     """
     iteration = dag.iteration
     index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    duration_s = np.empty((len(iteration.names), len(cases)))
-    for place, (key, mhz) in enumerate(zip(iteration.keys, clocks_mhz, strict=True)):
+    points = list(zip(iteration.keys, clocks_mhz, strict=True))
+    numbers = {point: number for number, point in enumerate(dict.fromkeys(points))}
+    row_s = np.empty((len(numbers) + len(iteration.operations), len(cases)))
+    for (key, mhz), number in numbers.items():
         row = draws.time_s[key][index[mhz]]
         # Exact rows have one draw that holds for all cases.
-        duration_s[place] = row[cases] if len(row) > 1 else row[0]
-    if jitter is not None:
-        duration_s[: len(clocks_mhz)] *= jitter
-    for place, operation in enumerate(iteration.operations, len(clocks_mhz)):
-        duration_s[place] = operation.time_s
-    return duration_s
+        row_s[number] = row[cases] if len(row) > 1 else row[0]
+    for number, operation in enumerate(iteration.operations, len(numbers)):
+        row_s[number] = operation.time_s
+    of_place = np.array(
+        [*(numbers[point] for point in points), *range(len(numbers), len(row_s))], dtype=np.int64
+    )
+    if jitter is None:
+        return _Durations(row_s, of_place)
+    # With jitter every computation takes its own time.
+    each_s = row_s[of_place]
+    each_s[: len(points)] *= jitter
+    return _Durations(each_s, np.arange(len(each_s), dtype=np.int64))
 
 
-def _on_longest_path(iteration: Iteration, duration_s: Floats) -> Floats:
-    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0, given the
-    (places, draws) seconds of each.
+class _Waits(NamedTuple):
+    """What each place of an iteration waits for, as its kernels take it."""
+
+    order: Integers  #: (n,) the places, each after all that it waits for
+    before_start: Integers  #: (n + 1,) where those of each place begin in `before`
+    before: Integers  #: the places that are waited for
+    before_lag_s: Floats  #: how long after these have ended, seconds
+
+
+@lru_cache(maxsize=_WAITS)
+def _waits(iteration: Iteration) -> _Waits:
+    """Return what each place waits for."""
+    counts = [len(waited) for waited in iteration.waits]
+    pairs = [pair for waited in iteration.waits for pair in waited]
+    return _Waits(
+        np.array(iteration.order, dtype=np.int64),
+        np.array([0, *np.cumsum(counts)], dtype=np.int64),
+        np.array([place for place, _ in pairs], dtype=np.int64),
+        np.array([lag_s for _, lag_s in pairs], dtype=np.float64),
+    )
+
+
+@kernel("end_s", "latest_s")
+def replay_all(
+    waits: _Waits, row_s: Floats, row: Integers, draws: int, end_s: Floats, latest_s: Floats
+) -> None:
+    """Write when each place ends in each draw to `end_s`, and when all have ended to `latest_s`,
+    (draws,), given `_Durations`.
     """
-    end_s = np.zeros_like(duration_s)
-    start_s = np.zeros_like(duration_s)
-    for place in iteration.order:
-        for i, lag_s in iteration.waits[place]:
-            np.maximum(start_s[place], end_s[i] + lag_s, out=start_s[place])
-        end_s[place] = start_s[place] + duration_s[place]
-    # What ends last is on the path; backwards, so is what a place on it has waited for.
-    on_path = (end_s >= end_s.max(axis=0)) & (end_s > 0.0)
-    for place in reversed(iteration.order):
-        for i, lag_s in iteration.waits[place]:
-            on_path[i] |= on_path[place] & (end_s[i] + lag_s >= start_s[place])
-    shown: Floats = on_path.astype(np.float64)
-    return shown
+    raise NotImplementedError
 
 
-def _replayed_s(iteration: Iteration, duration_s: Sequence[Floats]) -> Floats:
-    """Return the (draws,) seconds until all of an iteration has run, given those of each place."""
-    end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
-    for place in iteration.order:
-        starts_s = [end_s[i] + lag_s if lag_s else end_s[i] for i, lag_s in iteration.waits[place]]
-        end_s[place] = (reduce(np.maximum, starts_s) if starts_s else 0.0) + duration_s[place]
-    # Only what nobody waits for can end last.
-    last = set(iteration.order).difference(*iteration.predecessors)
-    return reduce(np.maximum, [end_s[place] for place in last])
+@kernel("on_path")
+def mark_longest(
+    waits: _Waits, end_s: Floats, latest_s: Floats, draws: int, on_path: Floats
+) -> None:
+    """Write to `on_path`, which holds zeros, 1 where a place is on the longest path of a draw,
+    given what `replay_all` wrote.
+    """
+    raise NotImplementedError
+
+
+def _replayed(iteration: Iteration, durations: _Durations) -> tuple[Floats, Floats]:
+    """Return the (places, draws) seconds at which each place ends, and the (draws,) seconds until
+    all have.
+    """
+    draws = durations.row_s.shape[1]
+    end_s = np.empty((len(durations.row), draws))
+    latest_s = np.empty(draws)
+    replay_all(_waits(iteration), *durations, draws, end_s, latest_s)
+    return end_s, latest_s
+
+
+def _on_longest_path(iteration: Iteration, durations: _Durations) -> Floats:
+    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0."""
+    end_s, latest_s = _replayed(iteration, durations)
+    on_path = np.zeros_like(end_s)
+    mark_longest(_waits(iteration), end_s, latest_s, len(latest_s), on_path)
+    return on_path
