@@ -1,4 +1,4 @@
-"""Number 50: plans within switch budgets where rows are uncertain and computations jitter. Do they
+"""Number 52: plans within switch budgets where rows are uncertain and computations jitter. Do they
 save more with a later deadline and with more changes, and no less than a local search over one
 clock for each rank?
 """
@@ -20,7 +20,7 @@ from perseus_planner import Frontier, schedules, solve
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.solver.on_time import OnTimePlanner
 
-NUMBER = 50
+NUMBER = 52
 _MICROBATCHES = 12
 _NOISE = 0.005  #: of rows
 #: relative standard deviations; each has a data set of its own, which keeps the run short

@@ -57,7 +57,7 @@ _ITERATIONS = 100  #: with jitter, of which the mean is taken
 _MARGINS = (0.0, 0.7, 1.4)  #: of the plans that are repaired where late, standard errors
 # Plans within a switch budget are made for multiples of this part of the baseline. Plans of two
 # searches differ by up to .2 points of saving, and such a step is worth more (`python
-# benchmarks/run.py --only 50`).
+# benchmarks/run.py --only 52`).
 _STEP = 0.005
 # Rounds at most, in each of which what makes a plan late gets faster. It is a guard alone: each
 # round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs more, had
