@@ -13,6 +13,7 @@ import autopilot
 import autopilot_noise
 import batches
 import budget_optima
+import budgets_in_doubt
 import by_time
 import cluster_replay
 import controller_latency
@@ -101,6 +102,7 @@ SECTIONS: dict[int, Callable[[Size], Section]] = {
     attention_kernels.NUMBER: attention_kernels.measure,
     kernel_classes.NUMBER: kernel_classes.measure,
     pair_optima.NUMBER: pair_optima.measure,
+    budgets_in_doubt.NUMBER: budgets_in_doubt.measure,
 }
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -1,4 +1,5 @@
-"""How long another build of the planner takes to solve the same iterations, beside this one.
+"""How long another build of the planner takes to solve and plan the same iterations, beside this
+one.
 
 Run as a program, with the checkout of the other build:
 `python benchmarks/walk_builds.py CHECKOUT -o walk-builds.md`. Each build solves
@@ -13,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 _SIZES = ((8, 24), (16, 128), (32, 256), (64, 256))  #: stages, microbatches
 _REPETITIONS = 2  #: of each build; the faster run counts
 _CASE = 1  #: the A40 profile
+_SLOWDOWN = 1.02  #: of the plans
 
 
 def _solve(stages: int, microbatches: int) -> dict[str, Any]:
@@ -29,17 +32,30 @@ def _solve(stages: int, microbatches: int) -> dict[str, Any]:
     from data import CASES
     from large_pipeline import repeated
 
-    from perseus_planner import schedules, solve
+    from perseus_planner import Frontier, schedules, solve
 
     profile = repeated(stages, "scaled", CASES[_CASE])
-    solve(profile, schedules.one_f_one_b(stages, 2))
+    small = solve(profile, schedules.one_f_one_b(stages, 2))
+    small.plan_until(_SLOWDOWN * small.baseline_time_s, on_time=None)
+    small.plan_until(_SLOWDOWN * small.baseline_time_s)
     schedule = schedules.one_f_one_b(stages, microbatches)
     begin_s = time.process_time()
     frontier = solve(profile, schedule)
     taken_s = time.process_time() - begin_s
+    with tempfile.TemporaryDirectory() as folder:
+        frontier.save(Path(folder) / "frontier.npz")
+        loaded = Frontier.load(Path(folder) / "frontier.npz")
+    begin_s = time.process_time()
+    loaded.plan_until(_SLOWDOWN * loaded.baseline_time_s, on_time=None)
+    plan_s = time.process_time() - begin_s
+    begin_s = time.process_time()
+    loaded.plan_until(_SLOWDOWN * loaded.baseline_time_s)
+    default_s = time.process_time() - begin_s
     content = frontier.times.tobytes() + frontier.powers.tobytes()
     return {
         "solve_s": taken_s,
+        "plan_s": plan_s,
+        "default_s": default_s,
         "breakpoints": len(frontier.times),
         "unit_w": frontier.scaled.power_unit_w,
         "digest": hashlib.sha256(content).hexdigest(),
@@ -64,24 +80,33 @@ def _table(other: Path, name: str, sizes: list[tuple[int, int]]) -> str:
         f"`python benchmarks/walk_builds.py CHECKOUT --name {name}`. 1F1B on the A40 profile, "
         "simulated: its stages repeated, each one's seconds and joules times a factor in 0.95 to "
         "1.05. CPU seconds measured on this "
-        f"machine, the faster of {_REPETITIONS} runs of each build, which take turns.",
+        f"machine, the faster of {_REPETITIONS} runs of each build, which take turns. Plans are "
+        f"for {_SLOWDOWN:g}x, as measured; *default plan beside it*: CPU seconds of one that is on "
+        "time with 95 %, over those.",
         "",
         "| stages x microbatches | breakpoints | step of prices, W | "
-        f"{name}, s | this, s | ratio | frontiers |",
-        "|---|---:|---:|---:|---:|---:|---|",
+        f"solve: {name}, s | this, s | ratio | plan from a loaded frontier: {name}, s | this, s | "
+        f"ratio | default plan beside it: {name} | this | frontiers |",
+        "|---|" + "---:|" * 10 + "---|",
     ]
     for stages, microbatches in sizes:
         runs = [
             [_in_build(build, stages, microbatches) for build in (other, own)]
             for _ in range(_REPETITIONS)
         ]
-        other_s, own_s = (min(run[i]["solve_s"] for run in runs) for i in range(2))
         is_equal = len({run["digest"] for pair in runs for run in pair}) == 1
-        lines.append(
-            f"| {stages} x {microbatches} | {runs[0][1]['breakpoints']} | "
-            f"{runs[0][1]['unit_w']:.3g} | {other_s:.2f} | {own_s:.2f} | {own_s / other_s:.2f} | "
-            f"{'equal, bit for bit' if is_equal else 'DIFFER'} |"
-        )
+        cells = [f"{stages} x {microbatches}", runs[0][1]["breakpoints"]]
+        cells.append(f"{runs[0][1]['unit_w']:.3g}")
+        for what in ("solve_s", "plan_s"):
+            other_s, own_s = (min(run[i][what] for run in runs) for i in range(2))
+            cells += [f"{other_s:.2f}", f"{own_s:.2f}", f"{own_s / other_s:.2f}"]
+        for i in range(2):
+            beside = min(run[i]["default_s"] for run in runs) / min(
+                run[i]["plan_s"] for run in runs
+            )
+            cells.append(f"{beside:.2f}")
+        cells.append("equal, bit for bit" if is_equal else "DIFFER")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
         print(lines[-1], flush=True)
     return "\n".join(lines) + "\n"
 

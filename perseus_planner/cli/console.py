@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -224,7 +225,9 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     # A log keeps every line, so there is one now and then instead of a bar.
     if not sys.stderr.isatty():
         # Told now and then, also for the first time: short work needs no line at all.
-        told_s = time.monotonic()
+        begin_s = time.monotonic()
+        told_s = begin_s
+        ended = threading.Event()
 
         def line(done: int, total: int) -> None:
             nonlocal told_s
@@ -232,7 +235,24 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
                 told_s = time.monotonic()
                 click.echo(f"{what}: {done} of {total}", err=True)
 
-        yield line
+        def wait() -> None:
+            # Some work, such as a plan, cannot say how far it is: then how long it has run.
+            nonlocal told_s
+            while not ended.wait(_LINE_S):
+                if time.monotonic() >= told_s + _LINE_S:
+                    told_s = time.monotonic()
+                    click.echo(f"{what}: for {told_s - begin_s:.0f} s so far", err=True)
+
+        teller = threading.Thread(target=wait, daemon=True)
+        # A wait without an end is none, and nothing has to be told then.
+        if _LINE_S < threading.TIMEOUT_MAX:
+            teller.start()
+        try:
+            yield line
+        finally:
+            ended.set()
+            if teller.ident is not None:
+                teller.join()
         return
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn

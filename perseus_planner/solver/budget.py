@@ -108,14 +108,21 @@ def clocks_within_budget(
     best: _Plan | None = search.unlimited
     # A plan that keeps the budget by itself needs no search.
     if search.changes_of(search.unlimited.clock) > most_changes:
-        # 0, 2, 3, 4, 6, 8, 12, 16 and so on
-        levels = [0, *(k << power for power in range(most_changes.bit_length()) for k in (2, 3))]
-        # The series does not depend on the budget: a larger one goes through the plans of every
-        # smaller one, and so is never worse.
-        *_, best = search.by_level([level for level in levels if level <= most_changes])
+        *_, best = search.by_level(budget_levels(most_changes))
     if best is None or best.late_s > 0.0:
         raise InfeasibleBudget(deadline_s, most_changes, None if best is None else best.time_s)
     return search.mhz(best.clock)
+
+
+def budget_levels(most_changes: int) -> list[int]:
+    """Return the numbers of changes that are searched in turn for a budget: 0, 2, 3, 4, 6, 8, 12,
+    16 and so on, as many as it allows.
+
+    The series does not depend on the budget: a larger one goes through the plans of every smaller
+    one, and so is never worse.
+    """
+    levels = [0, *(k << power for power in range(most_changes.bit_length()) for k in (2, 3))]
+    return [level for level in levels if level <= most_changes]
 
 
 def clocks_by_budget(

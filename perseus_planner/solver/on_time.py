@@ -9,8 +9,10 @@ and which stage is the slowest is uncertain as well.
 Plans are made as if computations below the maximum clock took some standard errors longer than they
 are expected to. The maximum clock takes no margin, so a plan that is no slower than all clocks at
 maximum stays possible. A plan that is late in too many draws, or in their mean, is repaired: what
-is on the longest path of late draws gets faster clocks. With a switch budget, the least margin is
-searched instead with which a plan within the budget is on time.
+is on the longest path of late draws gets faster clocks. Within a switch budget whole clock segments
+do, so a repair adds no change; and the plans of all smaller budgets are candidates too. These are
+made for a series of deadlines alone, and repaired for the ones between in the same order, so that a
+deadline which is a little later never gets a worse plan.
 
 Expected times and energies are scaled by two numbers, near 1, such that an iteration with all
 clocks at their maximum takes what it takes with the measured rows: there is one baseline.
@@ -21,8 +23,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,12 +36,14 @@ from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpus
 from perseus_planner.schedules.dag import PipelineDag
+from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
+from perseus_planner.solver.kernels import kernel
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.estimation import Estimate
@@ -50,12 +55,11 @@ if TYPE_CHECKING:
 
 _DRAWS = 500
 _ITERATIONS = 100  #: with jitter, of which the mean is taken
-_SEARCHES = 5  #: plans within a switch budget at most, to find the least margin that is enough
-_CLOSE = 0.12  #: part of a margin: closer to the least one is close enough
-_FIRST = 1.4  #: margin that is tried after 0, standard errors
-_INSIDE = 0.1  #: part of an interval that is left at both ends
-_STEP = 2.0  #: from a margin that is not enough to the next one, while none is known to be
-_MARGINS = (0.0, 0.7, 1.4)  #: of rough plans without a switch budget, standard errors
+_MARGINS = (0.0, 0.7, 1.4)  #: of the plans that are repaired where late, standard errors
+# Plans within a switch budget are made for multiples of this part of the baseline. Plans of two
+# searches differ by up to .2 points of saving, and such a step is worth more (`python
+# benchmarks/run.py --only 52`).
+_STEP = 0.005
 # Rounds at most, in each of which what makes a plan late gets faster. It is a guard alone: each
 # round sets some faster clock, so rounds end. With 60, GPT-3 at 2 % jitter, which needs more, had
 # no plan on time but all clocks at maximum.
@@ -72,6 +76,7 @@ _ROUNDING = 1e-9
 # No draw is faster than all clocks at maximum, so a mean of exactly 1 would allow no draw that is
 # slower. A mean that is 1.0000 in the digits that are printed does.
 _EXPECTED = 4.9e-5
+_WAITS = 8  #: iterations of which is remembered what each place waits for (by hand)
 _SCALINGS = 20  #: rounds at most, to find the scale of times
 _SAME = 1e-13  #: relative
 
@@ -93,11 +98,23 @@ class _Faster(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A faster clock for places of one segment, in which a rank keeps its clock."""
+    """A faster clock for one computation, or for places of one segment, in which a rank keeps its
+    clock.
+    """
 
     score: float  #: lateness that it takes away, for the effective energy that it costs
     places: tuple[int, ...]  #: the computations that get it; the first one breaks ties
     to_mhz: int  #: the faster clock
+    owner: int  #: no two moves of one owner go together: the computation, or the segment's rank
+
+
+class _Step(NamedTuple):
+    """Two deadlines of the series that plans within a switch budget are made for, as parts of the
+    baseline.
+    """
+
+    begin: float  #: before the deadline that is asked for
+    end: float  #: that deadline, or after it
 
 
 class OnTimePlanner:
@@ -109,6 +126,7 @@ class OnTimePlanner:
         self.curve = curve
         self._planners: dict[float, Planner] = {}
         self._plans: dict[tuple[float, float, float, int | None], Plan] = {}
+        self._within: dict[tuple[float, float, float, int | None], list[_Drawn]] = {}
 
     def plan(
         self, deadline_s: float, probability: float, tolerance: float, max_changes: int | None
@@ -132,51 +150,58 @@ class OnTimePlanner:
         """
         # Times count relative to the baseline under the same draw, so common errors cancel out.
         ratio = deadline_s / self.curve.baseline_time_s
-        # The tolerance is for deadlines no earlier than the baseline alone.
-        limit = ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
-        within_s = deadline_s  # what is expected takes no part of the tolerance
-
-        def lateness(drawn: _Drawn) -> float:
-            # The worse of two: the likely time against the limit, the mean against the deadline
-            # itself.
-            likely = self._likely_ratio(drawn, probability) / limit - _ROUNDING
-            return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
+        lateness = partial(
+            self._lateness, ratio=ratio, probability=probability, tolerance=tolerance
+        )
 
         def is_on_time(drawn: _Drawn) -> bool:
             return lateness(drawn) <= 0.0
 
-        def make(margin: float, *, is_rough: bool) -> _Drawn | None:
-            planner = self._planner(margin)
-            try:
-                if is_rough:
-                    return self._replayed(planner.clocks(within_s, is_rough=True), margin)
-                return self._replayed_plan(planner.plan(within_s, max_changes), margin)
-            except InfeasibleDeadline:
-                return None
+        in_segments = max_changes is not None or self.curve.profile.clock_change is not None
+        step = _step_of(ratio) if in_segments else _Step(ratio, ratio)
+        tried: list[_Drawn] = []
 
-        # Rough plans with a few margins are repaired; the best margin gets all effort once.
-        if max_changes is None and self.curve.profile.clock_change is None:
-            tried = []
-            for margin in _MARGINS:
-                drawn = make(margin, is_rough=True)
-                if drawn is not None:
-                    tried.append(drawn)
-            # The plan without a margin: what safety costs is told against it.
-            unsafe = tried[0] if tried else self._at_maximum
-            tried = [self._repaired(drawn, ratio, lateness) for drawn in tried]
-            in_time = [drawn for drawn in tried if is_on_time(drawn)]
-            if in_time:  # with all effort once
-                margin = min(in_time, key=self._effective_j).margin or 0.0
-                drawn = make(margin, is_rough=False)
-                tried += [self._repaired(drawn, ratio, lateness)] if drawn else []
+        def repair(candidates: Iterable[_Drawn]) -> None:
+            for drawn in candidates:
+                # What costs more than a plan that is on time need not become so.
+                most_j = min(map(self._effective_j, filter(is_on_time, tried)), default=math.inf)
+                repaired = self._repaired(
+                    drawn, step.begin, lateness, most_j, in_segments=in_segments
+                )
+                tried.append(repaired)
+
+        if in_segments:
+            # Between two deadlines of the series the plan for the earlier one is a candidate.
+            if step.end != ratio:
+                with suppress(InfeasibleDeadline):
+                    earlier_s = step.begin * self.curve.baseline_time_s
+                    plan = self.plan(earlier_s, probability, tolerance, max_changes)
+                    margin = None if plan.on_time is None else plan.on_time.margin
+                    tried.append(self._replayed_plan(plan, margin))
+                # The fewer clocks there are, the more one of them is worth: these are searched for
+                # each deadline.
+                tried.append(self._steady(lateness))
+            made = self._made_within(step.end, probability, tolerance, max_changes)
+            repair(made)
         else:
-            # A switch budget is inside the search: few clocks need other margins than many.
-            tried = _search(partial(make, is_rough=False), lateness)
-            unsafe = tried[0] if tried else self._at_maximum
-            # A margin on all computations pays for many that need none: a late plan is repaired.
-            late = [drawn for drawn in tried if not is_on_time(drawn)]
-            tried += [self._repaired_in_segments(drawn, ratio, lateness) for drawn in late]
-            tried.append(self._steady(lateness))
+            # Rough plans with a few margins are repaired; the best margin gets all effort once.
+            made = self._made(deadline_s, _MARGINS, is_rough=True)
+            repair(made)
+            in_time = list(filter(is_on_time, tried))
+            if in_time:
+                best_margin = min(in_time, key=self._effective_j).margin or 0.0
+                repair(self._made(deadline_s, [best_margin], is_rough=False))
+        # The plan without a margin: what safety costs is told against it.
+        unsafe = next((drawn for drawn in reversed(made) if not drawn.margin), self._at_maximum)
+        if step.end != ratio:
+            # That was made for a later deadline: it has to be expected at this one.
+            unsafe = self._repaired(
+                unsafe,
+                step.begin,
+                lambda drawn: self._expected_ratio(drawn) / ratio - _EXPECTED - 1,
+                math.inf,
+                in_segments=in_segments,
+            )
         # All clocks at maximum are a candidate too, and always on time for the baseline's own
         # deadline.
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
@@ -189,13 +214,84 @@ class OnTimePlanner:
         plan = self._plan_of(best)
         certainty = replace(
             self._certainty(plan, best, probability, safety_j),
-            limit_ratio=limit,
+            limit_ratio=_limit_of(ratio, tolerance),
             expected_limit_ratio=ratio,
         )
         # The expected time may be a hair above the deadline (`_EXPECTED`): no plan states one it
         # misses.
         plan = replace(plan, deadline_s=max(deadline_s, plan.time_s), on_time=certainty)
         return self._with_remark(plan)
+
+    def _made(self, within_s: float, margins: Iterable[float], *, is_rough: bool) -> list[_Drawn]:
+        """Return the plan without a switch budget for each margin that there is time for."""
+        made = []
+        for margin in margins:
+            with suppress(InfeasibleDeadline):
+                clocks = self._planner(margin).clocks(within_s, is_rough=is_rough)
+                made.append(self._replayed(clocks, margin))
+        return made
+
+    def _made_within(
+        self, ratio: float, probability: float, tolerance: float, max_changes: int | None
+    ) -> list[_Drawn]:
+        """Return the plan of one clock for each rank, and plans within a switch budget, or such as
+        the cost of clock changes allows, for each margin that there is time for; those of the
+        smallest budget first.
+
+        The plans of a smaller budget are among those of a larger one.
+        """
+        key = ratio, probability, tolerance, max_changes
+        if key not in self._within:
+            steady = self._steady(
+                partial(self._lateness, ratio=ratio, probability=probability, tolerance=tolerance)
+            )
+            within_s = ratio * self.curve.baseline_time_s
+            self._within[key] = [steady, *self._made_in_segments(within_s, max_changes)]
+        return self._within[key]
+
+    def _made_in_segments(self, within_s: float, max_changes: int | None) -> list[_Drawn]:
+        """Return what `_made_within` does, without the plan of one clock for each rank."""
+        if self.curve.profile.clock_change is not None:
+            made = []
+            for margin in _MARGINS:
+                with suppress(InfeasibleDeadline):
+                    plan = self._planner(margin).plan(within_s, max_changes)
+                    made.append(self._replayed_plan(plan, margin))
+            return made
+        assert max_changes is not None
+        levels = budget_levels(max_changes)
+        by_margin = {}
+        for margin in _MARGINS:
+            with suppress(InfeasibleDeadline):
+                by_margin[margin] = self._planner(margin).clocks_by_budget(within_s, levels)
+        made = [
+            self._replayed(by_level[level], margin)
+            for level in levels
+            for margin, by_level in by_margin.items()
+            if level in by_level
+        ]
+        # A plan without a budget may be within it by itself.
+        free = self._made(within_s, by_margin, is_rough=False)
+        return made + [drawn for drawn in free if self._changes(drawn.clocks_mhz) <= max_changes]
+
+    def _changes(self, clocks: Sequence[int]) -> int:
+        """Return the most clock changes of a rank in an iteration."""
+        iteration = self._mean.dag.iteration
+        counts = [
+            len(_segments([place for place in program if place < len(clocks)], clocks))
+            for program in iteration.programs
+        ]
+        return max((count for count in counts if count > 1), default=0)
+
+    def _lateness(
+        self, drawn: _Drawn, *, ratio: float, probability: float, tolerance: float
+    ) -> float:
+        """Return how late a plan is, at most 0 if it is on time: the worse of its likely time
+        against the limit and its mean against the deadline itself, of which what is expected takes
+        no tolerance.
+        """
+        likely = self._likely_ratio(drawn, probability) / _limit_of(ratio, tolerance) - _ROUNDING
+        return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
 
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
@@ -282,8 +378,9 @@ class OnTimePlanner:
         dag = self._mean.dag
         base = PipelineDag(dag.profile, dag.base or dag.iteration, dag.base or dag.iteration)
         clocks = self._baseline.clocks_mhz
-        duration_s = _durations(base, clocks, self._draws, self._jittered, self._jitter)
-        seconds: Floats = _replayed_s(base.iteration, list(duration_s)) + dag.profile.overhead_s
+        durations = _durations(base, clocks, self._draws, self._jittered, self._jitter)
+        _, seconds = _replayed(base.iteration, durations)
+        seconds += dag.profile.overhead_s
         return seconds
 
     @cached_property
@@ -382,7 +479,15 @@ class OnTimePlanner:
             doubts[key][0] = 0.0
         return doubts
 
-    def _repaired(self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]) -> _Drawn:
+    def _repaired(
+        self,
+        drawn: _Drawn,
+        ratio: float,
+        lateness: Callable[[_Drawn], float],
+        most_j: float,
+        *,
+        in_segments: bool,
+    ) -> _Drawn:
         """Return the plan with faster clocks for what makes it late; as it is if it is on time.
 
         Slack is the difference of two long paths, of which the uncertainty is a share of their
@@ -390,53 +495,28 @@ class OnTimePlanner:
         computation's time alone would have to be many times as large. So the computations that are
         on the longest path in late draws get the next faster of their operating points, those
         first that cost the least energy for the time that they save, until the plan is on time.
-        """
-        iteration = self._mean.dag.iteration
-        clocks = list(drawn.clocks_mhz)
-        for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0:
-                break
-            late_by = self._late_by(drawn, ratio)
-            # Lateness that is reached, times seconds that a joule buys.
-            scores = list[tuple[float, int, int]]()
-            for place, (key, mhz) in enumerate(zip(iteration.keys, clocks, strict=True)):
-                faster = self._faster[key].get(mhz)
-                if faster is not None and late_by[place] > 0.0:
-                    scores.append((late_by[place] * faster.gain_s_per_j, place, faster.clock_mhz))
-            if not scores:
-                break
-            # Places break ties, so that equal input gives an equal plan.
-            scores.sort(key=lambda entry: (-entry[0], entry[1]))
-            # A part of them at a time, as each faster clock may move the longest path elsewhere.
-            for _score, place, mhz in scores[: math.ceil(len(scores) * _AT_ONCE)]:
-                clocks[place] = mhz
-            drawn = self._replayed(clocks, drawn.margin)
-        return drawn
 
-    def _repaired_in_segments(
-        self, drawn: _Drawn, ratio: float, lateness: Callable[[_Drawn], float]
-    ) -> _Drawn:
-        """Return the plan with faster clocks for what makes it late, and with no more changes.
-
-        As `_repaired`, but what gets a faster clock is a whole segment, in which a rank keeps its
-        clock, or the computation at one end of it, which joins the segment beside it.
+        Args:
+            drawn: the plan.
+            ratio: over the baseline; draws count by how much later than this they are.
+            lateness: how late a plan is; at most 0 if it is on time.
+            most_j: effective energy from which on a plan is not worth more repairs, joules.
+            in_segments: whether whole clock segments get faster, which adds no clock change.
         """
-        rank_of = self._mean.dag.iteration.rank_of
+        faster = self._faster_segments if in_segments else self._faster_points
         clocks = list(drawn.clocks_mhz)
         margin = drawn.margin
         for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0:
+            if lateness(drawn) <= 0.0 or self._effective_j(drawn) >= most_j:
                 break
-            moves = self._faster_segments(clocks, self._late_by(drawn, ratio))
+            moves = faster(clocks, self._late_by(drawn, ratio))
             if not moves:
                 break
-            # One move of a rank in a round: an end that joins a segment which gets another clock
-            # itself would be a segment of its own, and one change more.
+            # A part of them at a time, as each faster clock may move the longest path elsewhere.
             moved = set[int]()
             for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
-                rank = rank_of[move.places[0]]
-                if rank not in moved:
-                    moved.add(rank)
+                if move.owner not in moved:
+                    moved.add(move.owner)
                     for place in move.places:
                         clocks[place] = move.to_mhz
             drawn = self._replayed(clocks, margin)
@@ -444,8 +524,26 @@ class OnTimePlanner:
                 drawn = self._replayed_plan(self._plan_of(drawn), margin)
         return drawn
 
+    def _faster_points(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
+        """Return the moves of single computations to their next faster operating point, as
+        `_faster_segments` does.
+        """
+        moves = []
+        for place, (key, mhz) in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
+            faster = self._faster[key].get(mhz)
+            if faster is not None and late_by[place] > 0.0:
+                # Lateness that is reached, times seconds that a joule buys.
+                score = float(late_by[place]) * faster.gain_s_per_j
+                moves.append(_Move(score, (place,), faster.clock_mhz, place))
+        return _in_order(moves)
+
     def _faster_segments(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
         """Return the moves that take lateness away, those first that cost the least energy for it.
+
+        What gets a faster clock is a whole segment, in which a rank keeps its clock, or the
+        computation at one end of it, which joins the segment beside it. Two such moves of a rank
+        could add a change: an end that joins a segment which gets another clock itself would be a
+        segment of its own.
 
         Args:
             clocks: of each computation, MHz.
@@ -455,7 +553,7 @@ class OnTimePlanner:
         keys = iteration.keys
         costs = self._costs
         moves = []
-        for program in iteration.programs:
+        for rank, program in enumerate(iteration.programs):
             # Fixed operations have no clock, and end no segment.
             own = [place for place in program if place < len(keys)]
             segments = _segments(own, clocks)
@@ -477,9 +575,8 @@ class OnTimePlanner:
                     score = self._score(places, at_mhz, to_mhz, late_by)
                     if score > 0.0:
                         is_found = is_found or places is segment
-                        moves.append(_Move(score, tuple(places), to_mhz))
-        # Places break ties, so that equal input gives an equal plan.
-        return sorted(moves, key=lambda move: (-move.score, move.places))
+                        moves.append(_Move(score, tuple(places), to_mhz, rank))
+        return _in_order(moves)
 
     def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
         """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
@@ -507,15 +604,16 @@ class OnTimePlanner:
         excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
         latest = np.argsort(-excess, kind="stable")[:_LATEST]
         latest = latest[excess[latest] > 0.0]
-        duration_s = _durations(dag, clocks, self._draws, latest)
-        late_by: Floats = _on_longest_path(iteration, duration_s) @ excess[latest]
+        durations = _durations(dag, clocks, self._draws, latest)
+        late_by: Floats = _on_longest_path(iteration, durations) @ excess[latest]
         if self._jitter is not None:
             # What is late with jitter alone is late in iterations that have their own longest
             # path, and not in the draws that are the latest by their rows.
-            duration_s = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
-            with_s = _replayed_s(iteration, list(duration_s)) + dag.profile.overhead_s
+            durations = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
+            _, with_s = _replayed(iteration, durations)
+            with_s += dag.profile.overhead_s
             excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-            late_by += _on_longest_path(iteration, duration_s) @ excess
+            late_by += _on_longest_path(iteration, durations) @ excess
         return late_by
 
     def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
@@ -751,47 +849,25 @@ def _scaled(profile: Profile, longer: float, dearer: float) -> Profile:
     return replace(profile, measurements=measurements)
 
 
-def _search(
-    make: Callable[[float], _Drawn | None], lateness: Callable[[_Drawn], float]
-) -> list[_Drawn]:
-    """Return the plans that were tried to find the least margin with which one is on time; the
-    first has no margin.
+def _step_of(ratio: float) -> _Step:
+    """Return the step of the series that a deadline lies in, or ends."""
+    end = math.ceil(ratio / _STEP - _ROUNDING)
+    is_end = abs(ratio - end * _STEP) <= _ROUNDING
+    return _Step((end - 1) * _STEP, ratio if is_end else end * _STEP)
 
-    Lateness falls about evenly as the margin grows, so the next margin is where the line through
-    two of them says that it is 0, but inside what is left of the interval (regula falsi).
+
+def _limit_of(ratio: float, tolerance: float) -> float:
+    """Return what a likely time may be, over the baseline: the tolerance is for deadlines no
+    earlier than that alone.
     """
-    tried: list[_Drawn] = []
-    # What is late, and what is not
-    margin = 0.0
-    low = 0.0
-    high = math.inf
-    # How late plans with these margins are
-    late = math.inf
-    early = -math.inf
-    for _ in range(_SEARCHES):
-        drawn = make(margin)
-        if drawn is None:  # there is no time for such a margin
-            high = margin
-            early = -math.inf
-        else:
-            tried.append(drawn)
-            if lateness(drawn) > 0.0:
-                low = margin
-                late = lateness(drawn)
-            else:
-                high = margin
-                early = lateness(drawn)
-        # Without a margin that is enough, `high` is infinite, and nothing is close.
-        if high - low <= _CLOSE * high < math.inf:
-            break
-        # No margin is enough yet: go up in growing steps.
-        if high == math.inf:
-            margin = max(_FIRST, _STEP * low)
-        else:
-            # Where the line through both latenesses is 0; halfway where the upper one is unknown.
-            part = late / (late - early) if early > -math.inf else 0.5
-            margin = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
-    return tried
+    return ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
+
+
+def _in_order(moves: list[_Move]) -> list[_Move]:
+    """Return the moves, the best first; places break ties, so that equal input gives an equal
+    plan.
+    """
+    return sorted(moves, key=lambda move: (-move.score, move.places))
 
 
 def _segments(places: Sequence[int], clocks: Sequence[int]) -> list[list[int]]:
@@ -847,17 +923,24 @@ def replay_draws(
             effective_j += (
                 operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
             )
-    fixed_s = [np.full(1, operation.time_s) for operation in iteration.operations]
-    duration_s = [draws.time_s[key][i] for key, i in points]
-    time_s = _replayed_s(iteration, duration_s + fixed_s)
+    count = max((row.shape[-1] for row in draws.time_s.values()), default=1)
+    _, time_s = _replayed(iteration, _durations(dag, clocks_mhz, draws, np.arange(count)))
     if jitter is not None:
         # Jitter has fewer iterations than there are draws, so it enters as one factor: the mean
         # with it over the mean without it, both of the same draws.
-        some = slice(jitter.shape[1])
-        jittered_s = np.stack([each_s[some] for each_s in duration_s]) * jitter
-        time_s *= np.mean(_replayed_s(iteration, [*jittered_s, *fixed_s])) / np.mean(time_s[some])
+        some = np.arange(min(count, jitter.shape[1]))
+        jittered_s = _durations(dag, clocks_mhz, draws, np.arange(jitter.shape[1]) % count, jitter)
+        _, with_s = _replayed(iteration, jittered_s)
+        time_s *= np.mean(with_s) / np.mean(time_s[some])
     time_s += dag.profile.overhead_s
     return time_s, effective_j + dag.waiting_w * time_s
+
+
+class _Durations(NamedTuple):
+    """How long each place takes in some cases; few of the rows differ."""
+
+    row_s: Floats  #: (rows, cases) seconds
+    row: Integers  #: (places,) which of the rows each place is
 
 
 def _durations(
@@ -866,8 +949,8 @@ def _durations(
     draws: Draws,
     cases: Integers,
     jitter: Floats | None = None,
-) -> Floats:
-    """Return the (places, cases) seconds of each computation and operation.
+) -> _Durations:
+    """Return how long each computation and operation takes in some cases.
 
     Args:
         dag: the iteration.
@@ -878,43 +961,82 @@ def _durations(
     """
     iteration = dag.iteration
     index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    duration_s = np.empty((len(iteration.names), len(cases)))
-    for place, (key, mhz) in enumerate(zip(iteration.keys, clocks_mhz, strict=True)):
+    points = list(zip(iteration.keys, clocks_mhz, strict=True))
+    numbers = {point: number for number, point in enumerate(dict.fromkeys(points))}
+    row_s = np.empty((len(numbers) + len(iteration.operations), len(cases)))
+    for (key, mhz), number in numbers.items():
         row = draws.time_s[key][index[mhz]]
         # Exact rows have one draw that holds for all cases.
-        duration_s[place] = row[cases] if len(row) > 1 else row[0]
-    if jitter is not None:
-        duration_s[: len(clocks_mhz)] *= jitter
-    for place, operation in enumerate(iteration.operations, len(clocks_mhz)):
-        duration_s[place] = operation.time_s
-    return duration_s
+        row_s[number] = row[cases] if len(row) > 1 else row[0]
+    for number, operation in enumerate(iteration.operations, len(numbers)):
+        row_s[number] = operation.time_s
+    of_place = np.array(
+        [*(numbers[point] for point in points), *range(len(numbers), len(row_s))], dtype=np.int64
+    )
+    if jitter is None:
+        return _Durations(row_s, of_place)
+    # With jitter every computation takes its own time.
+    each_s = row_s[of_place]
+    each_s[: len(points)] *= jitter
+    return _Durations(each_s, np.arange(len(each_s), dtype=np.int64))
 
 
-def _on_longest_path(iteration: Iteration, duration_s: Floats) -> Floats:
-    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0, given the
-    (places, draws) seconds of each.
+class _Waits(NamedTuple):
+    """What each place of an iteration waits for, as its kernels take it."""
+
+    order: Integers  #: (n,) the places, each after all that it waits for
+    before_start: Integers  #: (n + 1,) where those of each place begin in `before`
+    before: Integers  #: the places that are waited for
+    before_lag_s: Floats  #: how long after these have ended, seconds
+
+
+@lru_cache(maxsize=_WAITS)
+def _waits(iteration: Iteration) -> _Waits:
+    """Return what each place waits for."""
+    counts = [len(waited) for waited in iteration.waits]
+    pairs = [pair for waited in iteration.waits for pair in waited]
+    return _Waits(
+        np.array(iteration.order, dtype=np.int64),
+        np.array([0, *np.cumsum(counts)], dtype=np.int64),
+        np.array([place for place, _ in pairs], dtype=np.int64),
+        np.array([lag_s for _, lag_s in pairs], dtype=np.float64),
+    )
+
+
+@kernel("end_s", "latest_s")
+def replay_all(
+    waits: _Waits, row_s: Floats, row: Integers, draws: int, end_s: Floats, latest_s: Floats
+) -> None:
+    """Write when each place ends in each draw to `end_s`, and when all have ended to `latest_s`,
+    (draws,), given `_Durations`.
     """
-    end_s = np.zeros_like(duration_s)
-    start_s = np.zeros_like(duration_s)
-    for place in iteration.order:
-        for i, lag_s in iteration.waits[place]:
-            np.maximum(start_s[place], end_s[i] + lag_s, out=start_s[place])
-        end_s[place] = start_s[place] + duration_s[place]
-    # What ends last is on the path; backwards, so is what a place on it has waited for.
-    on_path = (end_s >= end_s.max(axis=0)) & (end_s > 0.0)
-    for place in reversed(iteration.order):
-        for i, lag_s in iteration.waits[place]:
-            on_path[i] |= on_path[place] & (end_s[i] + lag_s >= start_s[place])
-    shown: Floats = on_path.astype(np.float64)
-    return shown
+    raise NotImplementedError
 
 
-def _replayed_s(iteration: Iteration, duration_s: Sequence[Floats]) -> Floats:
-    """Return the (draws,) seconds until all of an iteration has run, given those of each place."""
-    end_s: list[Floats] = [np.zeros(0)] * len(duration_s)
-    for place in iteration.order:
-        starts_s = [end_s[i] + lag_s if lag_s else end_s[i] for i, lag_s in iteration.waits[place]]
-        end_s[place] = (reduce(np.maximum, starts_s) if starts_s else 0.0) + duration_s[place]
-    # Only what nobody waits for can end last.
-    last = set(iteration.order).difference(*iteration.predecessors)
-    return reduce(np.maximum, [end_s[place] for place in last])
+@kernel("on_path")
+def mark_longest(
+    waits: _Waits, end_s: Floats, latest_s: Floats, draws: int, on_path: Floats
+) -> None:
+    """Write to `on_path`, which holds zeros, 1 where a place is on the longest path of a draw,
+    given what `replay_all` wrote.
+    """
+    raise NotImplementedError
+
+
+def _replayed(iteration: Iteration, durations: _Durations) -> tuple[Floats, Floats]:
+    """Return the (places, draws) seconds at which each place ends, and the (draws,) seconds until
+    all have.
+    """
+    draws = durations.row_s.shape[1]
+    end_s = np.empty((len(durations.row), draws))
+    latest_s = np.empty(draws)
+    replay_all(_waits(iteration), *durations, draws, end_s, latest_s)
+    return end_s, latest_s
+
+
+def _on_longest_path(iteration: Iteration, durations: _Durations) -> Floats:
+    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0."""
+    end_s, latest_s = _replayed(iteration, durations)
+    on_path = np.zeros_like(end_s)
+    mark_longest(_waits(iteration), end_s, latest_s, len(latest_s), on_path)
+    return on_path

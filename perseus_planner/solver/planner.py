@@ -74,6 +74,8 @@ class Planner:
         self._plans: dict[tuple[float, int | None], Plan] = {}
         self._chosen: dict[tuple[float, float, bool], Integers] = {}
         self._known: dict[float, tuple[int, ...]] = {}
+        # Deadline -> the levels of changes that were searched, and what was found for them.
+        self._by_budget: dict[float, tuple[tuple[int, ...], dict[int, list[int]]]] = {}
 
     def keep(self, deadline_s: float, clocks: Sequence[int]) -> None:
         """Take the clock of each computation, MHz, as a plan for a deadline, if it is a better one
@@ -188,7 +190,6 @@ class Planner:
             was found.
         """
         unlimited = self.clocks(aim_s)
-        within_s = self._replayed_s(aim_s)
         # Nobody can change a clock more often than there are computations.
         counts = [len(unlimited) if level is None else level for level in levels]
         clocks_by_level: dict[int | None, list[int]] = {}
@@ -198,11 +199,9 @@ class Planner:
             counts.pop()
         # One search for all levels, as each begins with the plan of the level before.
         if counts:
-            budgets = clocks_by_budget(self.dag, within_s, unlimited, counts)
+            budgets = self.clocks_by_budget(aim_s, counts)
             clocks_by_level |= {
-                level: self._without_idle_changes(budgets[n])
-                for level, n in zip(levels, counts, strict=False)
-                if n in budgets
+                level: budgets[n] for level, n in zip(levels, counts, strict=False) if n in budgets
             }
         plans = {
             (level, False): self.plan_of(clocks, deadline_s)
@@ -273,6 +272,27 @@ class Planner:
         if (kept := self._known.get(deadline_s)) is None:
             return clocks
         return min(clocks, list(kept), key=lambda choice: self._cost(choice, deadline_s))
+
+    def clocks_by_budget(self, deadline_s: float, levels: Sequence[int]) -> dict[int, list[int]]:
+        """Return number of changes -> such clocks within this switch budget, for each of the levels
+        within which a plan was found.
+
+        Raises:
+            InfeasibleDeadline: If no clocks at all meet the deadline.
+        """
+        if deadline_s < self._min_time_s:
+            raise InfeasibleDeadline(deadline_s, self._min_time_s)
+        searched, found = self._by_budget.get(deadline_s, ((), {}))
+        # Levels are searched in turn, so a series begins as every shorter one does.
+        if searched[: len(levels)] != tuple(levels):
+            unlimited = self.clocks(deadline_s)
+            # The search within a budget knows no overhead.
+            within_s = self._replayed_s(deadline_s)
+            found = clocks_by_budget(self.dag, within_s, unlimited, levels)
+            self._by_budget[deadline_s] = (tuple(levels), found)
+        return {
+            level: self._without_idle_changes(found[level]) for level in levels if level in found
+        }
 
     def _without_idle_changes(self, clocks: list[int]) -> list[int]:
         """Return the clocks, where computations without work keep the clock of what runs before

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -442,6 +443,21 @@ def test_progress_in_a_log_is_a_line_now_and_then(
         for done in range(1, 4):
             progress(done, 12)
     assert capsys.readouterr().err == "Profiling: 2 of 12\n"
+
+
+def test_work_that_cannot_say_how_far_it_is_says_for_how_long(monkeypatch: pytest.MonkeyPatch):
+    lines = []
+    has_told = threading.Event()
+
+    def echo(text: str, *, err: bool) -> None:
+        lines.append((text, err))
+        has_told.set()
+
+    monkeypatch.setattr(console, "_LINE_S", 0.01)
+    monkeypatch.setattr(console.click, "echo", echo)
+    with console.progress("Planning"):
+        assert has_told.wait(60)
+    assert lines[0] == ("Planning: for 0 s so far", True)
 
 
 def test_a_profile_unlike_the_training_is_written_and_exits_with_2(

@@ -23,7 +23,7 @@ from perseus_planner.extensions.autopilot.planning import Costs, Searcher
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver import budget, kernels, polish, rounding
+from perseus_planner.solver import budget, kernels, on_time, polish, rounding
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.solver.point_problem import compute_ends, point_problem
 
@@ -112,6 +112,20 @@ def test_frontiers_and_plans(compared: Counter[str], seed: int):
         called = {"_grow_tree", "_advance", "compute_ends", "_fill_exactly", "_improve_guide"}
         called |= {"_anneal_starts", "_anneal_clocks", "max_changes", "replay"}
         assert called <= {*compared}
+
+
+@pytest.mark.parametrize("seed", [2, *soaks(3, 4)])
+def test_plans_on_time(compared: Counter[str], seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(on_time, "_DRAWS", 12)
+    monkeypatch.setattr(on_time, "_ITERATIONS", 8)
+    dag = job(seed, 1 + seed % 3, 2 + seed % 4, 4)
+    dag = dag.with_profile(replace(dag.profile, gpu_spread=0.05, jitter=0.1))
+    frontier = solve_dag(dag)
+    for most in (None, 2):
+        frontier.plan_until(1.1 * frontier.baseline_time_s, max_changes=most)
+    assert compared["replay_all"] > 0
+    if seed == 2:  # where a plan is late without repairs
+        assert compared["mark_longest"] > 0
 
 
 @pytest.mark.parametrize("seed", [*range(4), *soaks(*range(4, 40))])

@@ -27,6 +27,7 @@ import ast
 import configparser
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -38,15 +39,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from command_options import ROOT, check_python, check_shell
 from launching import free_port as free_port
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from perseus_planner.cli import main
+from perseus_planner.cli import console, main
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _CLUSTER = "needs a cluster"
@@ -210,7 +212,7 @@ class Reader:
         if command != block.title and not self.has_cluster:
             check_shell(command)
             return
-        result = CliRunner().invoke(main, _words(self._ported(command)))
+        result = _invoked(_words(self._ported(command)))
         said = re.sub(r"\s+", " ", result.output).strip()
         pattern = ".*".join(map(re.escape, re.sub(r"\s+", " ", block.text).strip().split("…")))
         assert re.search(pattern, said), f"{block.place}: it prints\n{result.output}"
@@ -227,7 +229,7 @@ class Reader:
         elif line.startswith("planner serve"):
             self._serve(line, place)
         elif line.startswith("planner ") and not re.search(r"[$|<>;&]", line.partition(" #")[0]):
-            result = CliRunner().invoke(main, _words(line))
+            result = _invoked(_words(line))
             assert (result.exit_code, result.stderr) == (0, ""), f"{place}: {line}\n{result.output}"
         else:
             said = _bash(line, place)
@@ -303,6 +305,12 @@ def check_unit(text: str) -> None:
     unit.read_string(text)
     path, _, rest = unit["Service"]["ExecStart"].partition(" ")
     check_shell(f"{Path(path).name} {rest}")
+
+
+def _invoked(words: list[str]) -> Result:
+    """Run a command of the planner, which does not say how far it is on a slow machine."""
+    with mock.patch.object(console, "_LINE_S", math.inf):
+        return CliRunner().invoke(main, words)
 
 
 def _words(line: str) -> list[str]:

@@ -1281,3 +1281,30 @@ def _lower(problem: Any, scale: Any, deadline_s: float, state: Any) -> None:
                     for i in range(first, stop):
                         duration_s[node[i]] = scale[i] * time_s[member[i], now]
                 first = stop
+
+
+def replay_all(waits: Any, row_s: Any, row: Any, draws: int, end_s: Any, latest_s: Any) -> None:
+    """Write when each place ends in each draw to `end_s`, and when all have to `latest_s`."""
+    latest_s[:] = 0.0
+    for place in waits.order:
+        for d in range(draws):
+            start_s = 0.0
+            for i in range(waits.before_start[place], waits.before_start[place + 1]):
+                start_s = max(start_s, end_s[waits.before[i], d] + waits.before_lag_s[i])
+            end_s[place, d] = start_s + row_s[row[place], d]
+            latest_s[d] = max(latest_s[d], end_s[place, d])
+
+
+def mark_longest(waits: Any, end_s: Any, latest_s: Any, draws: int, on_path: Any) -> None:
+    """Write 1 to `on_path`, of zeros, where a place is on the longest path of a draw."""
+    for place in reversed(waits.order):
+        before = range(waits.before_start[place], waits.before_start[place + 1])
+        for d in range(draws):
+            if end_s[place, d] > 0.0 and end_s[place, d] >= latest_s[d]:
+                on_path[place, d] = 1.0
+            if on_path[place, d]:
+                arrivals_s = [end_s[waits.before[i], d] + waits.before_lag_s[i] for i in before]
+                start_s = max([0.0, *arrivals_s])
+                for i, arrival_s in zip(before, arrivals_s, strict=True):
+                    if arrival_s >= start_s:
+                        on_path[waits.before[i], d] = 1.0
