@@ -156,7 +156,7 @@ class SettingOptions:
         """Return the settings of the job file, or of the profile at `path`, with the given options
         in their place.
         """
-        from perseus_planner.base.documents import kind_of
+        from perseus_planner.base.file_kinds import kind_of
         from perseus_planner.plans.job import Settings, read_settings, schedule_of
         from perseus_planner.schedules.pipeline import Transfer
 
