@@ -196,7 +196,7 @@ def solve(
     before its ending.
     """
     from perseus_planner import Job, solve_dag
-    from perseus_planner.views.curves import frontier_text, summarize_frontier
+    from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     # The result would overwrite what it was made from.
     refuse_same([profile_or_job], output)

@@ -396,7 +396,7 @@ def calibrate(
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
     from perseus_planner.base.files import write_file
     from perseus_planner.plans.calibration import calibrate as calibrate_file
-    from perseus_planner.views.curves import calibration_text
+    from perseus_planner.views.calibration import calibration_text
 
     result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
     text = calibration_text(result)

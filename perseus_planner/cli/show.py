@@ -225,7 +225,7 @@ def _profile_view(file: Path) -> _View:
 
 def _frontier_view(file: Path) -> _View:
     from perseus_planner import Frontier
-    from perseus_planner.views.curves import chart_frontier, frontier_text, summarize_frontier
+    from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)
