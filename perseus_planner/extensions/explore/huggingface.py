@@ -182,7 +182,7 @@ def _with_derived(config: Mapping[str, Any]) -> dict[str, Any]:
     and values.
     """
     derived = dict(config)
-    hidden = config.get("hidden_size")
+    hidden: Any = config.get("hidden_size")
     # Another value than a number is refused later, with its key.
     if COUNT.accept(hidden) is not None:
         derived.setdefault("ffn_hidden_size", 4 * hidden)

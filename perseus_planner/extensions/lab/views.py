@@ -120,6 +120,7 @@ def cluster_text(summary: ClusterSummary) -> str:
         Column("idle %", "idle_share", "%"),
         Column("saved %", "saved_share", "%"),
     )
+    assert context.ranks is not None  # a frontier is one of a schedule
     pipelines = (
         f"{counted(summary.pipelines, 'pipeline')} x {counted(context.ranks, 'rank')} x "
         f"{counted(context.gpus_per_stage, 'GPU')}"
