@@ -13,8 +13,8 @@ from data import CASES, STAGES, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.extensions.lab.command import summarize_cluster
 from perseus_planner.extensions.lab.replay import Cluster, Outcome, Straggler, simulate
+from perseus_planner.extensions.lab.views import summarize_cluster
 from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8
@@ -64,14 +64,14 @@ def measure(size: Size) -> Section:
     cluster = Cluster(frontier, pipelines, _ITERATIONS, events)
     rows: list[dict[str, Any]] = [
         {
-            "policy": each["policy"],
+            "policy": each.policy,
             "seconds": seconds,
-            "time_ratio": each["time_ratio"],
-            "idle": 100 * each["idle_share"],
-            "saved": 100 * each["saved_share"],
+            "time_ratio": each.time_ratio,
+            "idle": 100 * each.idle_share,
+            "saved": 100 * each.saved_share,
         }
         for each, seconds in zip(
-            summarize_cluster(cluster, outcomes, 1.0)["policies"], taken_s, strict=True
+            summarize_cluster(cluster, outcomes, 1.0).policies, taken_s, strict=True
         )
     ]
     return Section(

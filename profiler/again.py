@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.again import clocks_in_use, with_neighbours
-from perseus_planner.profiler.row_meter import merge
 from perseus_planner.profiler.stage import together
+from perseus_planner.profiler.windows import merge
 from perseus_planner.profiles.groups import one_or_each
 from perseus_planner.profiles.keys import Key
 

@@ -29,8 +29,9 @@ from perseus_planner.profiler.choosing import (
     next_setting,
 )
 from perseus_planner.profiler.control import LockCheck, common_settings, opened_control
-from perseus_planner.profiler.row_meter import TRANSIENT_REASONS, RowMeter, merge, subtract
+from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import GpuGroup, Progress, SingleGpu, Stage, StageRows, together
+from perseus_planner.profiler.windows import TRANSIENT_REASONS, merge, subtract
 from perseus_planner.profiles.csv_file import CONTROLS, unit_of
 from perseus_planner.profiles.keys import Key
 from perseus_planner.profiles.measurement import Measurement

@@ -69,8 +69,10 @@ class Follower:
         self._on_iteration_end = on_iteration_end
         self._now_s = now_s
         self._programs: dict[int, Program] = {}
-        self._fewer: Program | None = None  #: replaces the program of its version
-        self._backoff = Backoff()  #: of the program that it replaces
+        #: with fewer changes; runs in place of the agreed program of its version
+        self._reduced_program: Program | None = None
+        #: when the agreed program is tried again with all its changes, after these failed
+        self._backoff = Backoff()
         self._current: Program | None = None
 
     @property
@@ -94,13 +96,17 @@ class Follower:
     def program_for(self, iteration: int) -> Program | None:
         """See `ProgramSource.program_for`."""
         version = self.agreement.version_at(iteration)
-        fewer = self._fewer
         agreed = self._programs.get(version)
-        if fewer is not None and fewer.version == version:
-            agreed = fewer
+        reduced = self._reduced_program
+        if reduced is not None and reduced.version == version:
+            agreed = reduced
         program = self._decider.program_for(iteration, agreed)
+        # No clocks are set for now. The current program is one that was to have clocks, so the last
+        # such one stays.
         if self.problem is not None:
             return None
+        # The agreed program stays the current one while the decider runs single iterations at full
+        # clocks. Where nothing is agreed on, it is what the decider makes for each iteration.
         self._current = agreed or program
         return program
 
@@ -131,34 +137,40 @@ class Follower:
         program = self._current
         if program is None:
             return None
-        if self._fewer is not None and self._fewer.version == program.version:
-            program = self._fewer
+        reduced = self._reduced_program
+        if reduced is not None and reduced.version == program.version:
+            program = reduced
         changes = program.changes
+        # By halves: `most` is what the node could make of the program that failed, and was seen of
+        # its last changes alone. A program with just so many would be at the limit.
         while changes > most:
             changes //= 2
-        fewer = (self._programs.get(program.version) or program).with_changes(changes)
-        if fewer.changes == program.changes:  # the message is older than the program
+        # Made from the whole plan, as merging again what was merged would raise more clocks.
+        planned = self._programs.get(program.version) or program
+        reduced = planned.with_changes(changes)
+        if reduced.changes == program.changes:  # the message is older than the program
             return None
         self._backoff.fail(self._now_s())
-        self._fewer = fewer
-        return fewer
+        self._reduced_program = reduced
+        return reduced
 
     def look(self) -> None:
         """Take part in the agreement once, and go back to all changes of the plan when their
         pause is over.
         """
         self.agreement.look()
-        if self._fewer is not None and self._backoff.is_due(self._now_s()):
-            self._fewer = None
+        if self._reduced_program is not None and self._backoff.is_due(self._now_s()):
+            self._reduced_program = None
         for version in [version for version in self._programs if version < self.agreement.version]:
             del self._programs[version]
 
     def _prepare(self, version: int, data: bytes) -> None:
         try:
             program = self._decider.program_of(version, data)
-            fewer = self._fewer
-            if self._decider.is_continual and fewer is not None:
-                program = program.with_changes(fewer.changes)
+            reduced = self._reduced_program
+            # Programs of a continual decider come too often to try each with all its changes.
+            if self._decider.is_continual and reduced is not None:
+                program = program.with_changes(reduced.changes)
             _ = program.requests  # not on the training thread
             self._programs[version] = program
         except PlannerError as error:

@@ -11,7 +11,7 @@ The rules:
 - The clock of a computation is requested when the computation before it ends; the first clock of an
   iteration, when the last computation of the iteration before it ends.
 - Outside of iterations, and while an engine updates its weights, the clock is only noted: if that
-  takes long, the GPU is reset (`controller.rank.OUTSIDE_NS`) until the next iteration begins.
+  takes long, the GPU is reset (`controller.watcher.OUTSIDE_NS`) until the next iteration begins.
 - A new plan takes effect at the begin of an iteration, and so does a return to the plan after a
   deviation.
 - If an engine runs something that is not in the plan, the GPU is reset for the rest of the

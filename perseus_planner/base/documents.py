@@ -4,7 +4,6 @@ stands on.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
@@ -13,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from perseus_planner.base.errors import PlannerError, UsageError, did_you_mean, printable, shown
+from perseus_planner.base.errors import PlannerError, did_you_mean, printable, shown
 from perseus_planner.base.fields import Check, FieldType, keys, types
-from perseus_planner.base.files import read_text, reading
+from perseus_planner.base.files import read_text
 
 T = TypeVar("T")
 
@@ -29,19 +28,6 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError)
 # built.
 _MAX_DEPTH = 20
 _TOO_DEEP = f"is nested more than {_MAX_DEPTH} levels deep; write one `key: value` a line"
-_FORMAT = re.compile(rb"""^format\s*:\s*["']?perseus-planner/([a-z]+)\b""", re.MULTILINE)
-_HEAD_BYTES = 4096
-#: the header of a table, behind blank lines and comments
-_HEADER = re.compile(rb"(?:\xef\xbb\xbf)?(?:[ \t\r]*(?:#.*)?\n)*(?![ \t\r]*#)(.*)")
-#: what is in the header of a table -> its kind
-_TABLES = {
-    r"\bslowdown\b": "stragglers",
-    r"^start\b.*\b(power|price|carbon)\b": "budget",
-    r"\btensor_degree\b": "serving",
-    r"\brequests_per_s\b": "rates",
-    r"\b(input_tokens|ContextTokens)\b": "trace",
-    r"\b(microbatch|lengths?\b|tokens\b|step\b)": "lengths",
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,11 @@ class Document:
     def where(self, key: str) -> str:
         """Return the place of `key` for an error text: "profile.yaml, line 4, key 'gpu'"."""
         return f"{self.path}, line {self.lines[key]}, key {shown(key)}{self._of}"
+
+    def span(self, key: str) -> tuple[Any, Any]:
+        """Return the YAML marks of where the value of `key` begins and ends in the text."""
+        node = self._nodes[key]
+        return node.start_mark, node.end_mark
 
     def refusal(self, key: str, problem: str) -> PlannerError:
         """Return the error to raise for a problem with the value of `key`, which must be
@@ -234,7 +225,7 @@ def read_document(
         PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the
             type `error`.
     """
-    document = _parse(path, read_text(path, error), error)
+    document = parse(path, read_text(path, error), error)
     _check_format(document, name, version, error, also)
     _check_keys(document, {"format", "version", *required}, set(optional))
     return document
@@ -264,104 +255,17 @@ def check_digest(
     )
 
 
-def kind_of(path: Path) -> str | None:
-    """Return what kind of file of the planner's stands at `path`, judged by how it begins.
-
-    Returns:
-        "run" for a folder, or "kareus" if plans of Kareus are below it; "frontier" for an archive;
-        "lengths" for a CSV whose header has steps, microbatches or lengths, other kinds of tables
-        by their headers, "profile" for any other; "page" for HTML; for a YAML file the last part
-        of its `format`, such as "profile", "plan" or "job", or None if it has none.
-
-    Raises:
-        UsageError: If the file cannot be read.
-    """
-    if path.is_dir():
-        # Any file of Kareus below it tells; `next` does not look for a second one.
-        return "kareus" if next(path.rglob("freqs_pipeline_*.py"), None) else "run"
-    with reading(path, UsageError), path.open("rb") as file:
-        # The beginning is enough for all kinds but a foreign YAML file: plans can be large.
-        head = file.read(_HEAD_BYTES)
-    if head.startswith(b"PK"):  # a zip archive, as .npz is
-        return "frontier"
-    if head.lower().startswith(b"<!doctype html"):
-        return "page"
-    if path.suffix.lower() == ".csv":
-        header = _HEADER.match(head)
-        text = "" if header is None else header[1].decode(errors="replace")
-        return next((kind for mark, kind in _TABLES.items() if re.search(mark, text)), "profile")
-    # The planner writes it first. A plan can be large, so it is not parsed for this.
-    format_match = _FORMAT.search(head)
-    if format_match is not None:
-        return format_match[1].decode()
-    # Written by hand, the key may stand anywhere.
-    try:
-        name = _parse(path, read_text(path, PlannerError), PlannerError).values.get("format")
-    except PlannerError:
-        return None
-    return name.removeprefix("perseus-planner/") if isinstance(name, str) else None
-
-
-def with_values(document: Document, changes: Mapping[str, Any]) -> str:
-    """Return the text of `document`'s file with other values of top-level keys, and no other
-    change.
+def parse(path: Path, text: str, error: type[PlannerError]) -> Document:
+    """Return the mapping that a text is, whatever its keys.
 
     Args:
-        document: the document.
-        changes: key -> a number, or a mapping, which is written on the key's line; None to leave
-            the key out.
+        path: the file that the text is of, or will be.
+        text: the text.
+        error: the type of error to raise.
 
     Raises:
-        PlannerError: If the file is written in a way that this cannot change; of the document's
-            type of error.
+        PlannerError: If it is not YAML, or not a mapping; of the type `error`.
     """
-    text = read_text(document.path, document.error)
-    # One key after the other: each change moves the places of those behind it.
-    for key, value in changes.items():
-        text = _with_value(document.path, text, key, value, document.error)
-    return text
-
-
-def _with_value(path: Path, text: str, key: str, value: Any, error: type[PlannerError]) -> str:
-    # Parsed for the places of keys; values are replaced in the text, so that comments stay.
-    document = _parse(path, text, error)
-    if value is None and key not in document.values:
-        return text
-    # Flow style keeps a mapping on the key's line. What follows is the end mark that YAML writes
-    # after a bare number.
-    written = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).split(
-        "\n"
-    )[0]
-    lines = text.splitlines(keepends=True)
-    if key in document.values:
-        # Its place in the text, by which a value in flow style over several lines is refused below.
-        start = document._nodes[key].start_mark
-        end = document._nodes[key].end_mark
-        line = lines[start.line]
-        if value is None:
-            del lines[start.line]
-        else:
-            lines[start.line] = f"{line[: start.column]}{written}{line[end.column :]}"
-    else:
-        # A last line without an end would run into the new key.
-        last = lines[-1] if lines else ""
-        lines += [*(["\n"] if not last.endswith("\n") else []), f"{key}: {written}\n"]
-    # Read again: the change must be all that differs, or the file is left as it is.
-    changed = "".join(lines)
-    try:
-        values = _parse(path, changed, error).values
-    except PlannerError:
-        values = {}
-    wanted = {**document.values, key: value}
-    if value is None:
-        del wanted[key]
-    if values != wanted:
-        remedy = "remove it" if value is None else f"write `{key}: {written}`"
-        raise error(f"{path}: {key} cannot be written into it; {remedy} yourself")
-    return changed
-
-
-def _parse(path: Path, text: str, error: type[PlannerError]) -> Document:
     try:
         # Before nodes are made: deep nesting and aliases could exhaust stack and memory.
         _check_events(path, text, error)

@@ -16,19 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import click
 
 from perseus_planner.base.errors import GpuError, PlannerError, UsageError
-from perseus_planner.base.prefixes import si
 from perseus_planner.cli import console
 from perseus_planner.cli.options import GpuName, Option, OutputFile, Time, command
 
 if TYPE_CHECKING:
     from perseus_planner.gpu.monitor import Monitor, PowerSample, Window
+    from perseus_planner.views.measured import Result
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: how much a command handles
@@ -63,6 +62,10 @@ def measure(
     whatever becomes of the measurement. It is 2 if the command could not begin. With --json, the
     command's output goes to stderr, so that stdout has one JSON object.
     """
+    from perseus_planner.views.measured import Result
+
+    counts = {"token": tokens, "sample": samples}
+    handled = {name: count for name, count in counts.items() if count is not None}
     # Everything that can fail is opened first, as nothing may fail once the command has begun.
     with ExitStack() as stack:
         record = stack.enter_context(_recording(table)) if table is not None else None
@@ -72,26 +75,22 @@ def measure(
         begun_s = time.monotonic()
         # The command runs now, so what was opened is kept open, and closed with its result.
         opened = stack.pop_all()
-    # From here on, nothing but the command decides the exit status. A terminal sends an interrupt
-    # to the command too: it ends when the command does.
-    # Signals go to the command, which decides what they mean; this process ends when it does.
+    # From here on, nothing but the command decides the exit status. Signals go to the command,
+    # which decides what they mean, and this process ends when it does. A terminal sends an
+    # interrupt to both, so that is not passed on.
     with (
         console.signals(_FORWARDED, process.send_signal),
         console.signals([signal.SIGINT], lambda _: None),
     ):
         status = process.wait()
-        result = _Result(
+        result = Result(
             command,
             # A status below 0 is a signal, which shells write as 128 and its number.
             status=128 - status if status < 0 else status,
             time_s=time.monotonic() - begun_s,
-            handled={
-                name: count
-                for name, count in (("token", tokens), ("sample", samples))
-                if count is not None
-            },
+            handled=handled,
         )
-        result.take(monitor, window, opened)
+        _end(result, monitor, window, opened)
         if table is not None and table.exists() and not result.problems:
             result.notes.append(f"Wrote {click.format_filename(table)}")
         # The environment may have been meant to choose GPUs, which NVML does not know of.
@@ -157,98 +156,23 @@ def _recording(table: Path) -> Iterator[Callable[[PowerSample], None]]:
             raise failed[0]
 
 
-@dataclass
-class _Result:
-    """What becomes of a command and of its measurement."""
-
-    command: tuple[str, ...]
-    status: int  #: its exit status, as a shell says it
-    time_s: float
-    handled: dict[str, float]  #: how many tokens or samples it handled
-    window: Window | None = None  #: None if it could not be ended
-    lost: list[str] = field(default_factory=list)  #: why energy of the time is not known
-    problems: list[str] = field(default_factory=list)  #: what else went wrong, and what to do
-    notes: list[str] = field(default_factory=list)  #: what else to know
-
-    def take(self, monitor: Monitor, window: Window, opened: ExitStack) -> None:
-        """End the window, and close what was opened."""
-        try:
-            window.end()
-            self.notes += window.warnings
-            self.window = window
-        except Exception as error:
-            self.lost.append(_text(error))
-        try:
-            opened.close()
-        except Exception as error:
-            self.problems.append(_text(error))
-        for gpu, why in window.unknown.items():
-            if gpu in monitor.unknown:
-                self.notes.append(f"not measured: {why}; name the GPUs to measure with --gpu")
-            else:
-                self.lost.append(why)
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """Everything, for JSON: energies are null where they are not known."""
-        # Keys are always there, so that programs need not ask for them.
-        content: dict[str, Any] = {"command": self.command, "status": self.status}
-        content |= {"time_s": self.time_s, "energy_j": None, "error_j": None, "average_w": None}
-        content["gpus"] = []
-        window = self.window
-        if window is not None:
-            content["gpus"] = [{**asdict(gpu), "average_w": gpu.average_w} for gpu in window.gpus]
-        # A sum with unknown parts would be too small, so it is left out.
-        if window is not None and not self.lost:
-            for name in ("time_s", "energy_j", "error_j", "average_w"):
-                content[name] = getattr(window, name)
-            for name, count in self.handled.items():
-                content[f"energy_per_{name}_j"] = window.energy_j / count
-                # A window without energy has no efficiency.
-                if window.energy_j:
-                    content[f"{name}s_per_j"] = count / window.energy_j
-        return {**content, "unknown": self.lost, "problems": self.problems, "notes": self.notes}
-
-    @property
-    def text(self) -> str:
-        """The same for people."""
-        from perseus_planner.base.tables import Column, lay_out, table
-
-        lines = [""]
-        # Without energy the time is still told below.
-        window = self.window
-        if window is not None and window.gpus:
-            columns = lay_out(
-                window.gpus,
-                Column("GPU", "gpu", "<"),
-                Column("name", "name", "<"),
-                Column("energy (J)", "energy_j", ".2f"),
-                Column("+- (J)", "error_j", ".2f"),
-                Column("average (W)", "average_w", ".1f"),
-                Column("peak (W)", "peak_w", ".1f"),
-            )
-            lines += [table(columns), ""]
-        # A sum without a GPU that was lost would look like a saving.
-        if window is None or self.lost:
-            why = "; ".join(self.lost)
-            lines.append(f"{self.command[0]}: {si(self.time_s, 's')}, energy unknown: {why}")
+def _end(result: Result, monitor: Monitor, window: Window, opened: ExitStack) -> None:
+    """End the window, close what was opened, and note in the result what becomes of both."""
+    try:
+        window.end()
+        result.notes += window.warnings
+        result.window = window
+    except Exception as error:
+        result.lost.append(_text(error))
+    try:
+        opened.close()
+    except Exception as error:
+        result.problems.append(_text(error))
+    for gpu, why in window.unknown.items():
+        if gpu in monitor.unknown:
+            result.notes.append(f"not measured: {why}; name the GPUs to measure with --gpu")
         else:
-            lines += _energy_lines(window, self.handled)
-        return "\n".join([*lines, *self.problems, *self.notes])
-
-
-def _energy_lines(window: Window, handled: dict[str, float]) -> list[str]:
-    origins = " and ".join(sorted({gpu.origin for gpu in window.gpus}))
-    lines = [
-        f"{window.name}: {si(window.time_s, 's')}, {si(window.energy_j, 'J', 6)} +- "
-        f"{si(window.error_j, 'J', 3)}, {si(window.average_w, 'W')} on average ({origins})"
-    ]
-    if window.energy_j:
-        lines += [
-            f"{si(window.energy_j / count, 'J', 6)}/{name}, {count / window.energy_j:.6g} {name}s/J"
-            for name, count in handled.items()
-        ]
-    return lines
+            result.lost.append(why)
 
 
 def _text(error: Exception) -> str:
@@ -257,17 +181,19 @@ def _text(error: Exception) -> str:
     return f"a fault of the planner, please report it: {type(error).__name__}: {error}"
 
 
-def _print(result: _Result) -> None:
+def _print(result: Result) -> None:
     """Print the result. Where it cannot be printed, as on a full disk or into a closed pipe, it is
     lost.
     """
+    from perseus_planner.views.measured import result_content, result_text
+
     if console.is_json():
-        text = json.dumps(result.content, indent=2, allow_nan=False)
+        text = json.dumps(result_content(result), indent=2, allow_nan=False)
         if _is_printed(text, sys.stdout, err=False):
             return
         text = "Error: the output cannot be written"
     else:
-        text = result.text
+        text = result_text(result)
     _is_printed(console.printable(text), sys.stderr, err=True)
 
 

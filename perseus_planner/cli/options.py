@@ -230,7 +230,7 @@ class Listed(Text):
         )
 
 
-#: kind of file, as `base.documents.kind_of` tells it -> what it is called
+#: kind of file, as `base.file_kinds.kind_of` tells it -> what it is called
 _KINDS = {
     "run": "the folder of a run",
     "frontier": "a frontier",
@@ -261,7 +261,7 @@ class SourceFile(Text):
         wanted = kinds or ("profile", "frontier", "plan", "job", "run")
 
         def read(text: str, _: str) -> Path:
-            from perseus_planner.base.documents import kind_of
+            from perseus_planner.base.file_kinds import kind_of
 
             path = Path(text)
             # A path that does not exist is refused by whoever reads it, with the reason.

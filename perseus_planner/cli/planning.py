@@ -156,7 +156,7 @@ class SettingOptions:
         """Return the settings of the job file, or of the profile at `path`, with the given options
         in their place.
         """
-        from perseus_planner.base.documents import kind_of
+        from perseus_planner.base.file_kinds import kind_of
         from perseus_planner.plans.job import Settings, read_settings, schedule_of
         from perseus_planner.schedules.pipeline import Transfer
 
@@ -196,7 +196,7 @@ def solve(
     before its ending.
     """
     from perseus_planner import Job, solve_dag
-    from perseus_planner.views.curves import frontier_text, summarize_frontier
+    from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
     # The result would overwrite what it was made from.
     refuse_same([profile_or_job], output)

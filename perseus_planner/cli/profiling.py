@@ -157,20 +157,21 @@ def profile(
     from perseus_planner.views.curves import profile_text, summarize_profile
 
     settings = None if job is None else read_settings(job)
-    # A stage that is named here is found from where the command runs, and one of the job from its
-    # folder.
-    folder = job.parent if job is not None and wanted.stage is None else None
     target = output or _profile_of(job, settings)
     # Refused before measuring, which takes long.
     check_writable(target.with_suffix(".csv"), "--output: the table beside it,")
     again = _again(rows.for_plan, sweep, target)
     stages = _stages(wanted, settings, again)
+    # A stage that is named here is found from where the command runs, and one of the job from its
+    # folder.
+    if job is not None and wanted.stage is None:
+        stages = stages._replace(folder=job.parent)
     with console.progress("Profiling") as progress:
         try:
             settings_of_sweep = _sweep_settings(sweep)
             if again is not None:
                 settings_of_sweep = replace(settings_of_sweep, control=again.profile.control)
-            result = _measure(stages, settings_of_sweep, rows, target, folder, progress, again)
+            result = _measure(stages, settings_of_sweep, rows, again, target, progress)
         except KeyboardInterrupt:
             if stages.stage is not None:
                 click.echo(
@@ -209,23 +210,43 @@ class _Stages(NamedTuple):
     stages: int
     tensor_parallel: int
     stage: str | None = None
+    folder: Path | None = None  #: where the module of the stage is looked for first
 
 
 def _stages(
     options: StageOptions, settings: Settings | None, again: Again | None = None
 ) -> _Stages:
-    values: dict[str, Any] = {"gpu": "cuda", "tensor_parallel": 1}
-    for name in _Stages._fields:
-        for source in (settings, options):
-            if (value := getattr(source, name, None)) is not None:
-                values[name] = value
+    of_job = _options_of(settings)
+    gpu = of_job.gpu if options.gpu is None else options.gpu
+    stage = of_job.stage if options.stage is None else options.stage
+    stages = of_job.stages if options.stages is None else options.stages
+    tensor_parallel = options.tensor_parallel
+    if tensor_parallel is None:
+        tensor_parallel = of_job.tensor_parallel
     # What is measured again has as many stages as the first time.
-    if again is not None:
-        values.setdefault("stages", again.profile.stages)
-    if "stages" not in values:
+    if stages is None and again is not None:
+        stages = again.profile.stages
+    if stages is None:
         raise UsageError("the number of pipeline stages is missing; give --stages S")
-    COUNT.check(values["stages"], "stages")
-    return _Stages(**values)
+    COUNT.check(stages, "stages")
+    return _Stages(
+        "cuda" if gpu is None else gpu,
+        stages,
+        1 if tensor_parallel is None else tensor_parallel,
+        stage,
+    )
+
+
+def _options_of(settings: Settings | None) -> StageOptions:
+    """Return what a job file says of the options; nothing without one."""
+    if settings is None:
+        return StageOptions(gpu=None, stage=None, stages=None, tensor_parallel=None)
+    return StageOptions(
+        gpu=settings.gpu,
+        stage=settings.stage,
+        stages=settings.stages,
+        tensor_parallel=settings.tensor_parallel,
+    )
 
 
 def _sweep_settings(options: SweepOptions) -> SweepSettings:
@@ -260,35 +281,52 @@ def _measure(
     wanted: _Stages,
     settings: SweepSettings,
     rows: RowOptions,
-    output: Path,
-    folder: Path | None,
-    progress: Any,
     again: Again | None,
+    output: Path,
+    progress: Any,
 ) -> Profile | None:
     """Measure the stages and write the profile, which is returned on rank 0."""
-    gpu = wanted.gpu
-    stages = wanted.stages
     # A stage that can run is measured, on whatever GPU there is.
     if wanted.stage is not None:
         from perseus_planner.profiler.build import profile_stages
 
         return profile_stages(
             wanted.stage,
-            gpu,
-            stages,
-            folder=folder,
+            wanted.gpu,
+            wanted.stages,
+            folder=wanted.folder,
             tensor_parallel=wanted.tensor_parallel,
+            split_backward=rows.split_backward,
             settings=settings,
             output=output,
+            resume=rows.resume,
+            blocking_power_w=rows.blocking_power_w,
             progress=progress,
+            modes=rows.modes,
             again=again,
-            **{name: value for name, value in vars(rows).items() if name != "for_plan"},
         )
+    _check_simulated(wanted, rows)
+    from perseus_planner.profiler.simulated_pipeline import profile_simulated
+
+    result = profile_simulated(
+        wanted.gpu,
+        wanted.stages,
+        progress,
+        split_backward=rows.split_backward,
+        settings=settings,
+        again=again,
+    )
+    result.save(output)
+    return result
+
+
+def _check_simulated(wanted: _Stages, rows: RowOptions) -> None:
+    """Refuse what a profile without a stage that can run cannot have."""
     from perseus_planner.gpu import check_back_end
 
-    check_back_end(gpu)
+    check_back_end(wanted.gpu)
     # Without a stage only a simulated GPU knows what it would take.
-    if not gpu.startswith("simulated:"):
+    if not wanted.gpu.startswith("simulated:"):
         raise UsageError(
             "the stages are missing; give --stage MODULE:FUNCTION, or profile a small GPT on a "
             "simulated GPU with --gpu simulated:a100-sxm"
@@ -302,13 +340,6 @@ def _measure(
     }.items():
         if is_given:
             raise UsageError(f"{option} needs a stage that can run; add --stage MODULE:FUNCTION")
-    from perseus_planner.profiler.simulated_pipeline import profile_simulated
-
-    result = profile_simulated(
-        gpu, stages, progress, split_backward=rows.split_backward, settings=settings, again=again
-    )
-    result.save(output)
-    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,8 +412,8 @@ def calibrate(
     MODEL forward and backward, its head, all-reduces and memory, and write a system file for
     `planner explore`. This takes about a minute.
     """
-    # Kernels are measured without profile and plan, which would be ignored.
     if kernels.kernels is not None:
+        # Kernels are measured without profile and plan, which would be ignored.
         if profile_or_job is not None or measured:
             raise UsageError(
                 "--kernels: measures on its own; leave out profile, plan and --measured"
@@ -394,11 +425,18 @@ def calibrate(
         return
     if profile_or_job is None or not plan_or_run:
         raise UsageError("give a profile or job and a plan or run, or --kernels and a model")
+    _calibrate_times(profile_or_job, list(_measured(plan_or_run, measured)), output)
+
+
+def _calibrate_times(
+    profile_or_job: Path, plans: Sequence[MeasuredPlan], output: Path | None
+) -> None:
+    """Correct a profile or a job by measured iteration times, and print what was found."""
     from perseus_planner.base.files import write_file
     from perseus_planner.plans.calibration import calibrate as calibrate_file
-    from perseus_planner.views.curves import calibration_text
+    from perseus_planner.views.calibration import calibration_text
 
-    result, content = calibrate_file(profile_or_job, list(_measured(plan_or_run, measured)))
+    result, content = calibrate_file(profile_or_job, plans)
     text = calibration_text(result)
     written = list[Path]()
     if output is None:

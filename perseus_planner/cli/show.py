@@ -151,7 +151,7 @@ def show(
 def _show_pair(first: Path, second: Path, *, has_more: bool) -> None:
     """Print two runs side by side."""
     from perseus_planner import Run
-    from perseus_planner.base.documents import kind_of
+    from perseus_planner.base.file_kinds import kind_of
     from perseus_planner.views.pair import RunPair, figures_of, pair_text
 
     # Other files have no iterations that could stand side by side.
@@ -180,7 +180,7 @@ def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) ->
 def _view(path: Path, blocking_power_w: float | None) -> _View:
     """Read any kind of file; `Plan.load` says why it refuses a file that is not recognized."""
     from perseus_planner.base import extensions
-    from perseus_planner.base.documents import kind_of
+    from perseus_planner.base.file_kinds import kind_of
 
     readers = {"run": _run_view, "frontier": _frontier_view, "profile": _profile_view}
     kind = kind_of(path)
@@ -225,7 +225,7 @@ def _profile_view(file: Path) -> _View:
 
 def _frontier_view(file: Path) -> _View:
     from perseus_planner import Frontier
-    from perseus_planner.views.curves import chart_frontier, frontier_text, summarize_frontier
+    from perseus_planner.views.frontier import chart_frontier, frontier_text, summarize_frontier
 
     frontier = Frontier.load(file)
     summary = summarize_frontier(frontier)
@@ -362,7 +362,7 @@ def report(
     the numbers of your site.
     """
     from perseus_planner.base import extensions
-    from perseus_planner.base.documents import kind_of
+    from perseus_planner.base.file_kinds import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
     from perseus_planner.views.sources import EnergyRates, read_sources

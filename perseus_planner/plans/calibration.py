@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.documents import kind_of, with_values
+from perseus_planner.base.edits import with_values
 from perseus_planner.base.errors import UsageError
+from perseus_planner.base.file_kinds import kind_of
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.job import Correction, Job, job_document, read_settings
 from perseus_planner.plans.replay import replay

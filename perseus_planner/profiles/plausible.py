@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -361,25 +361,19 @@ def _limit_doubts(judged: _Judged) -> Iterator[Doubt]:
 
 def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
     """Yield rows that are further from neighbouring clocks than physics and noise allow."""
-    short = judged.short()
     # Brief computations are mostly launches, whose energy is noise.
+    short = judged.short()
     for key, rows in judged.rows.items():
         if key in short or not any(_are_apart(judged, *pair) for pair in pairwise(rows)):
             continue
-        # The row that disagrees with the most others is the wrong one.
-        against: dict[int, list[int]] = {place: [] for place in range(len(rows))}
-        for i, j in combinations(range(len(rows)), 2):
-            if _are_apart(judged, rows[i], rows[j]):
-                against[i].append(j)
-                against[j].append(i)
-        worst = max(against, key=lambda place: len(against[place]))
+        place = _most_contradicted(judged, rows)
         # The neighbour shows the jump to people, so it is the nearest one that disagrees.
-        near = min(against[worst], key=lambda place: abs(place - worst))
-        row = rows[worst]
+        near = min(_contradicting(judged, rows, place), key=lambda other: abs(other - place))
+        row = rows[place]
         neighbour = rows[near]
+        # Rows are ordered by clock, highest first.
+        column = _are_apart(judged, rows[min(place, near)], rows[max(place, near)]) or "energy"
         unit = unit_of(judged.control)
-        high, low = sorted((row, neighbour), key=lambda measured: -measured.clock_mhz)
-        column = _are_apart(judged, high, low) or "energy"
         problem = (
             f"{si(row.time_s, 's', 4)} and {si(row.energy_j, 'J', 4)} at {row.clock_mhz} {unit} do "
             f"not go with {si(neighbour.time_s, 's', 4)} and {si(neighbour.energy_j, 'J', 4)} at "
@@ -387,6 +381,23 @@ def _jump_doubts(judged: _Judged) -> Iterator[Doubt]:
             "row again, or leave it out"
         )
         yield Doubt(key, row.clock_mhz, column, problem, not judged.is_learnt)
+
+
+def _most_contradicted(judged: _Judged, rows: Sequence[Measurement]) -> int:
+    """Return the place of the row that disagrees with the most others, the first of several: where
+    two rows disagree, it tells which of them is the wrong one.
+    """
+    return max(range(len(rows)), key=lambda place: len(_contradicting(judged, rows, place)))
+
+
+def _contradicting(judged: _Judged, rows: Sequence[Measurement], place: int) -> list[int]:
+    """Return the places of the rows that do not go together with the row at `place`."""
+    return [
+        other
+        for other in range(len(rows))
+        if other != place
+        and _are_apart(judged, rows[min(place, other)], rows[max(place, other)]) is not None
+    ]
 
 
 def _are_apart(judged: _Judged, high: Measurement, low: Measurement) -> str | None:

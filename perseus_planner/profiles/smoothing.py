@@ -16,7 +16,7 @@ clocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,9 +39,8 @@ _FEW = 3  #: of fewer curves none stands out
 _REPEATS = 3  #: how often scales are found again after curves that stand out
 _ROUNDS = 30
 _ENOUGH = 1e-2  #: a smaller gain of log probability ends the search for the scales
-# The first step per unit of slope, and the longest step, in log scales
-_FIRST = 0.05
-_LONGEST = 1.5
+_FIRST = 0.05  #: the first step per unit of slope, in log scales
+_LONGEST = 1.5  #: the longest step, in log scales
 _STEP = 1e-3  #: of the finite differences
 
 
@@ -150,48 +149,64 @@ class Curves:
             return list(self._points)
         # Curves are judged by what all share, with the doubt that is left of it.
         shared, uncertain = self._model.shared(self._values)
-        judged = []
-        for given, value in zip(self._points, self._values, strict=True):
-            missed = value - shared[given.place]
-            noise = self.scales.noise**2
-            options = dict[float, Points]()  # by minus the log probability
-            # A curve whose shape is its own is less likely, and explains more.
-            for unlike, improbable in _UNLIKE.items():
-                own = self._parts.own(self.scales, unlike) + uncertain
-                own = own[np.ix_(given.place, given.place)]
-                drift = _noise(self.scales, np.zeros_like(given.variance), given.order)
-                inverse = np.linalg.inv(own + drift + np.diag(noise * given.variance))
-                # By how much each point is off, if it is told by all others of its curve.
-                left_out = inverse @ missed / np.diag(inverse)
-                far = np.abs(left_out) * np.sqrt(np.diag(inverse))
-                wrong = int(np.argmax(far))
-                # A single wrong point is the other explanation, and has a price as well.
-                tried = [(improbable, given.variance)]
-                if far[wrong] > _FAR:
-                    doubted = given.variance.copy()
-                    # The point's deviation becomes its noise, so that it tells nothing more.
-                    doubted[wrong] += left_out[wrong] ** 2 / noise
-                    tried.append((improbable + _WRONG, doubted))
+        return [
+            self._explained(given, value - shared[given.place], uncertain)
+            for given, value in zip(self._points, self._values, strict=True)
+        ]
+
+    def _explained(self, given: Points, missed: Floats, uncertain: Floats) -> Points:
+        """Return the points of a curve with the most probable explanation of how they deviate.
+
+        Args:
+            given: the points.
+            missed: (k,) what they miss of the shared curve.
+            uncertain: (n, n) the covariance of the shared curve.
+        """
+        noise = self.scales.noise**2
+        drift = _noise(self.scales, np.zeros_like(given.variance), given.order)
+        best = given
+        least = np.inf
+        # A curve whose shape is its own is less likely, and explains more.
+        for unlike, improbable in _UNLIKE.items():
+            own = self._parts.own(self.scales, unlike) + uncertain
+            covariance = own[np.ix_(given.place, given.place)] + drift
+            for price, variance in self._variances(given, missed, covariance):
                 # The likelihood of the curve under each explanation decides, with its price.
-                for cost, variance in tried:
-                    root = np.linalg.cholesky(own + drift + np.diag(noise * variance))
-                    pulled = np.linalg.solve(root, missed)
-                    cost += float(np.log(np.diag(root)).sum() + 0.5 * pulled @ pulled)
-                    options[cost] = given._replace(variance=variance, unlike=unlike)
-            judged.append(options[min(options)])
-        return judged
+                cost = improbable + price
+                cost += _surprise(missed, covariance + np.diag(noise * variance))
+                if cost < least:
+                    best = given._replace(variance=variance, unlike=unlike)
+                    least = cost
+        return best
+
+    def _variances(
+        self, given: Points, missed: Floats, covariance: Floats
+    ) -> Iterator[tuple[float, Floats]]:
+        """Yield variances that points may have, each after minus the log probability that they
+        need others than the given ones: these, and those with a single wrong point.
+        """
+        yield 0.0, given.variance
+        noise = self.scales.noise**2
+        inverse = np.linalg.inv(covariance + np.diag(noise * given.variance))
+        # By how much each point is off, if it is told by all others of its curve.
+        left_out = inverse @ missed / np.diag(inverse)
+        far = np.abs(left_out) * np.sqrt(np.diag(inverse))
+        wrong = int(np.argmax(far))
+        if far[wrong] > _FAR:
+            variance = given.variance.copy()
+            # The point's deviation becomes its noise, so that it tells nothing more.
+            variance[wrong] += left_out[wrong] ** 2 / noise
+            yield _WRONG, variance
 
     def _fit(self, alike: Sequence[_Alike], guess: Scales, doubt: Scales) -> Scales:
-        """Return the most probable scales, found by the method of Broyden, Fletcher, Goldfarb
-        and Shanno. Only the places that have points matter.
-        """
+        """Return the most probable scales. Only the places that have points matter."""
         # Clocks without points do not change the likelihood, and cost time.
         places = np.unique(np.concatenate([group.place for group in alike]))
         parts = self._parts.at(places)
         alike = [group._replace(place=np.searchsorted(places, group.place)) for group in alike]
 
-        # Scales at which the covariance cannot be factored are no solution.
         def cost(log_scales: Floats) -> float:
+            # Scales at which the covariance cannot be factored are no solution.
             try:
                 model = _Model(parts, Scales(*np.exp(log_scales).tolist()), alike)
                 misfit = model.misfit(self._values)
@@ -200,38 +215,60 @@ class Curves:
             # The prior of each scale, in logarithms.
             return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
 
-        def slope(at: Floats, value: float) -> Floats:
-            return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
+        return Scales(*np.exp(_minimise(cost, np.log(self.scales))).tolist())
 
-        log_estimate = np.log(self.scales)
-        inverse = _FIRST * np.eye(len(log_estimate))
-        value = cost(log_estimate)
-        gradient = slope(log_estimate, value)
-        for _ in range(_ROUNDS):
-            move = -inverse @ gradient
-            # Far steps leave the range in which the slope tells anything.
-            move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
-            before = value
-            value = cost(log_estimate + move)
-            # Halved until the cost falls by enough, as far as differences can tell.
-            while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
-                move /= 2
-                value = cost(log_estimate + move)
-            # No smaller cost along this direction, so this is the end.
-            if value >= before:
-                break
-            log_estimate = log_estimate + move
-            if before - value < _ENOUGH:
-                break
-            last = gradient
-            gradient = slope(log_estimate, value)
-            turned = gradient - last
-            # The inverse stays positive definite only if the slope has risen along the step.
-            curvature = float(move @ turned)
-            if curvature > 0.0:
-                mix = np.eye(len(log_estimate)) - np.outer(move, turned) / curvature
-                inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
-        return Scales(*np.exp(log_estimate).tolist())
+
+def _surprise(missed: Floats, covariance: Floats) -> float:
+    """Return minus the log probability of (k,) deviations with this covariance, but for a
+    constant.
+    """
+    root = np.linalg.cholesky(covariance)
+    pulled = np.linalg.solve(root, missed)
+    return float(np.log(np.diag(root)).sum() + 0.5 * pulled @ pulled)
+
+
+def _minimise(cost: Callable[[Floats], float], start: Floats) -> Floats:
+    """Return where a cost is least near `start`, by the method of Broyden, Fletcher, Goldfarb and
+    Shanno (Nocedal and Wright, "Numerical Optimization", 2006, chapter 6) with slopes from finite
+    differences.
+
+    Args:
+        cost: a function of (m,) numbers, smooth but for points at which it is infinite.
+        start: (m,) where the search begins.
+    """
+
+    def slope(at: Floats, value: float) -> Floats:
+        return np.array([(cost(at + step) - value) / _STEP for step in _STEP * np.eye(len(at))])
+
+    here = start
+    inverse = _FIRST * np.eye(len(here))
+    value = cost(here)
+    gradient = slope(here, value)
+    for _ in range(_ROUNDS):
+        move = -inverse @ gradient
+        # Far steps leave the range in which the slope tells anything.
+        move *= min(1.0, _LONGEST / max(float(np.abs(move).max()), 1e-300))
+        before = value
+        value = cost(here + move)
+        # Halved until the cost falls by enough, as far as differences can tell.
+        while value > before + 1e-4 * float(gradient @ move) and np.abs(move).max() > _STEP:
+            move /= 2
+            value = cost(here + move)
+        # No smaller cost along this direction, so this is the end.
+        if value >= before:
+            break
+        here = here + move
+        if before - value < _ENOUGH:
+            break
+        last = gradient
+        gradient = slope(here, value)
+        turned = gradient - last
+        # The inverse stays positive definite only if the slope has risen along the step.
+        curvature = float(move @ turned)
+        if curvature > 0.0:
+            mix = np.eye(len(here)) - np.outer(move, turned) / curvature
+            inverse = mix @ inverse @ mix.T + np.outer(move, move) / curvature
+    return here
 
 
 class _Parts(NamedTuple):
@@ -275,21 +312,27 @@ class _Alike(NamedTuple):
     own.
     """
 
-    place: Integers
+    place: Integers  #: (k,) as in `Points`, and so the next three
     variance: Floats
     order: Floats
     unlike: float
-    curves: list[int]
+    curves: list[int]  #: which ones they are
 
 
 def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
     # Equal places, variances and orders have one covariance, which is factored once.
     groups: dict[tuple[bytes, bytes, bytes, float], _Alike] = {}
     for i in curves:
-        positions, _, variance, order, unlike = points[i]
-        group = _Alike(positions, variance, order, unlike, [])
-        key = positions.tobytes(), variance.tobytes(), order.tobytes(), unlike
-        groups.setdefault(key, group).curves.append(i)
+        curve = points[i]
+        key = (
+            curve.place.tobytes(),
+            curve.variance.tobytes(),
+            curve.order.tobytes(),
+            curve.unlike,
+        )
+        if key not in groups:
+            groups[key] = _Alike(curve.place, curve.variance, curve.order, curve.unlike, [])
+        groups[key].curves.append(i)
     return list(groups.values())
 
 
@@ -306,14 +349,15 @@ class _Model:
         self.half_log = 0.0
         # Given the shared curve, curves are independent, so their precisions add up.
         precision = np.zeros((n, n))
-        for (positions, variance, order, _, curves), own in zip(alike, self.own, strict=True):
-            covariance = _noise(scales, variance, order)
+        for group, own in zip(alike, self.own, strict=True):
+            block = np.ix_(group.place, group.place)
             # What a curve has of its own, and the noise of its points.
-            root = np.linalg.cholesky(own[np.ix_(positions, positions)] + covariance)
+            root = np.linalg.cholesky(own[block] + _noise(scales, group.variance, group.order))
             half = np.linalg.inv(root)
-            self.inverses.append(half.T @ half)
-            self.half_log += len(curves) * float(np.log(np.diag(root)).sum())
-            precision[np.ix_(positions, positions)] += len(curves) * self.inverses[-1]
+            inverse = half.T @ half
+            self.inverses.append(inverse)
+            self.half_log += len(group.curves) * float(np.log(np.diag(root)).sum())
+            precision[block] += len(group.curves) * inverse
         # By the matrix inversion lemma all matrices are as large as the number of clocks.
         self.precision_root = np.linalg.cholesky(np.eye(n) + self.root.T @ precision @ self.root)
         self.half_log += float(np.log(np.diag(self.precision_root)).sum())
@@ -323,11 +367,11 @@ class _Model:
         # The quadratic form of all points is that about the shared curve, less what that explains.
         squares = 0.0
         weighed = np.zeros(len(self.root))
-        for (positions, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
-            value = np.stack([values[i] for i in curves], axis=1)
+        for group, inverse in zip(self.alike, self.inverses, strict=True):
+            value = np.stack([values[i] for i in group.curves], axis=1)
             pulled = inverse @ value
             squares += float(np.sum(value * pulled))
-            weighed[positions] += pulled.sum(axis=1)
+            weighed[group.place] += pulled.sum(axis=1)
         # The part of the values that the shared curve explains.
         explained = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         return self.half_log + 0.5 * (squares - float(explained @ explained))
@@ -345,18 +389,17 @@ class _Model:
         values of each curve.
         """
         weighed = np.zeros((len(self.root), values[0].shape[1]))
-        for (positions, *_, curves), inverse in zip(self.alike, self.inverses, strict=True):
-            weighed[positions] += inverse @ np.sum([values[i] for i in curves], axis=0)
+        for group, inverse in zip(self.alike, self.inverses, strict=True):
+            weighed[group.place] += inverse @ np.sum([values[i] for i in group.curves], axis=0)
         # The shared curve first, as it is known from all curves together.
         inner = np.linalg.solve(self.precision_root, self.root.T @ weighed)
         shared: Floats = self.root @ np.linalg.solve(self.precision_root.T, inner)
         own = np.zeros((len(values), *weighed.shape))
-        for (positions, *_, curves), inverse, covariance in zip(
-            self.alike, self.inverses, self.own, strict=True
-        ):
+        for group, inverse, covariance in zip(self.alike, self.inverses, self.own, strict=True):
             # What a curve's points miss of the shared curve is its own.
-            for i in curves:
-                own[i] = covariance[:, positions] @ (inverse @ (values[i] - shared[positions]))
+            for i in group.curves:
+                missed = values[i] - shared[group.place]
+                own[i] = covariance[:, group.place] @ (inverse @ missed)
         return shared, own
 
 

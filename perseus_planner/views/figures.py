@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import RankRecord, Run
     from perseus_planner.schedules.iteration import Iteration
-    from perseus_planner.views.curves import FrontierChart, IterationPoint
+    from perseus_planner.views.frontier import FrontierChart, IterationPoint
 
 _US = 1e6
 NEVER = -1

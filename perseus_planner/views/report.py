@@ -27,13 +27,7 @@ from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.course import RunCourse, course_of
-from perseus_planner.views.curves import (
-    FrontierChart,
-    IterationPoint,
-    MeasuredCurve,
-    chart_frontier,
-    curves_of,
-)
+from perseus_planner.views.curves import MeasuredCurve, curves_of
 from perseus_planner.views.figures import (
     GanttChart,
     chart_plan,
@@ -43,6 +37,7 @@ from perseus_planner.views.figures import (
     draw_gantt,
     page_file,
 )
+from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.run import (
     account_text,

@@ -18,9 +18,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from perseus_planner.base import extensions
-from perseus_planner.base.documents import kind_of
 from perseus_planner.base.errors import UsageError
 from perseus_planner.base.fields import Checked
+from perseus_planner.base.file_kinds import kind_of
 from perseus_planner.base.files import STATE_FILE
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.units import COUNT, Rule

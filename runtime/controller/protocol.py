@@ -100,7 +100,7 @@ class ControlChange(Message, frozen=True):
 
 
 class GpuSample(Message, frozen=True):
-    """GpuSamples of the rank's GPU, sent when the rank attaches, when an iteration begins, and when
+    """Readings of the rank's GPU, sent when the rank attaches, when an iteration begins, and when
     it detaches.
 
     A reading that the GPU does not offer is None.
@@ -173,9 +173,8 @@ ToRank: TypeAlias = (
 AnyMessage: TypeAlias = FromRank | ToRank
 
 
-# That are kept, as the device may be iterations behind; of each table
-_TABLES = 4
-_WORDS = 4096
+_TABLES = 4  #: that are kept, as the device may be iterations behind
+_WORDS = 4096  #: of 8 bytes, for each table
 _HEADER = 3  #: words: number of the table, rows, and entries of a row
 _NUMBERS = 0xFFFF  #: of tables, as many as a request can name
 
@@ -248,36 +247,42 @@ class LatestStarts:
         Returns:
             None if there is no such table or row.
         """
-        words = self._words
-        start = self._start(table)
-        number, rows, width = words[start : start + _HEADER]
-        # Another table may be there by now, or half of one.
-        if number != table or position >= rows or _HEADER + 2 * rows * width > _WORDS:
+        place = self._find_row(table, position)
+        if place is None:
             return None
-        first = start + _HEADER + 2 * position * width
         # Entries are ordered by speed, so the first that is still in time is the slowest.
         clock = 0
-        for entry in range(first, first + 2 * width, 2):
-            clock, latest_ns = words[entry : entry + 2]
+        for entry in range(place.start, place.stop, 2):
+            clock, latest_ns = self._words[entry : entry + 2]
             if latest_ns >= passed_ns:
                 break
-        # Looked at again: it may have been written over while it was read.
-        return clock if words[start] == table and clock > 0 else None
+        return clock if self._is_there(table) and clock > 0 else None
 
     def row(self, table: int, position: int) -> list[tuple[int, int]] | None:
         """Return a row as it was written, its last entry possibly repeated; None if there is no
         such table or row.
         """
-        words = self._words
+        place = self._find_row(table, position)
+        if place is None:
+            return None
+        entries = self._words[place].tolist()
+        if not self._is_there(table):
+            return None
+        return list(zip(entries[::2], entries[1::2], strict=True))
+
+    def _find_row(self, table: int, position: int) -> slice | None:
+        """Return where the words of a row are; None if there is no such table or row."""
         start = self._start(table)
-        number, rows, width = words[start : start + _HEADER]
+        number, rows, width = self._words[start : start + _HEADER]
+        # Another table may be there by now, or half of one.
         if number != table or position >= rows or _HEADER + 2 * rows * width > _WORDS:
             return None
         first = start + _HEADER + 2 * position * width
-        entries = words[first : first + 2 * width].tolist()
-        if words[start] != table:  # it was written over meanwhile
-            return None
-        return list(zip(entries[::2], entries[1::2], strict=True))
+        return slice(first, first + 2 * width)
+
+    def _is_there(self, table: int) -> bool:
+        """Whether the table is still there: it may be written over while it is read."""
+        return self._words[self._start(table)] == table
 
     @staticmethod
     def _start(table: int) -> int:

@@ -1,5 +1,5 @@
-"""One rank as the controller sees it: its connection, its process, its clock requests, and its
-GPU.
+"""One rank as the controller sees it: its connection, its process and its GPU. Its clock requests
+are read in `watcher.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from perseus_planner.base.errors import GpuError, GpuInUse
 from perseus_planner.base.loops import Backoff
@@ -18,7 +18,6 @@ from perseus_planner.gpu import is_dry_run, open_gpu
 from perseus_planner.gpu.lease.guardian import SAME_LIMIT_W, restore_power_limit
 from perseus_planner.gpu.lease.lease import lease_gpus, recover
 from perseus_planner.gpu.lease.records import read_records
-from perseus_planner.runtime.controller.armed import ArmedClocks
 from perseus_planner.runtime.controller.protocol import (
     AttachRefusal,
     AttachReply,
@@ -31,97 +30,21 @@ from perseus_planner.runtime.controller.protocol import (
     ToRank,
 )
 from perseus_planner.runtime.controller.scheduler import RESET
-from perseus_planner.runtime.marks import (
-    BEGUN,
-    BY_TIME,
-    NO_REQUEST,
-    OUTSIDE,
-    is_captured,
-    is_turned,
-    parse_clock_request,
-    table_of,
-)
+from perseus_planner.runtime.controller.watcher import RequestWatcher
 
 if TYPE_CHECKING:
     from perseus_planner.base.wires import PacketChannel
     from perseus_planner.gpu.protocol import Gpu
     from perseus_planner.runtime.controller.protocol import SharedRequest
     from perseus_planner.runtime.controller.scheduler import PendingChange
+    from perseus_planner.runtime.controller.watcher import ClockRequest
 
-
-MAX_SKIPPED = 64
-"""No rank passes more positions between two looks at its request; if more were passed, it runs
-another program.
-"""
-
-OUTSIDE_NS = 20_000_000
-"""How long a rank whose iterations are long (`LONG_NS`) runs something else than computations
-before its GPU is reset for it; ten times that, if they are shorter. By hand.
-"""
-
-LONG_NS = 2_000_000_000
-"""How long an iteration lasts, at least, to count as a long one. The calls of a node for a reset
-and for the first clocks of the next iteration take up to 90 ms, which should not be spent in each
-short iteration. By hand.
-"""
 
 _SETTLED_NS = 500_000_000  #: that the slowest transitions take which were reported
 #: a clock that is more than so many times the one that was set is faster than that; by hand
 _ABOVE = 1.05
 #: how often in a row it has to be faster, so that its rank is told; by hand
 _OVERRIDDEN = 3
-_MAX_POSITIONS = 65536  #: of a program whose values are remembered, to bound the memory
-
-
-class ClockRequest(NamedTuple):
-    """A clock request that has changed."""
-
-    position: int | None  #: Position of the rank in its program; None if it wants no value
-    #: What it wants, or a faster clock if it is late; 0 to have its GPU reset.
-    value: int
-    #: What the rank requested at the positions that it passed since the last look, as far as that
-    #: is known.
-    skipped: tuple[int, ...]
-    is_new_iteration: bool  #: Whether the position has gone back since the last request
-    is_new_program: bool = False  #: Whether another value was requested at this position before
-    has_begun: bool = False  #: Whether it is known that its computation has begun
-    #: Whether another value is wanted than before, or may be, as the rank catches up.
-    is_change: bool = True
-    due_ns: int | None = None  #: When a clock by time was due
-
-
-# What `poll_request` keeps of a rank from one look to the next, all on the controller's thread.
-# "By position" are requests of one clock each, "by time" those of a table of an iteration.
-#
-# | attribute     | written by                     | meaning
-# |---------------|--------------------------------|--------------------------------------------
-# | `_seen`       | each look at a new word        | the whole word, with `OUTSIDE`
-# | `_outside_ns` | each look at a new word        | since when `OUTSIDE` stands; None: it does not
-# | `_is_reset`   | `_reset_request`: yes; a clock | whether the rank was left without a clock by
-# |               | or an armed table: no          | the last answer
-# | `_request`    | by position                    | the last one with a clock, without `OUTSIDE`;
-# |               |                                | a reset leaves it
-# | `_position`   | by position; by time: None     | its position; a reset leaves it
-# | `_wanted`     | both; `_reset_request`: RESET  | the planned value, not the one to catch up by
-# | `_table`      | by position, not captured      | where captured requests find their clocks
-# | `_first_ns`   | by position, 0 and `BEGUN`     | from when latest starts count; None: from
-# |               |                                | nothing, so nobody catches up
-# | `_begun_ns`,  | both, at a new iteration       | how long iterations last, which says when a
-# | `_lasted_ns`  |                                | reset outside is worth its calls
-# | `_values`     | both; another program empties  | what was wanted where, to tell what was passed
-# | `_changes`    | None when `_values` changes    | a count of `_values`, made when asked for
-# | `_armed`      | by time; by position cancels   | the clocks by time that are still to come
-#
-# Outside and reset together:
-#
-# | `_outside_ns` | `_is_reset` | the rank
-# |---------------|-------------|----------------------------------------------------------------
-# | None          | no          | runs computations at requested clocks
-# | a moment      | no          | runs something else; its GPU keeps the clock until the limit
-# | a moment      | yes         | has passed the limit, or wanted nothing before; stays reset until
-# |               |             | it is inside again
-# | None          | yes         | wants nothing: before the first iteration, after a deviation, or,
-# |               |             | by time, from the end of an iteration to the next begin
 
 
 class Rank:
@@ -152,21 +75,7 @@ class Rank:
         self.is_set = attach_request.control != "observed"
         self.backoff = Backoff()
         self.changed_ns = 0
-        self._word = shared.request
-        self._seen = NO_REQUEST  #: what `_word` was when it was looked at last
-        self._request = NO_REQUEST
-        self._wanted = RESET  #: the planned value of the last request; `RESET` if it had none
-        self._outside_ns: int | None = None  #: since when the rank is outside of its computations
-        self._is_reset = True  #: `NO_REQUEST` was returned last
-        self._begun_ns: int | None = None  #: when an iteration was seen to begin last
-        self._lasted_ns = 0  #: how long the one before took; 0 until one was seen whole
-        self._first_ns: int | None = None  #: when the first computation of this one was
-        self._position: int | None = None  #: of the last request that had one
-        self._values: dict[int, int] = {}  #: position -> what was requested there last
-        self._armed = ArmedClocks()
-        self._looked_ns = 0  #: at the request, before
-        self._table = 0  #: that was named last, for captured requests
-        self._changes: int | None = None  #: how often these change; None if that is to be counted
+        self._requests = RequestWatcher(shared)
         self._set_since = RESET, 0  #: value that was set last, and when (ns)
         self._overridden = 0  #: how often in a row the GPU then ran faster
         self._has_told_memory = False  #: that somebody has locked the memory clock
@@ -187,14 +96,7 @@ class Rank:
         """How often its value changes in an iteration as seen so far, with the change back for
         the next one.
         """
-        if self._changes is None:
-            values = [value for _, value in sorted(self._values.items())]
-            # The last value of an iteration stands before its first: iterations repeat.
-            self._changes = sum(
-                before != value
-                for before, value in zip([*values[-1:], *values], values, strict=False)
-            )
-        return self._changes
+        return self._requests.changes_per_iteration
 
     @property
     def gpu_to_set(self) -> Gpu | None:
@@ -226,156 +128,14 @@ class Rank:
         """Tell the rank why its GPU is not set."""
         self.send(AttachRefusal(type(error).__name__, str(error)))
 
-    def poll_request(self, now_ns: int) -> ClockRequest | None:
-        """Return the clock request if it has changed since the last call. One that was written
-        outside of computations becomes one for a reset when it has stood for some time.
-
-        During a call of the driver, which takes milliseconds, nobody looks, and the rank may pass
-        positions. It is assumed to have requested there what it requested when they were seen last,
-        as an iteration is like the one before it. The positions at the end of an iteration are not
-        known, so nothing is assumed about them.
-        """
-        # One number of memory, which the rank or its GPU writes: it holds the whole request.
-        request = self._word[0]
-        looked_ns = self._looked_ns
-        self._looked_ns = now_ns
-        # Nothing new, and no reset that is to come: the most frequent case by far.
-        if request == self._seen and (self._outside_ns is None or self._is_reset):
-            return self._take_due(now_ns)
-        self._seen = request
-        # Since when it is outside counts from the first look that saw it there.
-        self._outside_ns = (self._outside_ns or now_ns) if request & OUTSIDE else None
-        request &= ~OUTSIDE
-        if request & BY_TIME:
-            return self._poll_by_time(request, now_ns, looked_ns)
-        # What requests by position is not timed.
-        self._armed.cancel()
-        # Captured requests have no value of their own, as a graph writes the same number each time.
-        # Their clocks are in the table that was named last.
-        position, value = parse_clock_request(request)
-        if position is not None and is_captured(request):
-            value = self.shared.latest.clock(self._table, position, 0) or RESET
-        else:
-            self._table = table_of(request)
-        # Short iterations pass this state often, and resetting in each would cost more than it
-        # saves.
-        limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
-        is_outside = self._outside_ns is not None and (
-            self._is_reset or now_ns - self._outside_ns >= limit_ns
-        )
-        if position is None or is_outside:
-            return self._reset_request()
-        if request == self._request and not self._is_reset:
-            return None
-        # The same position again means that an iteration has passed unseen; for captured requests
-        # that cannot be told.
-        is_again = not is_captured(request) and is_turned(request, self._request)
-        self._request = request
-        self._is_reset = False
-        before = self._position
-        self._position = position
-        is_new_iteration = before is not None and (position < before or is_again)
-        # The first one begins where the rank is first seen.
-        if before is None or is_new_iteration:
-            self._begin_iteration(now_ns)
-        if is_new_iteration:
-            self._first_ns = None
-        # Latest starts count from here.
-        if position == 0 and request & BEGUN:
-            self._first_ns = now_ns
-        # What was passed unseen is taken from the iteration before; more than a look can miss is
-        # another program.
-        passed = range(0 if before is None or is_new_iteration else before + 1, position)
-        skipped = (
-            [
-                self._values[passed_position]
-                for passed_position in passed
-                if passed_position in self._values
-            ]
-            if len(passed) <= MAX_SKIPPED
-            else ()
-        )
-        # Another value at the same position: a new plan, of which nothing that was remembered
-        # holds.
-        remembered = self._values.get(position)
-        is_new_program = remembered is not None and remembered != value
-        is_change = value != self._wanted
-        self._wanted = value
-        if is_new_program:
-            self._values.clear()
-        # The number of changes is counted again when it is asked for.
-        if remembered != value and position < _MAX_POSITIONS:
-            self._values[position] = value
-            self._changes = None
-        # A rank that is late gets a faster clock than planned.
-        table = table_of(request)
-        if table and self._first_ns is not None:
-            value = self.shared.latest.clock(table, position, now_ns - self._first_ns) or value
-        return ClockRequest(
-            position,
-            value,
-            tuple(skipped),
-            is_new_iteration,
-            is_new_program,
-            has_begun=bool(request & BEGUN),
-            is_change=is_change or table != 0,
-        )
-
-    def _reset_request(self) -> ClockRequest | None:
-        """Return the request for a reset; None if one was returned last."""
-        was_reset = self._is_reset
-        self._is_reset = True
-        self._wanted = RESET
-        return None if was_reset else ClockRequest(None, RESET, (), is_new_iteration=False)
-
-    def _begin_iteration(self, now_ns: int) -> None:
-        """Note how long the last iteration took, which decides when a reset is worth its calls."""
-        self._lasted_ns = 0 if self._begun_ns is None else now_ns - self._begun_ns
-        self._begun_ns = now_ns
-
-    def _poll_by_time(self, request: int, now_ns: int, looked_ns: int) -> ClockRequest | None:
-        """Take a request with clocks by time: nothing is wanted before the iteration begins, and
-        nothing once it has ended.
-        """
-        self._position = None
-        # An end: what comes next is waiting, or something that nobody has timed.
-        if not request & BEGUN:
-            self._armed.end(now_ns)
-            return self._reset_request()
-        self._begin_iteration(now_ns)
-        # The table's first row has all clocks of the iteration, with their times.
-        row = self.shared.latest.row(table_of(request), 0)
-        # Not armed means full clocks until the next begin.
-        self._is_reset = not self._armed.begin(now_ns, looked_ns, row)
-        due = self._armed.take(now_ns)
-        value = RESET if due is None else due.clock
-        self._note_by_time(0, value)
-        return ClockRequest(
-            0 if due else None, value, (), is_new_iteration=True, has_begun=True, is_change=True
-        )
-
-    def _take_due(self, now_ns: int) -> ClockRequest | None:
-        """Return the clock by time that is due now, if there is one."""
-        if self._armed.next_ns is None:
-            return None
-        due = self._armed.take(now_ns)
-        if due is None:
-            return None
-        self._note_by_time(due.place, due.clock)
-        return ClockRequest(due.place, due.clock, (), is_new_iteration=False, due_ns=due.due_ns)
-
-    def _note_by_time(self, place: int, value: int) -> None:
-        """Note the clocks of an iteration, by which their changes are counted."""
-        self._wanted = value
-        if place == 0:
-            self._values.clear()
-        self._values[place] = value
-        self._changes = None
-
     @property
     def due_ns(self) -> int | None:
         """When the next clock by time is due; None if none is."""
-        return self._armed.next_ns
+        return self._requests.due_ns
+
+    def poll_request(self, now_ns: int) -> ClockRequest | None:
+        """See `RequestWatcher.poll`."""
+        return self._requests.poll(now_ns)
 
     def make(self, change: PendingChange) -> None:
         """Set the GPU, and tell the rank.

@@ -31,7 +31,7 @@ import perseus_planner
 from perseus_planner import Frontier, Plan, Profile, schedules
 from perseus_planner.cli import console, main
 from perseus_planner.profiler import simulated_pipeline
-from perseus_planner.views.curves import frontier_text, summarize_frontier
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
 SCRIPT = Path(sys.executable).with_name("planner")

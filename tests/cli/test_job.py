@@ -18,7 +18,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.profiles.groups import on_each_gpu, slowed
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.views.curves import frontier_text, summarize_frontier
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
 
 HEAD = "format: perseus-planner/job\nversion: 1\nprofile: four.yaml\n"
 JOB = f"""{HEAD}schedule: interleaved-1f1b

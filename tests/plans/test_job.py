@@ -12,7 +12,7 @@ import yaml
 from strategies import smooth_profile
 
 from perseus_planner import Profile, schedules
-from perseus_planner.base.documents import kind_of
+from perseus_planner.base.file_kinds import kind_of
 from perseus_planner.plans.job import Job, ReplicaSettings, Settings, read_settings
 from perseus_planner.profiles.groups import on_each_gpu, slowed, stage_by_stage, tensor_group
 from perseus_planner.profiles.measurement import ClockChange, Measurement

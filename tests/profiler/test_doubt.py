@@ -17,10 +17,10 @@ from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
 from perseus_planner.profiler.choosing import MAX_SETTINGS, find_doubt, next_setting
-from perseus_planner.profiler.row_meter import merge
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiler.stage import Stage, StageRows, TimedRun
 from perseus_planner.profiler.sweep import SweepSettings, measure_stage
+from perseus_planner.profiler.windows import merge
 from perseus_planner.profiles.measurement import Evidence, Measurement
 
 T = TypeVar("T")

@@ -22,8 +22,9 @@ from perseus_planner.gpu.sensor import MIN_SAMPLES
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
 from perseus_planner.gpu.simulated.model import CATALOG, OpCost
 from perseus_planner.gpu.simulated.options import SimulationOptions
-from perseus_planner.profiler.row_meter import RowMeter, Window, subtract, without_outliers
+from perseus_planner.profiler.row_meter import RowMeter
 from perseus_planner.profiler.stage import SingleGpu
+from perseus_planner.profiler.windows import Window, subtract, without_outliers
 from perseus_planner.profiles.estimation import pooled_errors
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile

@@ -22,7 +22,7 @@ from perseus_planner.profiles.plausible import find_doubts, most_power_w
 from perseus_planner.profiles.profiles import DOUBTS, Profile
 from perseus_planner.schedules import generate_for_stages
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.views.curves import frontier_text, summarize_frontier
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline
 
 Table = dict[Key, dict[int, tuple[float, float]]]

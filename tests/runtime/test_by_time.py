@@ -23,7 +23,8 @@ from perseus_planner.runtime.controller.protocol import (
     AttachRequest,
     LatestStarts,
 )
-from perseus_planner.runtime.controller.rank import ClockRequest, Rank
+from perseus_planner.runtime.controller.rank import Rank
+from perseus_planner.runtime.controller.watcher import ClockRequest
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import (
     BEGUN,

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime.controller.protocol import LATEST_BYTES, AttachRequest, LatestStarts
-from perseus_planner.runtime.controller.rank import MAX_SKIPPED, ClockRequest, Rank
+from perseus_planner.runtime.controller.rank import Rank
 from perseus_planner.runtime.controller.scheduler import JUDGED, RESET, ChangeScheduler
+from perseus_planner.runtime.controller.watcher import MAX_SKIPPED, ClockRequest
 from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, clock_request
 
 GPUS = ("a", "b", "c")

@@ -23,7 +23,7 @@ from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.runs.recording import Attempt, RankFiles, attempt_path
 from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime.controller.protocol import AttachReply, ControlChange, GpuSample
-from perseus_planner.runtime.controller.rank import OUTSIDE_NS
+from perseus_planner.runtime.controller.watcher import OUTSIDE_NS
 from perseus_planner.runtime.hook import Hook
 from perseus_planner.runtime.marks import NO_REQUEST, OUTSIDE, IterationTimes, parse_clock_request
 from perseus_planner.runtime.program import Expected, Program

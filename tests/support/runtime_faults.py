@@ -105,7 +105,7 @@ def _survived(
 
 
 def _has_fewer_changes(runtime: Runtime) -> bool:
-    return runtime._follower._fewer is not None
+    return runtime._follower._reduced_program is not None
 
 
 def clocks_come_back(state: str) -> None:

@@ -22,7 +22,6 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.profiles.measurement import Evidence, Measurement, pareto_front
 from perseus_planner.runs import Run
 from perseus_planner.schedules.pipeline import FixedOperation
-from perseus_planner.views.curves import chart_frontier
 from perseus_planner.views.figures import (
     chart_plan,
     check_figure_path,
@@ -32,6 +31,7 @@ from perseus_planner.views.figures import (
     page_file,
     save_figure,
 )
+from perseus_planner.views.frontier import chart_frontier
 from perseus_planner.views.report import FIGURES, chart_sources
 from perseus_planner.views.sources import Sources
 

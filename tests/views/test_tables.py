@@ -12,12 +12,8 @@ from perseus_planner.base.tables import Column, lay_out
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
-from perseus_planner.views.curves import (
-    frontier_text,
-    profile_text,
-    summarize_frontier,
-    summarize_profile,
-)
+from perseus_planner.views.curves import profile_text, summarize_profile
+from perseus_planner.views.frontier import frontier_text, summarize_frontier
 from perseus_planner.views.plan import plan_text, summarize_plan, summarize_timeline, timeline_text
 
 FORWARD = (Measurement(1400, 1.0, 300.0), Measurement(1000, 1.25, 250.0))

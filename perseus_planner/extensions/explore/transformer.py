@@ -1,5 +1,5 @@
 """Decoder-only transformers: their dimensions, and models by name: published ones, YAML files, and
-`config.json`s of Hugging Face, for the kinds in `_KINDS`.
+`config.json`s of Hugging Face (`huggingface.py`).
 
     format: perseus-planner/transformer
     version: 1
@@ -12,15 +12,10 @@
 A file may contain the other attributes of `Transformer` as well. By default there are as many key
 and value heads as heads, heads divide the hidden width, and the feed-forward block is four times as
 wide as the hidden width.
-
-What a `config.json` says and `Transformer` cannot say is refused: a kind that is not known, and any
-key about experts, latents, windows or chunks that the kind is not known to have.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,8 +25,8 @@ from typing import Any
 from perseus_planner.base.documents import read_document
 from perseus_planner.base.errors import UsageError, did_you_mean, shown
 from perseus_planner.base.fields import Checked
-from perseus_planner.base.files import read_text
 from perseus_planner.base.units import COUNT, INDEX, Count, Index
+from perseus_planner.extensions.explore.huggingface import read_dimensions
 
 CHOICES = {
     "positions": ("learned", "rotary", "alibi"),
@@ -494,195 +489,3 @@ def read_config(path: Path) -> Transformer:
     except UsageError as error:
         text = str(error)
         raise UsageError(text if text.startswith(str(path)) else f"{path}, {text}") from None
-
-
-_SIZES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "ffn": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "sequence": "max_position_embeddings",
-}
-_EXPERTS = {
-    "experts": "num_local_experts",
-    "experts_used": "num_experts_per_tok",
-    "expert_ffn": "intermediate_size",
-}
-_LATENTS = {
-    "kv_latent": "kv_lora_rank",
-    "query_latent": "q_lora_rank",
-    "rotary_size": "qk_rope_head_dim",
-    "head_size": "qk_nope_head_dim",
-    "experts": "n_routed_experts",
-    "expert_ffn": "moe_intermediate_size",
-    "experts_used": "num_experts_per_tok",
-    "dense_layers": "first_k_dense_replace",
-    "routed_nodes": "topk_group",  # groups are nodes in their training
-    "shared_experts": "n_shared_experts",
-    "expert_every": "moe_layer_freq",
-    "value_size": "v_head_dim",
-}
-_WINDOW = {"window": "sliding_window"}
-_LLAMA = {"gated": True, "biases": False, "tied": False, "positions": "rotary"}
-_OLDER = {"gated": False, "biases": True, "tied": False, "positions": "rotary"}
-_GEMMA3 = {"heads": 8, "kv_heads": 4, "head_size": 256, "vocabulary": 262208, "sequence": 131072}
-_KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
-    # keys beside or instead of `_SIZES`, and what the kind has without saying so
-    "llama": ({}, _LLAMA),
-    "mistral": (_WINDOW, _LLAMA),
-    "qwen2": ({}, _LLAMA),
-    "qwen3": ({}, _LLAMA),
-    "mixtral": (_WINDOW | _EXPERTS, _LLAMA),
-    "deepseek_v2": (_LATENTS, _LLAMA),
-    "deepseek_v3": (_LATENTS, _LLAMA),
-    "qwen3_moe": (
-        {
-            **_EXPERTS,
-            "experts": "num_experts",
-            "expert_ffn": "moe_intermediate_size",
-            "expert_every": "decoder_sparse_step",
-        },
-        _LLAMA,
-    ),
-    "gpt_oss": (_WINDOW | _EXPERTS, {**_LLAMA, "biases": True, "global_every": 2}),
-    "llama4_text": (
-        {
-            **_EXPERTS,
-            "shared_ffn": "intermediate_size",
-            "ffn": "intermediate_size_mlp",
-            "window": "attention_chunk_size",
-            "global_every": "no_rope_layer_interval",
-            "expert_every": "interleave_moe_layer_step",
-        },
-        {**_LLAMA, "chunked": True, "global_every": 4, "expert_every": 1},
-    ),
-    "gemma2": (_WINDOW, {**_LLAMA, "tied": True, "global_every": 2}),
-    "gemma3_text": (
-        _WINDOW | {"global_every": "sliding_window_pattern"},
-        {**_LLAMA, **_GEMMA3, "tied": True, "global_every": 6},
-    ),
-    "phi": ({}, _OLDER),
-    "phi3": (_WINDOW, _LLAMA),
-    "gpt_neox": ({}, _OLDER),
-    "opt": ({"ffn": "ffn_dim"}, {**_OLDER, "tied": True, "positions": "learned"}),
-    "falcon": (
-        {"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"},
-        {**_OLDER, "biases": False, "tied": True, "sequence": 2048},
-    ),
-}
-_UNSAID = re.compile("expert|moe|lora_rank|sliding|window|chunk|topk_group|mlp_only")
-_HARMLESS = re.compile("router|aux|max_window|experts_per_token|moe_layers|^_")
-_MAX_SEQUENCE = 8192  # models with longer contexts are mostly trained on shorter sequences
-
-
-def read_dimensions(path: Path) -> dict[str, Any]:
-    """Return the attributes of `Transformer` that a `config.json` says, with sequences of at most
-    8,192 tokens.
-
-    Raises:
-        UsageError: If the file cannot be read, is not valid, or says what `Transformer` cannot.
-    """
-    text = read_text(path, UsageError, "a config.json")
-    try:
-        config = json.loads(text)
-    except RecursionError:
-        raise UsageError(
-            f"{path}: nests lists or objects too deeply; give the config.json of a model"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        # text models inside of others: the tower of pictures is not trained with them here
-        outer = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
-        inner = f"{config.get('model_type')}".removesuffix("_text") + "_text"
-        config = {**outer, **config["text_config"], "model_type": inner}
-    # Kinds differ in what they do without saying so, so an unknown one is refused.
-    kind: Any = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _KINDS:
-        raise UsageError(
-            f"{path}: a model_type of {shown(kind)} is not known; give one of {', '.join(_KINDS)}, "
-            "or a .yaml file with the dimensions"
-        )
-    keys_of_kind, fixed = _KINDS[kind]
-    keys = {**_SIZES, **keys_of_kind}
-    if config.get("use_sliding_window") is False:  # Qwen: the width stands there all the same
-        config.pop("sliding_window", None)
-    # A key that the kind is not known to have may change what is computed, so it is not ignored.
-    for key, value in config.items():
-        if (
-            value
-            and key not in keys.values()
-            and (_UNSAID.search(key) and not _HARMLESS.search(key))
-        ):
-            raise UsageError(
-                f"{path}: {key} of {shown(value)} is not known of a model_type of {kind!r}; give a "
-                ".yaml file with the dimensions"
-            )
-    # Falcon derives its width and its heads of keys and values from other keys.
-    if kind == "falcon":
-        hidden = config.get("hidden_size")
-        # Another value than a number is refused below, with its key.
-        if COUNT.accept(hidden) is not None:
-            config = {"ffn_hidden_size": 4 * hidden, **config}
-        if config.get("multi_query") and not config.get("new_decoder_architecture"):
-            config["num_kv_heads"] = 1
-    dimensions = dict(fixed)
-    for name, key in keys.items():
-        # Sizes are at least 1, and the others may be 0.
-        rule = COUNT if name in _SIZES or name == "expert_every" else INDEX
-        if config.get(key) is not None:
-            dimensions[name] = config[key]
-            if rule.accept(config[key]) is None:
-                raise UsageError(f"{path}: {key} of {shown(config[key])} is not {rule.wanted}")
-        elif name in _SIZES and name not in (*fixed, "kv_heads", "head_size"):
-            raise UsageError(f"{path}: has no {key}; add it")
-    # These must be equal in pairs, as `Transformer` has one number for both.
-    for name, key in (("value_size", "qk_nope_head_dim"), ("hidden", "word_embed_proj_dim")):
-        if name in dimensions and config.get(key, dimensions[name]) != dimensions[name]:
-            raise UsageError(
-                f"{path}: {keys.get(name)} and {key} differ, which cannot be said; give another "
-                "model"
-            )
-    dimensions.pop("value_size", None)
-    return {
-        "kv_heads": dimensions["heads"],
-        "head_size": dimensions["hidden"] // dimensions["heads"],
-        **_with_windows(_with_experts(dimensions), config, path),
-        "tied": config.get("tie_word_embeddings", dimensions["tied"]) is True,
-        "positions": "alibi" if config.get("alibi") else dimensions["positions"],
-        "sequence": min(dimensions["sequence"], _MAX_SEQUENCE),
-    }
-
-
-def _with_experts(found: dict[str, Any]) -> dict[str, Any]:
-    shared = found.pop("shared_experts", 0)
-    # A model may have experts in every so many-th layer, which counts as fewer layers with experts.
-    every = found.pop("expert_every", 1)
-    if not found.get("experts"):
-        unused = ("experts_used", "expert_ffn", "shared_ffn", "dense_layers", "routed_nodes")
-        return {name: value for name, value in found.items() if name not in unused}
-    layers = found["layers"]
-    first = found.get("dense_layers", 0)
-    found["dense_layers"] = layers - (layers - first) // every
-    return found | ({"shared_ffn": shared * found["expert_ffn"]} if shared else {})
-
-
-def _with_windows(found: dict[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the attributes with how often a layer has no window, as `layer_types` says."""
-    if not found.get("window"):
-        return {name: v for name, v in found.items() if name not in ("global_every", "chunked")}
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list):
-        return found
-    # Windows are said by how often a layer has none, which a list says only if it is regular.
-    whole = kinds.count("full_attention")
-    every = found["layers"] // whole if whole else 0
-    if len(kinds) != found["layers"] or (every and found["layers"] // every != whole):
-        raise UsageError(
-            f"{path}: layer_types of {len(kinds)} layers with {whole} of full attention cannot be "
-            "said; give a .yaml file with the dimensions"
-        )
-    return found | {"global_every": every}

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -129,6 +129,124 @@ class _Iterations:
         self.windows += 1
 
 
+class _Counts(NamedTuple):
+    """What requests came to between two states of a server."""
+
+    requests: float  #: that got their first token
+    late: float  #: of these, later than the objective
+    ended: float  #: that ended
+    slow: float  #: of these, with longer times between tokens than the objective
+
+    @classmethod
+    def between(cls, before: ServerState, state: ServerState, settings: OnlineSettings) -> _Counts:
+        """Return the counts between two states of one server."""
+        ttft = state.ttft.since(before.ttft)
+        # The time between tokens is the mean of a request: one long iteration makes none late.
+        if state.tpot is not None and before.tpot is not None:
+            tpot = state.tpot.since(before.tpot)
+            ended = tpot.seen
+            slow = tpot.above(settings.tbt_s)
+        # Without times of each request, tokens stand for requests: so many of them count as one.
+        else:
+            tbt = state.tbt.since(before.tbt)
+            ended = tbt.seen / _TOKENS
+            slow = ended * (tbt.total > tbt.seen * settings.tbt_s)
+        return cls(ttft.seen, ttft.above(settings.ttft_s), ended, slow)
+
+
+class _Ledger:
+    """Counts requests that were late by either objective, the first token and the time between
+    tokens, against what is agreed.
+
+    Attributes:
+        requests: How many requests got their first token, in all.
+        late: Of these, how many were later than the objective.
+        ended: How many ended.
+        slow: Of these, how many had longer times between tokens than the objective.
+        margins: Of the two objectives, up to which a prediction will do.
+
+    Args:
+        late_share: The share of requests that may be late.
+    """
+
+    def __init__(self, late_share: float) -> None:
+        self._late_share = late_share
+        self.requests = 0.0
+        self.late = 0.0
+        self.ended = 0.0
+        self.slow = 0.0
+        self.margins = np.array(_TUNING.first_margin)
+        self._owed = np.zeros(2)  #: requests late beyond what is agreed, by either objective
+
+    def add(self, counts: _Counts, requests_per_s: float) -> None:
+        """Add what requests came to, where so many arrived in a second before."""
+        self.requests += counts.requests
+        self.late += counts.late
+        self.ended += counts.ended
+        self.slow += counts.slow
+        # What may be late is agreed as a share of requests, so it grows with them.
+        late = np.array((counts.late, counts.slow))
+        agreed = self._late_share * np.array((counts.requests, counts.ended))
+        burst = self._burst(requests_per_s)
+        self._owed = np.array(
+            [
+                owed_after(owed, more, burst)
+                for owed, more in zip(self._owed, (late - agreed).tolist(), strict=True)
+            ]
+        )
+        # Late requests make the margins narrower, others wider. Many requests in a second move them
+        # by less each.
+        step = _TUNING.step / max(1.0, requests_per_s)
+        self.margins *= np.exp(step * (_TUNING.aim * agreed - late))
+        self.margins = np.clip(self.margins, *_TUNING.margins)
+
+    def is_overdrawn(self, requests_per_s: float) -> bool:
+        """Whether more requests were late than agreed, where so many arrive in a second."""
+        return bool((self._owed > self._burst(requests_per_s)).any())
+
+    def _burst(self, requests_per_s: float) -> float:
+        """Return how many requests may be late beyond what is agreed."""
+        return max(_TUNING.burst, _TUNING.burst_s * self._late_share * requests_per_s)
+
+
+class _Arrivals:
+    """What arrives at a server.
+
+    Attributes:
+        rates: (3,) requests, their input and their output tokens in a second, lately.
+        length: (2,) mean input tokens of a request, and mean of their square.
+        lost: How many requests got a first token, and did not finish.
+    """
+
+    def __init__(self) -> None:
+        self.rates = np.zeros(3)
+        self.length = np.zeros(2)
+        self.lost = 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        """How many requests arrive in a second, lately."""
+        return float(self.rates[0])
+
+    def add(self, before: ServerState, state: ServerState, requests: float) -> None:
+        """Add what arrived between two states, `requests` of which got their first token."""
+        # Requests that got a first token and never finished would count as decoding for ever.
+        if state.tpot is not None and before.tpot is not None:
+            self.lost = max(self.lost, state.ttft.seen - state.tpot.seen - state.running)
+        # What arrives fades with time and not with the number of looks.
+        length_s = max(1e-3, state.time_s - before.time_s)
+        fade = math.exp(-length_s / _FADE_S)
+        inputs = state.input_tokens - before.input_tokens
+        counts = np.array((requests, inputs, state.output_tokens - before.output_tokens))
+        self.rates = fade * self.rates + (1 - fade) * counts / length_s
+        # Input tokens of a request are averaged over requests, as prompts differ widely.
+        if requests and inputs:
+            mean = inputs / requests
+            is_first = not self.length.any()
+            part = 1.0 if is_first else 1 - 0.98**requests
+            self.length = (1 - part) * self.length + part * np.array((mean, mean**2))
+
+
 class ServerClock:
     """Decides the clock of one server's GPUs; call `observe` with each state.
 
@@ -151,24 +269,42 @@ class ServerClock:
         self._idle_w = 0.0
         self._before: ServerState | None = None
         self._begun: tuple[ServerState, float] | None = None  #: of the window; joules
-        #: of the objectives, up to which a prediction will do: the first token, and between tokens.
-        self._margins = np.array(_TUNING.first_margin)
-        first_s = _TUNING.first_audit_s
-        length_s = _TUNING.audit_s
-        self._audits = AuditTimes(first_s, length_s, self._random)
+        self._audits = AuditTimes(_TUNING.first_audit_s, _TUNING.audit_s, self._random)
         self._chosen_s = -math.inf  #: when a clock was chosen last
-        self._rates = np.zeros(3)  #: requests, their input and their output tokens in a second
-        self._length = np.zeros(2)  #: mean input tokens of a request, and of their square
-        self._lost = 0.0  #: requests that got a first token, and did not finish
+        self._ledger = _Ledger(settings.late)
+        self._arrivals = _Arrivals()
         self.index = 0  #: of the clock that is set
-        self.requests = self.late = self.ended = self.slow = 0.0
-        self._owed = np.zeros(2)  #: requests late beyond what is agreed, by either objective
         self.reason = "learning"  #: why this clock
 
     @property
     def clock_mhz(self) -> int:
         """The clock that is to be set, MHz."""
         return self.clocks_mhz[self.index]
+
+    @property
+    def requests(self) -> float:
+        """How many requests got their first token."""
+        return self._ledger.requests
+
+    @property
+    def late(self) -> float:
+        """Of these, how many were later than the objective."""
+        return self._ledger.late
+
+    @property
+    def ended(self) -> float:
+        """How many requests ended."""
+        return self._ledger.ended
+
+    @property
+    def slow(self) -> float:
+        """Of these, how many had longer times between tokens than the objective."""
+        return self._ledger.slow
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more requests were late lately than agreed."""
+        return self._ledger.is_overdrawn(self._arrivals.requests_per_s)
 
     @property
     def saving(self) -> float | None:
@@ -188,9 +324,12 @@ class ServerClock:
         self._before = state
         if before is None or state.output_tokens < before.output_tokens:  # it has started again
             self._begun = None
-            self._lost = 0.0
+            self._arrivals.lost = 0.0
             return self.clock_mhz
-        self._count(before, state)
+        counts = _Counts.between(before, state, self.settings)
+        # What is late is judged by what arrived before.
+        self._ledger.add(counts, self._arrivals.requests_per_s)
+        self._arrivals.add(before, state, counts.requests)
         self._learn(state, energy_j)
         self._choose(state)
         return self.clock_mhz
@@ -200,54 +339,6 @@ class ServerClock:
             self._begun = None
         self.index = index
         self.reason = reason
-
-    def _count(self, before: ServerState, state: ServerState) -> None:
-        """Keep the ledger, and what arrives."""
-        ttft = state.ttft.since(before.ttft)
-        tbt = state.tbt.since(before.tbt)
-        self.requests += ttft.seen
-        # The time between tokens is the mean of a request: one long iteration makes none late.
-        # Without times of each request, tokens stand for requests: so many of them count as one.
-        if state.tpot is None or before.tpot is None:
-            ended = tbt.seen / _TOKENS
-            slow = ended * (tbt.total > tbt.seen * self.settings.tbt_s)
-        else:
-            tpot = state.tpot.since(before.tpot)
-            ended = tpot.seen
-            slow = tpot.above(self.settings.tbt_s)
-            # Requests that got a first token and never finished would count as decoding for ever.
-            self._lost = max(self._lost, state.ttft.seen - state.tpot.seen - state.running)
-        late = np.array((ttft.above(self.settings.ttft_s), slow))
-        self.late += late[0]
-        self.ended += ended
-        self.slow += slow
-        # What may be late is agreed as a share of requests, so it grows with them.
-        agreed = self.settings.late * np.array((ttft.seen, ended))
-        more = (late - agreed).tolist()
-        self._owed = np.array(
-            [
-                owed_after(*owed_and_more, self._burst)
-                for owed_and_more in zip(self._owed, more, strict=True)
-            ]
-        )
-        # Late requests make the margins narrower, others wider.
-        # Margins move with each late request, so many requests in a second move each by less.
-        step = _TUNING.step / max(1.0, self._rates[0])
-        self._margins *= np.exp(step * (_TUNING.aim * agreed - late))
-        self._margins = np.clip(self._margins, *_TUNING.margins)
-        # What arrives fades with time and not with the number of looks.
-        length_s = max(1e-3, state.time_s - before.time_s)
-        fade = math.exp(-length_s / _FADE_S)
-        inputs = state.input_tokens - before.input_tokens
-        counts = np.array((ttft.seen, inputs, state.output_tokens - before.output_tokens))
-        self._rates = fade * self._rates + (1 - fade) * counts / length_s
-        # Input tokens of a request are averaged over requests, as prompts differ widely.
-        if ttft.seen and inputs:
-            mean = inputs / ttft.seen
-            keep = 0.98**ttft.seen
-            first = not self._length.any()
-            part = 1.0 if first else 1 - keep
-            self._length = (1 - part) * self._length + part * np.array((mean, mean**2))
 
     def _learn(self, state: ServerState, energy_j: float) -> None:
         """Learn from a window, if there is one: a time at one clock in which it always computed,
@@ -311,16 +402,6 @@ class ServerClock:
             cost = np.where(fits, self._costs(state), np.inf)  # if none fits, the highest
             self._set(int(np.argmin(cost)), "following" if fits.any() else "full load")
 
-    @property
-    def is_overdrawn(self) -> bool:
-        """Whether more requests were late lately than agreed."""
-        return bool((self._owed > self._burst).any())
-
-    @property
-    def _burst(self) -> float:
-        lasting = _TUNING.burst_s * self.settings.late * float(self._rates[0])
-        return max(_TUNING.burst, lasting)
-
     def _iteration_s(self, outputs: float, inputs: float) -> np.ndarray:
         """Return what an iteration takes at most at each clock, as far as is sure."""
         base_s, output_s, input_s = self._iterations.costs_s
@@ -332,8 +413,8 @@ class ServerClock:
 
     def _fits(self, state: ServerState) -> np.ndarray:
         """Return whether each clock keeps the objectives."""
-        requests, inputs, outputs = self._rates
-        mean, square = self._length
+        requests, inputs, outputs = self._arrivals.rates
+        mean, square = self._arrivals.length
         # Prompts may be a standard deviation longer than their mean.
         long = mean + math.sqrt(max(0.0, square - mean**2))
         input_s = self._iterations.costs_s[2] * np.exp(self._x)
@@ -349,19 +430,19 @@ class ServerClock:
         # Without times of each request, the queue is all that is known to have no token.
         pending = state.waiting
         if state.tpot is not None:
-            pending = present - (state.ttft.seen - state.tpot.seen - self._lost)
+            pending = present - (state.ttft.seen - state.tpot.seen - self._arrivals.lost)
         first_s = (pending + 1) * long * input_s + 2 * iteration_s
         # The share of time that the server computes, which may not reach the whole.
         busy = requests * (mean * input_s + iteration_s)
-        fits: np.ndarray = between_s <= self._margins[1] * self.settings.tbt_s
-        fits &= first_s <= min(1.0, self._margins[0]) * self.settings.ttft_s
+        fits: np.ndarray = between_s <= self._ledger.margins[1] * self.settings.tbt_s
+        fits &= first_s <= min(1.0, self._ledger.margins[0]) * self.settings.ttft_s
         fits &= busy <= _BUSIEST
         return fits
 
     def _costs(self, state: ServerState) -> np.ndarray:
         """Return the least power that each clock may take, relative to that at full clocks."""
         # At a lower clock the GPU is idle less, so both powers count by their shares of time.
-        inputs, outputs = self._rates[1:]
+        inputs, outputs = self._arrivals.rates[1:]
         batch = max(1.0, state.running)
         iteration_s = self._iteration_s(batch, 0.0)
         busy_s = outputs / batch * iteration_s

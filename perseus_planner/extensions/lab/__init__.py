@@ -12,7 +12,7 @@ from perseus_planner.base.extensions import Extension
 
 EXTENSION = Extension(
     commands={"Plan": {"simulate": "perseus_planner.extensions.lab.command:simulate"}},
-    shown={"lengths": "perseus_planner.extensions.lab.command:show_lengths"},
+    shown={"lengths": "perseus_planner.extensions.lab.views:show_lengths"},
     offers={
         "acceptance": "perseus_planner.extensions.lab.acceptance.command:accept",
         "kareus": "perseus_planner.extensions.lab.kareus:read_kareus",

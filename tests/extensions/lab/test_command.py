@@ -15,7 +15,6 @@ from commands import done, run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
-from perseus_planner.extensions.lab.command import cluster_text, summarize_cluster
 from perseus_planner.extensions.lab.command import simulate as command
 from perseus_planner.extensions.lab.replay import (
     LENGTH_POLICIES,
@@ -24,6 +23,7 @@ from perseus_planner.extensions.lab.replay import (
     read_stragglers,
     simulate,
 )
+from perseus_planner.extensions.lab.views import cluster_text, summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 
 STRAGGLERS = "start,end,slowdown,pipeline,stage\n5,40,1.2,0,\n20,30,1.3,2,1\n90,,1.05,1,\n"

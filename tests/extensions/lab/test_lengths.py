@@ -12,8 +12,8 @@ from commands import done, run
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
-from perseus_planner.base.documents import kind_of
-from perseus_planner.extensions.lab import command as views
+from perseus_planner.base.file_kinds import kind_of
+from perseus_planner.extensions.lab import views
 from perseus_planner.extensions.lab.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.schedules import one_f_one_b

@@ -52,7 +52,6 @@ END_S = 10.0
 """How long the process may take to write what was learnt, at the end."""
 DIFFERING = 5
 """After so many iterations in which pipelines run different orders, the user is warned."""
-
 NICENESS = 5
 """A third of the share of a training thread where cores are scarce."""
 DESCRIPTOR = 3
@@ -139,9 +138,8 @@ class AutopilotProcess:
         """
         self._channel.flush()
         messages: Sequence[FromProcess] = self._channel.receive()
-        if (
-            not messages and self._process.has_ended()
-        ):  # a child of the training may hold the connection open
+        # A child of the training may hold the connection open, so its end alone does not tell.
+        if not messages and self._process.has_ended():
             raise EOFError
         return messages
 
@@ -207,9 +205,8 @@ class Coordinator:
         self._exchange = exchange
         self._now_s = now_s
         self._waits_s: tuple[float, ...] = ()  #: that the process knows
-        self._differ_since: int | None = (
-            None  #: iteration since which pipelines run different orders
-        )
+        #: iteration since which pipelines run different orders; None while they do not
+        self._different_since: int | None = None
         self.status = AutopilotStatus().shown
         self.on_status: Callable[[DeciderStatus], None] | None = None
         self._process: AutopilotProcess | None = None
@@ -235,7 +232,6 @@ class Coordinator:
         try:
             if self._process is None and self._backoff.is_due(self._now_s()):
                 self._process = AutopilotProcess()
-                # So that it is told the job
                 # A new process knows no job, so it is told all again.
                 self._orders = {}
                 self._waits_s = ()
@@ -281,22 +277,33 @@ class Coordinator:
         if last < 0:
             self._expect_orders(process)
             return
-        # In large jobs pipelines take turns, so that rank 0 reads a bounded number of keys.
-        turn = last % self._places.every
         ranks = [rank for rank in self._places.observed_in(last) if self._seen.get(rank, -1) < last]
-        if not ranks:
-            return
-        # Keys are written once and then replaced, so that they are there is checked once a turn.
-        keys = list(map(observed_key, ranks))
+        if ranks and self._is_turn_there(last, ranks):
+            self._take_frames(ranks)
+            self._pass_on_frames(process, last)
+
+    def _is_turn_there(self, last: int, ranks: Sequence[int]) -> bool:
+        """Whether all ranks whose turn it is have observed something."""
+        # In large jobs pipelines take turns, so that rank 0 reads a bounded number of keys. Keys
+        # are written once and then replaced, so that they are there is checked once a turn.
+        turn = last % self._places.every
         if not self._are_there[turn]:
-            self._are_there[turn] = self._board.store.check(keys)
-        if not self._are_there[turn]:
-            return
-        for rank, frame in zip(ranks, self._board.store.multi_get(keys), strict=True):
+            self._are_there[turn] = self._board.store.check(list(map(observed_key, ranks)))
+        return self._are_there[turn]
+
+    def _take_frames(self, ranks: Sequence[int]) -> None:
+        """Take the newest frame of each of these ranks, if it is of an iteration after its last
+        one.
+        """
+        frames = self._board.store.multi_get(list(map(observed_key, ranks)))
+        for rank, frame in zip(ranks, frames, strict=True):
             iteration = decode(frame, FrameHead).iteration if frame else -1
             if iteration > self._seen.get(rank, -1):
                 self._seen[rank] = iteration
                 self._pending.setdefault(iteration, {})[rank] = frame
+
+    def _pass_on_frames(self, process: AutopilotProcess, last: int) -> None:
+        """Pass on the iterations of which the frames of all ranks are there."""
         for iteration in sorted(self._pending):
             frames = self._pending[iteration]
             if len(frames) == len(self._places.observed_in(iteration)):
@@ -344,7 +351,7 @@ class Coordinator:
 
     def _tell(self, process: AutopilotProcess) -> None:
         """Tell the process the job, of which all ranks are known."""
-        if self._differ():
+        if self._runs_different_orders():
             return
         of_first = {
             rank: self._trainings[rank]
@@ -354,7 +361,7 @@ class Coordinator:
         process.send(msgspec.structs.replace(self._job, trainings=of_first))
         self._waits_s = ()
 
-    def _differ(self) -> bool:
+    def _runs_different_orders(self) -> bool:
         """Return whether pipelines run different orders."""
         of_place: dict[int, int] = {}
         return any(
@@ -366,11 +373,12 @@ class Coordinator:
         """Warn if pipelines go on running different orders; in one iteration they may while the
         number changes.
         """
-        if not self._differ():
-            self._differ_since = None
+        if not self._runs_different_orders():
+            self._different_since = None
             return
-        self._differ_since = iteration if self._differ_since is None else self._differ_since
-        if iteration - self._differ_since >= DIFFERING:
+        if self._different_since is None:
+            self._different_since = iteration
+        if iteration - self._different_since >= DIFFERING:
             text = (
                 "the pipelines of this job run different orders of computations, which the "
                 "autopilot cannot plan"
