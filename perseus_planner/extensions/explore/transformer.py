@@ -585,20 +585,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: If the file cannot be read, is not valid, or says what `Transformer` cannot.
     """
-    text = read_text(path, UsageError, "a config.json")
-    try:
-        config = json.loads(text)
-    except RecursionError:
-        raise UsageError(
-            f"{path}: nests lists or objects too deeply; give the config.json of a model"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        # text models inside of others: the tower of pictures is not trained with them here
-        outer = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
-        inner = f"{config.get('model_type')}".removesuffix("_text") + "_text"
-        config = {**outer, **config["text_config"], "model_type": inner}
+    config = _read_config(path)
     # Kinds differ in what they do without saying so, so an unknown one is refused.
     kind: Any = config.get("model_type") if isinstance(config, dict) else None
     if kind not in _KINDS:
@@ -610,17 +597,7 @@ def read_dimensions(path: Path) -> dict[str, Any]:
     keys = {**_SIZES, **keys_of_kind}
     if config.get("use_sliding_window") is False:  # Qwen: the width stands there all the same
         config.pop("sliding_window", None)
-    # A key that the kind is not known to have may change what is computed, so it is not ignored.
-    for key, value in config.items():
-        if (
-            value
-            and key not in keys.values()
-            and (_UNSAID.search(key) and not _HARMLESS.search(key))
-        ):
-            raise UsageError(
-                f"{path}: {key} of {shown(value)} is not known of a model_type of {kind!r}; give a "
-                ".yaml file with the dimensions"
-            )
+    _refuse_unknown(path, kind, config, keys)
     # Falcon derives its width and its heads of keys and values from other keys.
     if kind == "falcon":
         config = {"ffn_hidden_size": 4 * config.get("hidden_size", 0), **config}
@@ -652,6 +629,42 @@ def read_dimensions(path: Path) -> dict[str, Any]:
         "positions": "alibi" if config.get("alibi") else dimensions["positions"],
         "sequence": min(dimensions["sequence"], _MAX_SEQUENCE),
     }
+
+
+def _read_config(path: Path) -> Any:
+    """Return what a `config.json` holds, of which a model inside is the text model."""
+    text = read_text(path, UsageError, "a config.json")
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise UsageError(
+            f"{path}: nests lists or objects too deeply; give the config.json of a model"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON: {error}; give the config.json of a model") from None
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        # text models inside of others: the tower of pictures is not trained with them here
+        outer = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
+        inner = f"{config.get('model_type')}".removesuffix("_text") + "_text"
+        config = {**outer, **config["text_config"], "model_type": inner}
+    return config
+
+
+def _refuse_unknown(
+    path: Path, kind: str, config: Mapping[str, Any], keys: Mapping[str, str]
+) -> None:
+    """Refuse what this kind of model is not known to have."""
+    # A key that the kind is not known to have may change what is computed, so it is not ignored.
+    for key, value in config.items():
+        if (
+            value
+            and key not in keys.values()
+            and (_UNSAID.search(key) and not _HARMLESS.search(key))
+        ):
+            raise UsageError(
+                f"{path}: {key} of {shown(value)} is not known of a model_type of {kind!r}; give a "
+                ".yaml file with the dimensions"
+            )
 
 
 def _with_experts(found: dict[str, Any]) -> dict[str, Any]:

@@ -400,15 +400,38 @@ def simulate(
             "--pipelines: is missing; give the number of data-parallel pipelines, or --lengths "
             "with a file that has them"
         )
-    iterations = 1000 if iterations is None else iterations
+    _simulate_stragglers(
+        frontier,
+        stragglers,
+        (pipelines, 1000 if iterations is None else iterations),
+        reaction_delay_s,
+        slowdown,
+        policies,
+        table,
+    )
+
+
+def _simulate_stragglers(
+    path: Path,
+    stragglers: Path | None,
+    size: tuple[int, int],
+    reaction_delay_s: float,
+    slowdown: float,
+    policies: Sequence[str],
+    table: Path | None,
+) -> None:
+    """Replay a job of so many pipelines and iterations with stragglers, and print what it comes
+    to.
+    """
+    pipelines, iterations = size
     from perseus_planner import Frontier
     from perseus_planner.base.files import write_file
     from perseus_planner.extensions.lab.command import cluster_text, gpu_csv, summarize_cluster
     from perseus_planner.extensions.lab.replay import Cluster, Outcome, read_stragglers
     from perseus_planner.extensions.lab.replay import simulate as replay
 
-    refuse_same([frontier, stragglers], table, "--csv")
-    solved = Frontier.load(frontier)
+    refuse_same([path, stragglers], table, "--csv")
+    solved = Frontier.load(path)
     Cluster(solved, pipelines, iterations)  # checks the numbers that the stragglers are read with
     events = read_stragglers(stragglers, pipelines, solved.schedule.stages) if stragglers else ()
     cluster = Cluster(solved, pipelines, iterations, events, reaction_delay_s)
