@@ -257,13 +257,7 @@ class Rank:
             value = self.shared.latest.clock(self._table, position, 0) or RESET
         else:
             self._table = table_of(request)
-        # Short iterations pass this state often, and resetting in each would cost more than it
-        # saves.
-        limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
-        is_outside = self._outside_ns is not None and (
-            self._is_reset or now_ns - self._outside_ns >= limit_ns
-        )
-        if position is None or is_outside:
+        if position is None or self._is_long_outside(now_ns):
             return self._reset_request()
         if request == self._request and not self._is_reset:
             return None
@@ -283,30 +277,10 @@ class Rank:
         # Latest starts count from here.
         if position == 0 and request & BEGUN:
             self._first_ns = now_ns
-        # What was passed unseen is taken from the iteration before; more than a look can miss is
-        # another program.
-        passed = range(0 if before is None or is_new_iteration else before + 1, position)
-        skipped = (
-            [
-                self._values[passed_position]
-                for passed_position in passed
-                if passed_position in self._values
-            ]
-            if len(passed) <= MAX_SKIPPED
-            else ()
-        )
-        # Another value at the same position: a new plan, of which nothing that was remembered
-        # holds.
-        remembered = self._values.get(position)
-        is_new_program = remembered is not None and remembered != value
+        skipped = self._skipped(-1 if before is None or is_new_iteration else before, position)
         is_change = value != self._wanted
         self._wanted = value
-        if is_new_program:
-            self._values.clear()
-        # The number of changes is counted again when it is asked for.
-        if remembered != value and position < _MAX_POSITIONS:
-            self._values[position] = value
-            self._changes = None
+        is_new_program = self._remember(position, value)
         # A rank that is late gets a faster clock than planned.
         table = table_of(request)
         if table and self._first_ns is not None:
@@ -314,12 +288,45 @@ class Rank:
         return ClockRequest(
             position,
             value,
-            tuple(skipped),
+            skipped,
             is_new_iteration,
             is_new_program,
             has_begun=bool(request & BEGUN),
             is_change=is_change or table != 0,
         )
+
+    def _is_long_outside(self, now_ns: int) -> bool:
+        """Return whether the rank has been outside of computations for so long that it is reset."""
+        if self._outside_ns is None:
+            return False
+        # Short iterations pass this state often, and resetting in each would cost more than it
+        # saves.
+        limit_ns = OUTSIDE_NS if self._lasted_ns >= LONG_NS else 10 * OUTSIDE_NS
+        return self._is_reset or now_ns - self._outside_ns >= limit_ns
+
+    def _skipped(self, before: int, position: int) -> tuple[int, ...]:
+        """Return the values that were requested unseen between two positions, as far as the
+        iteration before tells.
+        """
+        passed = range(before + 1, position)
+        # More than a look can miss is another program.
+        if len(passed) > MAX_SKIPPED:
+            return ()
+        return tuple(self._values[at] for at in passed if at in self._values)
+
+    def _remember(self, position: int, value: int) -> bool:
+        """Keep what is requested at a position; return whether it is of a new program."""
+        # Another value at the same position: a new plan, of which nothing that was remembered
+        # holds.
+        remembered = self._values.get(position)
+        is_new_program = remembered is not None and remembered != value
+        if is_new_program:
+            self._values.clear()
+        # The number of changes is counted again when it is asked for.
+        if remembered != value and position < _MAX_POSITIONS:
+            self._values[position] = value
+            self._changes = None
+        return is_new_program
 
     def _reset_request(self) -> ClockRequest | None:
         """Return the request for a reset; None if one was returned last."""
