@@ -209,6 +209,7 @@ def read_document(
     optional: Collection[str],
     error: type[PlannerError],
     also: int | None = None,
+    written_by: str | None = None,
 ) -> Document:
     """Read the YAML file at `path` without constructing any objects from it.
 
@@ -220,6 +221,7 @@ def read_document(
         optional: the keys that it may have.
         error: the type of error to raise.
         also: another version that is read.
+        written_by: the command that writes such files, if nobody writes them by hand.
 
     Raises:
         PlannerError: If the file cannot be read, is not YAML, or is not such a document; of the
@@ -227,7 +229,7 @@ def read_document(
     """
     document = parse(path, read_text(path, error), error)
     _check_format(document, name, version, error, also)
-    _check_keys(document, {"format", "version", *required}, set(optional))
+    _check_keys(document, {"format", "version", *required}, set(optional), written_by)
     return document
 
 
@@ -358,7 +360,9 @@ def _check_format(
         )
 
 
-def _check_keys(document: Document, required: set[str], optional: set[str]) -> None:
+def _check_keys(
+    document: Document, required: set[str], optional: set[str], written_by: str | None = None
+) -> None:
     known_keys = required | optional
     for key in document.values:
         if key not in known_keys:
@@ -368,10 +372,17 @@ def _check_keys(document: Document, required: set[str], optional: set[str]) -> N
             raise document.error(f"{where}: unknown key {shown(key)}{document._of}; {remedy}")
     # Unknown keys come first: a misspelt one is missing as well.
     missing = sorted(required - set(document.values))
+    names = ", ".join(map(repr, missing))
+    # What a command wrote was cut off, and nobody can add its keys by hand.
+    if missing and written_by is not None:
+        raise document.error(
+            f"{document.path}: is cut off: it has no key {names}; copy it again, or make it again "
+            f"with `{written_by}`"
+        )
     if missing:
         where = (
             f"{document.path}, line {document.line}, {document.within}"
             if document.within
             else f"{document.path}"
         )
-        raise document.error(f"{where}: has no key {', '.join(map(repr, missing))}; add it")
+        raise document.error(f"{where}: has no key {names}; add it")

@@ -5,6 +5,7 @@ ranks. `planner reset` resets GPUs that other processes left set.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -107,21 +108,7 @@ def doctor(
 
     # Both have checks, a GPU and an output of their own.
     if acceptance.acceptance or acceptance.rehearse:
-        if measure_latency or len(gpus) > 1 or acceptance.acceptance == acceptance.rehearse:
-            raise UsageError(
-                "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
-                "--into and --json; an acceptance tries all of them"
-            )
-        # The checks are an extension, which a core alone lacks.
-        accept = extensions.offer("acceptance")
-        folder = acceptance.into or Path("acceptance")
-        check_folder(folder, "--into")
-        accept(
-            *gpus,
-            rehearses=acceptance.rehearse,
-            read_only=acceptance.read_only,
-            folder=folder,
-        )
+        _accept(gpus, acceptance, measures_latency=measure_latency)
         return
     # An option without effect would look as if it had one.
     if acceptance.read_only or acceptance.into is not None:
@@ -150,10 +137,31 @@ def doctor(
         ),
         "remarks": [*remarks, *problems, *read_records()[1]],
     }
-    console.report(diagnosis, _text(diagnosis), [])
+    console.report(diagnosis, _text(diagnosis, gpus), [])
     # The exit status says whether anything works here, for scripts.
     if not verdict.observe and not verdict.set_clocks:
         click.get_current_context().exit(1)
+
+
+def _accept(
+    gpus: tuple[str, ...], acceptance: AcceptanceOptions, *, measures_latency: bool
+) -> None:
+    """Accept this node, or rehearse a profile, on the GPU of each rank."""
+    if measures_latency or len(gpus) > 1 or acceptance.acceptance == acceptance.rehearse:
+        raise UsageError(
+            "--acceptance and --rehearse take one GPU, and no other option than --read-only, "
+            "--into and --json; an acceptance tries all of them"
+        )
+    # The checks are an extension, which a core alone lacks.
+    accept = extensions.offer("acceptance")
+    folder = acceptance.into or Path("acceptance")
+    check_folder(folder, "--into")
+    accept(
+        *gpus,
+        rehearses=acceptance.rehearse,
+        read_only=acceptance.read_only,
+        folder=folder,
+    )
 
 
 def _visible() -> tuple[list[str], int, list[str]]:
@@ -278,7 +286,8 @@ def _clock_change(
     return change
 
 
-def _text(diagnosis: dict[str, Any]) -> str:
+def _text(diagnosis: dict[str, Any], named: Sequence[str]) -> str:
+    """Return what the command prints; `named` are the GPUs that were named."""
     parts = [_gpu_text(gpu) for gpu in diagnosis["gpus"]]
     if diagnosis["parallel"] is not None:
         parts.append(diagnosis["parallel"].text)
@@ -287,10 +296,10 @@ def _text(diagnosis: dict[str, Any]) -> str:
             f"{name}: {value:g}" for name, value in diagnosis["clock_change"].items()
         )
         parts.append(f"For a job file:\n\nclock_change: {{{change}}}")
-    return "\n\n".join([*parts, *diagnosis["remarks"], _verdict_text(diagnosis["verdict"])])
+    return "\n\n".join([*parts, *diagnosis["remarks"], _verdict_text(diagnosis["verdict"], named)])
 
 
-def _verdict_text(verdict: Verdict) -> str:
+def _verdict_text(verdict: Verdict, named: Sequence[str]) -> str:
     def works(count: int) -> str:
         if not verdict.gpus:
             return "no GPU"
@@ -302,7 +311,8 @@ def _verdict_text(verdict: Verdict) -> str:
     if verdict.set_clocks is not None:
         set_clocks = works(verdict.set_clocks)
     else:
-        set_clocks = "not tried; `planner doctor --measure-latency` tries it"
+        command = shlex.join(("planner", "doctor", *named, "--measure-latency"))
+        set_clocks = f"not tried; `{command}` tries it"
         # Profiling sets clocks, so what was not tried may still refuse it.
         profile += ", where setting clocks is permitted" if verdict.profile else ""
     mig = ""

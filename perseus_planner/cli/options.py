@@ -377,7 +377,7 @@ def output_file(what: str, *endings: str) -> Option:
 
 Time = Annotated[float, Quantity(units.DURATION, "time")]  #: seconds above 0
 Lag = Annotated[float, Quantity(units.LAG, "time")]  #: seconds of 0 or more
-TransferTime = Annotated[float, Quantity(units.TRANSFER, "time")]  #: likewise
+TransferTime = Annotated[float, Quantity(units.TRANSFER, "time")]  #: seconds of 0 or more
 Carbon = Annotated[float, Quantity(units.CARBON, "mass")]  #: grams of 0 or more
 Overhead = Annotated[float, Quantity(units.OVERHEAD, "time")]  #: seconds, also below 0
 Power = Annotated[float, Quantity(units.POWER_BUDGET, "power")]  #: watts above 0

@@ -299,22 +299,7 @@ def plan(
     then meet one common deadline, and a --slowdown refers to the slowest pipeline. FILE gets -0, -1
     and so on before its ending.
     """
-    # Believing rows as measured leaves no margin, so options of a margin have no meaning.
-    if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
-        given = "--tolerance" if limits.on_time is None else "--on-time"
-        raise UsageError(
-            f"{given}: applies to plans with a margin; leave out this option, or --as-measured"
-        )
-    if limits.tolerance is not None and target.power_budget_w is not None:
-        raise UsageError(
-            "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
-        )
-    # A budget of one pipeline says nothing of how several share it.
-    if target.power_budget_w is not None and len(frontier) > 1:
-        raise UsageError(
-            "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
-            "instead"
-        )
+    _refuse_unfit(target, limits, several=len(frontier) > 1)
     from perseus_planner import Frontier, Replicas
     from perseus_planner.views.plan import plan_text, plans_text, summarize_plan, summarize_plans
 
@@ -341,6 +326,26 @@ def plan(
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)
         text = plans_text(summary)
     console.report(summary, text, files, counts=pipelines.counts)
+
+
+def _refuse_unfit(target: Target, limits: PlanLimits, *, several: bool) -> None:
+    """Refuse options that have no meaning beside each other."""
+    # Believing rows as measured leaves no margin, so options of a margin have no meaning.
+    if limits.as_measured and (limits.on_time or limits.tolerance) is not None:
+        given = "--tolerance" if limits.on_time is None else "--on-time"
+        raise UsageError(
+            f"{given}: applies to plans with a margin; leave out this option, or --as-measured"
+        )
+    if limits.tolerance is not None and target.power_budget_w is not None:
+        raise UsageError(
+            "--tolerance: applies to a time; leave out --tolerance, or give --slowdown instead"
+        )
+    # A budget of one pipeline says nothing of how several share it.
+    if target.power_budget_w is not None and several:
+        raise UsageError(
+            "--power-budget cannot be given with several frontiers; give --deadline or --slowdown "
+            "instead"
+        )
 
 
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:

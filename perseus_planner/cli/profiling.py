@@ -460,6 +460,13 @@ def _measured(paths: Sequence[Path], texts: Sequence[str]) -> Iterator[MeasuredP
     times_s = [DURATION.read(text, "--measured") for text in texts]
     # Runs have their times in them, so only plans that are files need one.
     plans = [path for path in paths if not path.is_dir()]
+    # A folder that is not there would be taken for a plan that lacks its time.
+    for path in plans:
+        if not path.exists():
+            raise UsageError(
+                f"{path}: there is no such plan or run folder; name the folder that the training "
+                "was given as `record`"
+            )
     if len(times_s) < len(plans):
         raise UsageError(
             "the measured time of an iteration is missing; give it with --measured TIME, or give "

@@ -128,15 +128,22 @@ def show(
         raise UsageError(f"--csv {table}: {file} has no iterations; name a run folder")
     # Drawn before anything is written, as a figure may be refused.
     if plot is not None:
-        from perseus_planner.views import figures
+        from perseus_planner.views.figures import save_figure
 
-        if figure is not None:
-            drawn = _draw(figure, (file, *beside), blocking_power_w)
-        elif view.draw is not None:
-            drawn = view.draw(figures)
+        if figure is None:
+            drawn = _drawn_alone(view, file)
         else:
-            raise UsageError(f"{file}: has no figure; leave --plot out")
-        figures.save_figure(drawn, plot)
+            drawn = _draw(figure, (file, *beside), blocking_power_w)
+        save_figure(drawn, plot)
+    _write_beside(view, perfetto, table, beside)
+    written = [path for path in (plot, perfetto, table) if path is not None]
+    console.report(view.summary, view.text, written)
+
+
+def _write_beside(
+    view: _View, perfetto: Path | None, table: Path | None, beside: tuple[Path, ...]
+) -> None:
+    """Write the trace and the table of a view, where they are wanted."""
     if perfetto is not None and view.write_trace is not None:
         view.write_trace(perfetto, beside)
     if table is not None and view.csv is not None:
@@ -144,8 +151,6 @@ def show(
 
         with replacing(table, UsageError) as output:
             output.write(view.csv())
-    written = [path for path in (plot, perfetto, table) if path is not None]
-    console.report(view.summary, view.text, written)
 
 
 def _show_pair(first: Path, second: Path, *, has_more: bool) -> None:
@@ -168,6 +173,15 @@ def _show_pair(first: Path, second: Path, *, has_more: bool) -> None:
         )
     pair = RunPair(*(figures_of(Run.load(path), str(path)) for path in (first, second)))
     console.report(pair, pair_text(pair), [])
+
+
+def _drawn_alone(view: _View, file: Path) -> Figure:
+    """Return the figure of one file."""
+    from perseus_planner.views import figures
+
+    if view.draw is None:
+        raise UsageError(f"{file}: has no figure; leave --plot out")
+    return view.draw(figures)
 
 
 def _draw(name: str, files: tuple[Path, ...], blocking_power_w: float | None) -> Figure:

@@ -191,7 +191,7 @@ def _throttled(gpu: GpuReader) -> str:
 
 
 def _hint(text: str) -> str:
-    return f"{privilege(text)}; `planner doctor --measure-latency` tries it"
+    return f"{privilege(text)}; `planner doctor {text} --measure-latency` tries it"
 
 
 def privilege(text: str) -> str:

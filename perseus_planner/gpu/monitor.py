@@ -286,7 +286,7 @@ class Monitor(ClosedOnExit):
         self._named[name] = self.window(name).begin()
 
     def end_window(self, name: str) -> Window:
-        """End the window of this name, and return it; likewise.
+        """End the window of this name, and return it, as `ZeusMonitor.end_window` does.
 
         Raises:
             UsageError: If no window of this name has begun.
@@ -562,12 +562,12 @@ class Window:
 
     @property
     def total_energy(self) -> float:
-        """Energy of all GPUs, joules: likewise."""
+        """Energy of all GPUs, joules, under the name that Zeus gives it."""
         return fsum(self.gpu_energy.values())
 
     @property
     def time(self) -> float:
-        """Length of the window, seconds: likewise."""
+        """Length of the window, seconds, under the name that Zeus gives it."""
         return self.time_s
 
     @property

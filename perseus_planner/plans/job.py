@@ -148,7 +148,8 @@ class Settings(Checked, error=JobError):
     replicas: Annotated[tuple[ReplicaSettings, ...], Reader(_replicas)] = ()
     #: tokens that all pipelines together train on in an iteration.
     tokens_per_iteration: Count | None = None
-    samples_per_iteration: Count | None = None  #: likewise, samples
+    #: samples that all pipelines together train on in an iteration.
+    samples_per_iteration: Count | None = None
     #: the function that builds a stage to be profiled, "package.module:function".
     stage: Annotated[str, Reader(_stage)] | None = None
     gpu: str | None = None  #: the GPU that stages are profiled on, as `gpu.open_gpu` reads it
@@ -304,7 +305,7 @@ class Job:
     variants: tuple[Variant, ...] = ()  #: computations that are measured apart
     #: tokens that all pipelines together train on in an iteration; None if unknown.
     tokens_per_iteration: int | None = None
-    samples_per_iteration: int | None = None  #: likewise, samples
+    samples_per_iteration: int | None = None  #: samples of an iteration of all; None if unknown
     files: tuple[Path, ...] = field(default=(), compare=False)  #: the files that were read
 
     def __post_init__(self) -> None:

@@ -421,6 +421,7 @@ class Plan(Checked, error=PlanError):
             _OPTIONAL_KEYS,
             PlanError,
             also=_WITH_MODES,
+            written_by="planner plan",
         )
         return _from_content(check_digest(document, _digest, "planner plan"), str(document.path))
 

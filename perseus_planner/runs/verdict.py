@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Literal
 
 from perseus_planner.base.prefixes import si
@@ -145,6 +145,14 @@ account of a run says nothing of such iterations either.
 """
 _ALIKE = 0.1  #: factors that differ by less, relative to each other, are one
 _HELP = "as `planner profile --help` says, and plan again"
+_FEWER_CHANGES = (
+    "measure how long a change takes with `planner doctor --measure-latency`, and plan again with "
+    "--max-changes"
+)
+_LOOK_AT_IT = (
+    "look at the GPU with `planner doctor` on that node; with a service, a report of the slow rank "
+    "lets the others save while they wait"
+)
 _MOST_RANKS = 8  #: named
 
 Cause = Literal["late clocks", "one rank", "all ranks", "waiting"]
@@ -207,57 +215,83 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
         for rank, account in ranks.items()
     }
     most_s = max(longer_s.values())
+    way = "longer" if ratio > 1 else "shorter"
     begin = f"{percent(off_s / planned_s)} {'slower' if ratio > 1 else 'faster'} than planned: "
     # If no rank's computing explains half of it, the rest was waiting.
     if most_s < off_s / 2:
-        waits = "longer" if ratio > 1 else "shorter"
+        # What a rank computes longer it does not wait, and each rank is as late as all others.
+        waits_s = off_s - fmean(longer_s.values())
         text = (
-            f"no rank computes much {waits}, but all wait {si(off_s, 's', 3)} {waits} an "
+            f"{begin}{_computing_text(ranks, way)} all wait {si(waits_s, 's', 3)} {way} an "
             "iteration on average, for transfers, data or the host"
         )
-        begins = 'record the run with record="run", and ' if run is None else ""
-        folder = "run" if run is None else shlex.quote(str(run))
-        step = f"{begins}see where with `planner show {folder} --perfetto run.json`"
-        return Verdict(ratio, "waiting", (), begin + text, step)
+        return Verdict(ratio, "waiting", (), text, _see_where(run))
     # Ranks that are off by half of the worst are named with it.
     off_ranks = tuple(rank for rank, seconds in longer_s.items() if seconds >= most_s / 2)
     apart = [ranks[rank].busy_s / ranks[rank].planned_busy_s for rank in off_ranks]
-    how = f"{_span([abs(factor - 1) for factor in apart])} {'longer' if ratio > 1 else 'shorter'}"
+    how = f"{_span([abs(factor - 1) for factor in apart])} {way}"
     # The worst rank tells why, as it decides how long the iteration is.
     worst = ranks[max(longer_s, key=lambda rank: longer_s[rank])]
     not_set = worst.changes_late + worst.changes_overtaken
     if not_set and worst.off_clock_s / worst.windows >= most_s / 2:
-        they = "it computes" if len(off_ranks) == 1 else "they compute"
-        text = (
-            f"clocks come late on {rank_names(off_ranks)}, where {not_set} of "
-            f"{worst.changes_asked} changes were late or overtaken, so {they} {how}"
-        )
-        step = (
-            "measure how long a change takes with `planner doctor --measure-latency`, and plan "
-            "again with --max-changes"
-        )
-        return Verdict(ratio, "late clocks", off_ranks, begin + text, step)
+        text = begin + _late_text(worst, off_ranks, how)
+        return Verdict(ratio, "late clocks", off_ranks, text, _FEWER_CHANGES)
     # All ranks alike means that the profile is of other conditions.
     if len(off_ranks) == len(ranks):
-        busy = sum(account.overloaded for account in ranks.values())
-        host = (
-            ", while hosts have more to run than CPUs"
-            if 2 * busy > sum(account.windows for account in ranks.values())
-            else ""
-        )
-        name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
-        step = f"profile where you train, {_HELP}"
-        return Verdict(ratio, "all ranks", off_ranks, f"{begin}{name} {how}{host}", step)
+        text = begin + _all_text(ranks, how)
+        return Verdict(ratio, "all ranks", off_ranks, text, f"profile where you train, {_HELP}")
     verb = "computes" if len(off_ranks) == 1 else "compute"
     others = "the others wait" if ratio > 1 else "the others do not"
-    return Verdict(
-        ratio,
-        "one rank",
-        off_ranks,
-        f"{begin}{rank_names(off_ranks)} {verb} {how}, {others}",
-        "look at the GPU with `planner doctor` on that node; with a service, a report of the slow "
-        "rank lets the others save while they wait",
+    text = f"{begin}{rank_names(off_ranks)} {verb} {how}, {others}"
+    return Verdict(ratio, "one rank", off_ranks, text, _LOOK_AT_IT)
+
+
+def _see_where(run: Path | None) -> str:
+    """Return the command that shows where ranks wait."""
+    begins = 'record the run with record="run", and ' if run is None else ""
+    folder = "run" if run is None else shlex.quote(str(run))
+    return f"{begins}see where with `planner show {folder} --perfetto run.json`"
+
+
+def _late_text(worst: Account, ranks: Sequence[int], how: str) -> str:
+    """Say on which ranks clocks come late, and how late on the worst."""
+    not_set = worst.changes_late + worst.changes_overtaken
+    they = "it computes" if len(ranks) == 1 else "they compute"
+    return (
+        f"clocks come late on {rank_names(ranks)}, where {not_set} of {worst.changes_asked} "
+        f"changes were late or overtaken, so {they} {how}"
     )
+
+
+def _all_text(ranks: Mapping[int, Account], how: str) -> str:
+    """Say that all ranks compute longer or shorter, and whether their hosts may be why."""
+    busy = sum(account.overloaded for account in ranks.values())
+    is_busy = 2 * busy > sum(account.windows for account in ranks.values())
+    host = ", while hosts have more to run than CPUs" if is_busy else ""
+    name = "the only rank computes" if len(ranks) == 1 else "all ranks compute"
+    return f"{name} {how}{host}"
+
+
+def _computing_text(ranks: Mapping[int, Account], way: str) -> str:
+    """Say how much of it is computing, where most of it is waiting; what waits comes after it."""
+    factors = [account.busy_s / account.planned_busy_s for account in ranks.values()]
+    # Times of computations are off by a little everywhere, which explains nothing.
+    if max(factors) - 1 < OFF and 1 - min(factors) < OFF:
+        return f"no rank computes much {way}, but"
+    # Beside each other, ranks may be off in both directions.
+    if min(factors) < 1 < max(factors):
+        span = f"{percent_off(min(factors))} to {percent_off(max(factors))}"
+    else:
+        off = [abs(factor - 1) for factor in factors]
+        span = f"{_span(off)} {'longer' if max(factors) > 1 else 'shorter'}"
+    # Computing may also make up for a part of the waiting.
+    is_part = max(factors) > 1 if way == "longer" else min(factors) < 1
+    return f"ranks compute {span}, {'which is less than half of it, and' if is_part else 'but'}"
+
+
+def percent_off(ratio: float) -> str:
+    """Write by how much a time is longer or shorter than another, to two digits."""
+    return f"{percent(abs(ratio - 1))} {'longer' if ratio >= 1 else 'shorter'}"
 
 
 def percent(share: float) -> str:

@@ -36,7 +36,7 @@ class Transfer(Checked, error=ScheduleError, prefix="transfer, "):
     #: seconds that an activation takes to the next stage, 0 or more; or one number for each
     #: boundary between stages, first to last.
     forward_s: Wait | tuple[Wait, ...] = 0.0
-    #: seconds that a gradient takes to the previous stage, likewise.
+    #: seconds that a gradient takes to the previous stage, or one for each boundary, as above.
     backward_s: Wait | tuple[Wait, ...] = 0.0
 
     def later(self, latency_s: float) -> Transfer:
@@ -196,28 +196,8 @@ def pipeline_iteration(
     transfer.check(schedule.stages)
     computations = tuple(schedule.computations())
     place_of: dict[object, int] = {computation: i for i, computation in enumerate(computations)}
-    # Operations get places as they come, behind all computations.
-    added: list[Operation] = []
     waits: dict[int, list[tuple[int, float]]] = {i: [] for i in range(len(computations))}
-    for rank, program in enumerate(schedule.ranks):
-        previous: int | None = None
-        for node in _program(rank, program, operations):
-            node_place = place_of.setdefault(node, len(place_of))
-            if isinstance(node, Operation):
-                added.append(node)
-                waits[node_place] = []
-            # A rank runs one after the other, so each node waits for the one before it.
-            if previous is not None:
-                waits[node_place].append((previous, 0.0))
-            previous = node_place
-    # An operation that applies to nothing is an error of its text, and would be missing silently.
-    for fixed_operation in operations:
-        if fixed_operation.name not in {operation.name for operation in added}:
-            raise ScheduleError(
-                f"operation {fixed_operation.name}: applies to nothing in the schedule; "
-                "correct when or "
-                "where, or remove it"
-            )
+    added = _add_programs(schedule, operations, place_of, waits)
     # A pair stands at its backward's place, and waits for what both of its computations need.
     for forward, backward in schedule.pairs:
         place_of[forward] = place_of[backward]
@@ -238,6 +218,41 @@ def pipeline_iteration(
     lagging = any(lag_s for node_lags_s in lags_s for lag_s in node_lags_s)
     kinds = _kinds(schedule, variants)
     return Iteration(schedule, predecessors, lags_s if lagging else (), tuple(added), kinds)
+
+
+def _add_programs(
+    schedule: Schedule,
+    operations: Sequence[FixedOperation],
+    place_of: dict[object, int],
+    waits: dict[int, list[tuple[int, float]]],
+) -> list[Operation]:
+    """Have each node wait for the one before it on its rank, and return the operations, which get
+    places behind all computations.
+
+    Raises:
+        ScheduleError: If an operation applies to nothing in the schedule.
+    """
+    # Operations get places as they come, behind all computations.
+    added: list[Operation] = []
+    for rank, program in enumerate(schedule.ranks):
+        previous: int | None = None
+        for node in _program(rank, program, operations):
+            node_place = place_of.setdefault(node, len(place_of))
+            if isinstance(node, Operation):
+                added.append(node)
+                waits[node_place] = []
+            # A rank runs one after the other, so each node waits for the one before it.
+            if previous is not None:
+                waits[node_place].append((previous, 0.0))
+            previous = node_place
+    # An operation that applies to nothing is an error of its text, and would be missing silently.
+    for fixed_operation in operations:
+        if fixed_operation.name not in {operation.name for operation in added}:
+            raise ScheduleError(
+                f"operation {fixed_operation.name}: applies to nothing in the schedule; "
+                "correct when or where, or remove it"
+            )
+    return added
 
 
 def pair_kind(forward: Computation, backward: Computation) -> str:

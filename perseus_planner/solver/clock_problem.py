@@ -82,8 +82,9 @@ class ChangeCost(NamedTuple):
     computation: Integers  #: (n,) which computation each node is, -1 for an operation
     final: Integers  #: (ranks,) the last computation of each rank
     seconds: Floats  #: (7, ranks) for the replay to write on
-    numbers: Integers  #: (7, ranks) likewise
-    #: (calls,) likewise, of the calls of each rank, which begin at `call_start`
+    numbers: Integers  #: (7, ranks) for the replay to write whole numbers on
+    #: (calls,) from each call on until its clock is in force, seconds; those of a rank begin at
+    #: `call_start`.
     call_settles_s: Floats
     call_clock: Integers  #: (calls,)
     call_start: Integers  #: (ranks,)

@@ -177,7 +177,7 @@ ANCHOR_SPAN = 0.06  #: distance of the anchors from the deadline at most, as a p
 _PAIRS = 8  #: number of pairs of anchors that are mixed
 #: for a plan at an anchor: tries times computations, least tries, most tries
 _ANCHOR_EFFORT = (80_000, 50, 100)
-_EFFORT = (3_000_000, 1500, 20_000)  #: for the improvement, likewise
+_EFFORT = (3_000_000, 1500, 20_000)  #: the same three for the improvement of the best plan
 #: combinations up to which all are tried, so that the smallest problems are solved exactly
 _FEW = 2**15
 STIFFNESS = (0.3, 0.6)  #: at first: early and late

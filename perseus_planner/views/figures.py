@@ -290,7 +290,7 @@ _LOOKS = MappingProxyType(
 """Kind of point -> its marker and its colour among those of `theme.css`, as in `report.js`; the
 first kind lies on top.
 """
-_PEERS = (2, 8, 6)  #: colours of other planners, likewise
+_PEERS = (2, 8, 6)  #: colours of other planners, among those of `theme.css`
 _TITLE_CHARACTERS = 110  #: of a line above a figure, which more would leave (by hand)
 _WAITING = "gainsboro"
 _UNKNOWN = "darkgrey"

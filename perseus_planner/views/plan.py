@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,7 @@ class ComputationSummary:
     rank: int  #: number of the rank that runs it
     clock_mhz: int | None  #: its clock, or None for a fixed operation
     start_s: float  #: when it starts, seconds after the start of the iteration
-    end_s: float  #: when it ends, likewise
+    end_s: float  #: when it ends, seconds after the start of the iteration
     power_w: float  #: average power of the GPUs of the rank, watts
 
 
@@ -267,12 +267,15 @@ def _bound_note(summary: PlanSummary) -> str:
         f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of "
         "any plan of that time"
     )
-    if summary.above_point_bound_share is None:
+    if summary.above_point_bound_share is not None:
+        above_share = 100 * summary.above_point_bound_share
+        note += (
+            f", and {above_share:.3f} % above a closer bound, for plans of measured clocks alone"
+        )
+    # Energies of such a plan are of estimated rows, and so are its bounds.
+    if summary.on_time is None:
         return f"{note}."
-    above_share = 100 * summary.above_point_bound_share
-    return (
-        f"{note}, and {above_share:.3f} % above a closer bound, for plans of measured clocks alone."
-    )
+    return f"{note}: all by its estimates; `planner solve` shows the bound of rows as measured."
 
 
 def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
@@ -300,26 +303,32 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
             f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved."
         )
+    return [*notes, *_margin_notes(sure), *_assumption_notes(sure)]
+
+
+def _margin_notes(sure: OnTime) -> Iterator[str]:
+    """Say what the margin of a plan costs."""
     # No margin was found, so the plan is the fastest one.
     if sure.margin is None:
-        notes.append(
-            "No plan with lower clocks is that sure; measure more, or allow a longer time."
-        )
+        yield "No plan with lower clocks is that sure; measure more, or allow a longer time."
     elif sure.limit_ratio is not None:
-        notes.append(
-            "A plan that takes expected times for the true ones would save "
-            f"{100 * sure.safety_share:.2f} % more."
+        yield (
+            f"To be that sure costs {100 * sure.safety_share:.2f} % of that energy, beside a plan "
+            "of the same estimates without a margin. `--as-measured` is not that plan: it takes "
+            "measured rows at face value."
         )
+
+
+def _assumption_notes(sure: OnTime) -> Iterator[str]:
+    """Say what is taken to be so of rows and GPUs, without having been measured."""
     if sure.interpolated:
-        notes.append(
+        yield (
             f"{sure.interpolated} of its {sure.points} operating points were not measured but "
             "estimated."
         )
     # What is assumed of errors is said, as a measured one could be smaller or larger.
     if not sure.has_errors:
-        notes.append(
-            "The profile has no standard errors: its noise is taken from how its rows scatter."
-        )
+        yield "The profile has no standard errors: its noise is taken from how its rows scatter."
     # The spread of GPUs is often an assumption, which a reader may replace.
     if sure.gpu_spread:
         source = (
@@ -327,16 +336,15 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             if sure.is_spread_assumed
             else "as measured or given"
         )
-        notes.append(
+        yield (
             f"GPUs are taken to differ from the profiled ones by {100 * sure.gpu_spread:g} % of "
             f"time (standard deviation): {source}."
         )
     # Without jitter, each computation counts as if it took its mean time.
     if not (sure.jitter or sure.jitter_common or sure.jitter_tail):
-        notes.append(
+        yield (
             "Jitter of computations is left out; `planner calibrate` takes it from a recorded run."
         )
-    return notes
 
 
 def _again_note(again: MeasuringAgain) -> str:

@@ -252,10 +252,11 @@ def report_text(report: EnergyReport) -> str:
         f"{name}: {account_text(run.total, saves=True)}\n" for name, run in report.runs.items()
     )
     origins = "; ".join(f"{saving.name}: {saving.energy_origin}" for saving in report.savings)
+    columns = [column for column in _SAVINGS if report.runs or column is not _UNTIL_NEXT]
     return (
-        f"{verdicts}{sentences}\n{table(lay_out(report.savings, *_SAVINGS))}\n\n"
-        f"Energy of {origins}.\nCompared with {ALL_MAXIMUM}, a run in as much time; kWh, money "
-        "and CO2e are at the meter, for a day of such iterations.\n"
+        f"{verdicts}{sentences}\n{table(lay_out(report.savings, *columns))}\n\n"
+        f"Energy of {origins}.\nSaved against {ALL_MAXIMUM}, by a run in as much time; kWh, money "
+        "and CO2e are saved at the meter, in a day of such iterations.\n"
         f"{_OF_RUNS * bool(report.runs)}"
         f"Assumed: {rates.price_usd_per_kwh:g} USD and {rates.carbon_kg_per_kwh:g} kg of CO2e per "
         f"kWh, PUE {rates.pue:g}.\n{accounts}{unplanned}\n{kareus}"
@@ -264,15 +265,17 @@ def report_text(report: EnergyReport) -> str:
 
 _OF_RUNS = (
     "A run: an iteration goes from its begin to its end, on the slowest rank, in the mean over "
-    "those in the planned order;\nits energy and saving are of all iterations, each with what "
-    "passes until the next.\n"
+    "those in the planned order;\nits energy and saving are of all iterations, each until the next "
+    "one begins.\n"
 )
+_UNTIL_NEXT = Column("until the next {}", "window_s", "s4")
 _SAVINGS = (
     Column("", "name", "<"),
     Column("iteration {}", "time_s", "s4"),
+    _UNTIL_NEXT,
     Column("energy {}", "energy_j", "J4"),
     Column("saved %", "saved_share", "%"),
-    Column("kWh/day", "per_day.kwh", ".4g"),
+    Column("saved kWh/day", "per_day.kwh", ".4g"),
     Column("USD/day", "per_day.usd", ".4g"),
     Column("kg CO2e/day", "per_day.co2e_kg", ".4g"),
 )
@@ -418,18 +421,24 @@ def _used_columns(report: EnergyReport) -> list[list[str]]:
             (baseline, saving.baseline_origin),
             ((saving.name, saving.time_s, saving.energy_j, saving.efficiency), origin),
         ):
+            # The energies of a run are of longer times than its iterations.
+            window_s = saving.window_s if saving.is_run else time_s
             row = {
                 "name": f"{name}{pipelines}",
                 "time_s": time_s,
+                "window_s": window_s,
                 "energy_j": energy_j,
                 "source": source,
             }
-            # A day and a power count what passes between iterations as well.
-            row |= {"power_w": energy_j / (time_s + saving.between_s), **efficiency}
+            row |= {"power_w": energy_j / window_s, **efficiency}
             # Several plans share one baseline, which is shown once.
             if row not in rows:
                 rows.append(row)
-    names = {"time_s": "s per iteration", "energy_j": "J per iteration", "power_w": "W on average"}
+    names = {"time_s": "s per iteration"}
+    # A run's joules and watts are of all until the next iteration begins, and so stand beside that.
+    if report.runs:
+        names["window_s"] = "s until the next"
+    names |= {"energy_j": "J per iteration", "power_w": "W on average"}
     if report.size.tokens:
         names["joules_per_token"] = "J per token"
     if report.size.samples:

@@ -23,7 +23,7 @@ from perseus_planner.runs.records import LATE, SetCall, change_statistics, match
 from perseus_planner.runs.verdict import (
     OFF,
     Verdict,
-    percent,
+    percent_off,
     rank_names,
     verdict_of,
     why_no_saving,
@@ -413,21 +413,24 @@ def time_and_saving(summary: RunSummary) -> str:
     """Say the one time and the one saving of a run whose time is known, without a full stop."""
     current = summary.current
     assert current.time_s is not None
-    planned = "as planned"
-    if current.planned_time_s and summary.dry_run is None:
-        off = current.time_s / current.planned_time_s - 1
-        if abs(off) >= _SAME_TIME:
-            planned = f"{percent(abs(off))} {'longer' if off > 0 else 'shorter'} than planned"
-        planned = f", {planned}"
-    else:
-        planned = ""
-    text = f"An iteration takes {si(current.time_s, 's', 3)}{planned}"
+    # A dry run ran at full clocks, so its plan says nothing of its time.
+    text = time_text(current.time_s, current.planned_time_s if summary.dry_run is None else None)
     if summary.unlike_plan is not None or summary.dry_run is not None:
         return text
     saved = saved_text(summary.total)
     if saved.startswith("saved"):
         return f"{text}. The run {saved}"
     return f"{text}. {saved[0].upper()}{saved[1:]}"
+
+
+def time_text(time_s: float, planned_s: float | None) -> str:
+    """Say how long an iteration of a run takes, beside what its plan says, if there is one."""
+    text = f"An iteration takes {si(time_s, 's', 3)}"
+    if not planned_s:
+        return text
+    if abs(time_s / planned_s - 1) < _SAME_TIME:
+        return f"{text}, as planned"
+    return f"{text}, {percent_off(time_s / planned_s)} than planned"
 
 
 def run_text(summary: RunSummary) -> str:

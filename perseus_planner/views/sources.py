@@ -45,12 +45,16 @@ from perseus_planner.views.run import (
     UnplannedRun,
     summarize_run,
     summarize_unplanned,
+    time_text,
 )
 
 if TYPE_CHECKING:
     from perseus_planner.plans.replay import Span
     from perseus_planner.schedules.dag import PipelineDag
     from perseus_planner.schedules.iteration import Iteration
+
+AS_LONG = f"{ALL_MAXIMUM}, in as much time"
+"""The baseline of a run, whose iterations take longer or shorter than a replay says."""
 
 _WRONG = "was made from another profile", "has another schedule, transfers or operations"
 _ONE_KIND = "make a report for each kind of pipeline, from files that belong together"
@@ -334,7 +338,7 @@ class Saving(Comparison):
 
     name: str  #: name of the plan or the run
     #: whether it is a run; then its time is the mean over the iterations that count, on the slowest
-    #: rank.
+    #: rank, and it is compared with `AS_LONG`, which takes the same time.
     is_run: bool
     pipelines: int  #: number of pipelines; for a run, as many as its GPUs make up
     #: where the time comes from, such as "measured" or "replayed, measured profile".
@@ -342,9 +346,13 @@ class Saving(Comparison):
     energy_origin: str  #: where the energy comes from; for a run also "simulated"
     baseline_origin: str  #: where the baseline comes from
     per_iteration: EnergyCost  #: saved per iteration
-    #: seconds from the end of such an iteration to the begin of the next, so that both are the mean
-    #: of all iterations of a run; its energy counts them, and so does a day. 0 for a plan.
-    between_s: float
+    #: seconds that the energies are of: for a run the mean from the begin of an iteration to that
+    #: of the next, over all its iterations; for a plan `time_s`.
+    window_s: float
+    #: iteration time by the plan of a run, seconds; None for a plan and for a dry run.
+    planned_time_s: float | None
+    #: that time over the one with all clocks at maximum, by the profile; None where that is.
+    planned_ratio: float | None
     per_day: EnergyCost  #: saved in a day of such iterations, around the clock
     #: number of iterations of the planned run, or of all attempts of a run; None if not known.
     iterations: int | None
@@ -395,8 +403,8 @@ def _run_saving(
     part = total.gpu_s / total.metered_s / total.iterations
     energy_j = part * total.energy_j
     # The share was judged iteration by iteration, so the baseline follows from it.
-    compared = compare(current.time_s, energy_j, plan.baseline_time_s, energy_j / (1.0 - share))
-    between_s = total.mean_iteration_s - current.time_s
+    time_s = current.time_s
+    compared = compare(time_s, energy_j, time_s, energy_j / (1.0 - share), AS_LONG)
     origins = ("measured", summary.gpu_origin or "not known", origin_label(plan.origin))
     # The number of pipelines follows from the run, whatever the size says.
     pipelines = summary.pipelines_of_plan
@@ -408,9 +416,15 @@ def _run_saving(
         None if size.samples is None else size.samples * part,
         run.total.iterations,
     )
-    saving = _saving(name, compared, origins, rates, of_run, between_s)
+    saving = _saving(name, compared, origins, rates, of_run, total.mean_iteration_s)
     # What was saved in all was added up, and is no mean times a number.
-    yield replace(saving, is_run=True, per_run=rates.cost(run.total.saved_j))
+    saving = replace(saving, is_run=True, per_run=rates.cost(total.saved_j))
+    # A dry run sets no clock, so that its plan says nothing of its time.
+    if summary.dry_run is None:
+        planned_s = current.planned_time_s
+        ratio = planned_s / plan.baseline_time_s
+        saving = replace(saving, planned_time_s=planned_s, planned_ratio=ratio)
+    yield saving
 
 
 def _saving(
@@ -419,9 +433,12 @@ def _saving(
     origins: tuple[str, str, str],
     rates: EnergyRates,
     size: IterationSize,
-    between_s: float = 0.0,
+    window_s: float | None = None,
 ) -> Saving:
+    """Return a saving of energies that are of `window_s` seconds; None for the iteration's own."""
     iterations = size.iterations
+    if window_s is None:
+        window_s = compared.time_s
     return Saving(
         **vars(compared),
         name=name,
@@ -431,9 +448,11 @@ def _saving(
         energy_origin=origins[1],
         baseline_origin=origins[2],
         per_iteration=rates.cost(compared.saved_j),
-        between_s=between_s,
+        window_s=window_s,
+        planned_time_s=None,
+        planned_ratio=None,
         # A day has whole iterations, with what passes between them.
-        per_day=rates.cost(compared.saved_j * _DAY_S / (compared.time_s + between_s)),
+        per_day=rates.cost(compared.saved_j * _DAY_S / window_s),
         iterations=iterations,
         per_run=None if iterations is None else rates.cost(compared.saved_j * iterations),
         efficiency=_efficiency(size, compared.energy_j),
@@ -546,9 +565,47 @@ def where_energy_goes(sources: Sources, savings: Sequence[Saving]) -> WhereEnerg
     )
     # The first run whose energy is known, as not every one has it.
     ran = next(filter(None, runs), None)
-    sentences = _sentences(savings, before, planned, ran, bottleneck)
+    parts = _parts_saved(sources, savings[0], before, planned) if savings and before else None
+    sentences = _sentences(savings, parts, before, planned, bottleneck)
     iterations = tuple(filter(None, (before, planned, ran)))
     return WhereEnergyGoes(iterations, bottleneck, tuple(sentences))
+
+
+@dataclass(frozen=True)
+class _PartsSaved:
+    """What one pipeline saves in an iteration, by what its GPUs do; the sum is the saving."""
+
+    computing_j: float
+    waiting_j: float
+    #: mean clocks of its ranks, as in `IterationEnergy`; empty for a run, whose are not recorded.
+    clocks: tuple[float, ...]
+
+
+def _parts_saved(
+    sources: Sources, saving: Saving, before: IterationEnergy, planned: IterationEnergy | None
+) -> _PartsSaved | None:
+    """Return the parts of a saving; None if there is nothing to take apart."""
+    if not saving.is_run:
+        if planned is None:
+            return None
+        computing_j = before.computing_j - planned.computing_j
+        waiting_j = before.waiting_j - planned.waiting_j
+        return _PartsSaved(computing_j, waiting_j, planned.clocks)
+    # What was saved is of iterations as long as those of the run, and not of those in `before`.
+    if not saving.saved_j:
+        return None
+    summary = sources.summaries[saving.name]
+    plan = sources.runs[saving.name].plan(summary.version, summary.ranks[0].pipeline)
+    by_plan = energy_of_plan(saving.name, plan)
+    waiting_j = 0.0
+    for number, waiting_w in enumerate(plan.rank_waiting_w):
+        ranks = [rank for rank in summary.ranks if rank.pipeline_rank == number]
+        busy_s = fmean(rank.busy_s or 0.0 for rank in ranks)
+        # At full clocks its computations are shorter by as much as the profile says; it waits then.
+        full_share = share(before.busy_s[number], by_plan.busy_s[number])
+        waiting_j += waiting_w * busy_s * (1.0 - full_share)
+    # The rest was saved by computing, as in the energy of a run.
+    return _PartsSaved(saving.saved_j / saving.pipelines - waiting_j, waiting_j, ())
 
 
 def energy_of_plan(name: str, plan: Plan, kind: str = "plan") -> IterationEnergy:
@@ -714,15 +771,16 @@ def _with_layouts(found: Bottleneck, text: str, dag: PipelineDag, plan: Plan) ->
 
 def _sentences(
     savings: Sequence[Saving],
+    parts: _PartsSaved | None,
     before: IterationEnergy | None,
     planned: IterationEnergy | None,
-    ran: IterationEnergy | None,
     bottleneck: Bottleneck | None,
 ) -> Iterator[str]:
     # What was measured counts before what was planned.
-    after = ran or planned
     if savings:
-        yield from _saving_sentences(savings[0], before, after)
+        yield _run_sentence(savings[0]) if savings[0].is_run else _plan_sentence(savings[0])
+    if before is not None and parts is not None:
+        yield _parts_sentence(before, parts)
     if before is not None:
         waiting = 100 * share(before.waiting_j, before.waiting_j + before.computing_j)
         yield (
@@ -738,34 +796,61 @@ def _sentences(
         yield from _phase_sentences(before, planned)
 
 
-def _saving_sentences(
-    saving: Saving, before: IterationEnergy | None, after: IterationEnergy | None
-) -> Iterator[str]:
-    """Yield what all pipelines of the job save together, then where one of them does."""
-    subject = f"The run in the folder {saving.name}" if saving.is_run else saving.name
-    many = f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
-    time_share = 100 * (saving.time_ratio - 1)
-    slower = "as long"
-    # Differences that are rounded to none are none.
-    if abs(time_share) >= 0.05:
-        slower = f"{abs(time_share):.1f} % {'longer' if time_share > 0 else 'shorter'}"
-    yield (
-        f"{subject}{many} takes {si(saving.energy_j, 'J', 3)} and {si(saving.time_s, 's', 3)} per "
-        f"iteration: {100 * abs(saving.saved_share):.1f} % "
-        f"{'less' if saving.saved_j >= 0 else 'more'} energy than {saving.baseline}, and {slower}."
+def _run_sentence(saving: Saving) -> str:
+    """Say what a run used and saved, all pipelines together, and then how long it took."""
+    time = time_text(saving.time_s, saving.planned_time_s)
+    # How much longer it took than planned is not what the plan costs, so that is told apart.
+    if saving.planned_ratio is not None:
+        than = "as" if _is_as_long(saving.planned_ratio) else "than"
+        time += f"; the plan takes {_longer(saving.planned_ratio)} {than} {ALL_MAXIMUM}"
+    return (
+        f"The run in the folder {saving.name}{_together(saving)} takes "
+        f"{si(saving.energy_j, 'J', 3)} per iteration: {_less(saving)} {ALL_MAXIMUM} would have "
+        f"taken in as much time. {time}."
     )
-    if before is None or after is None:
-        return
+
+
+def _plan_sentence(saving: Saving) -> str:
+    """Say what a plan takes and saves, all pipelines together."""
+    return (
+        f"{saving.name}{_together(saving)} takes {si(saving.energy_j, 'J', 3)} and "
+        f"{si(saving.time_s, 's', 3)} per iteration: {_less(saving)} {saving.baseline}, and "
+        f"{_longer(saving.time_ratio)}."
+    )
+
+
+def _together(saving: Saving) -> str:
+    return f" ({saving.pipelines} pipelines together)" if saving.pipelines > 1 else ""
+
+
+def _less(saving: Saving) -> str:
+    more = "less" if saving.saved_j >= 0 else "more"
+    return f"{100 * abs(saving.saved_share):.1f} % {more} energy than"
+
+
+def _is_as_long(ratio: float) -> bool:
+    """Whether a time differs from another by less than is written of it."""
+    return abs(ratio - 1) < 0.0005
+
+
+def _longer(ratio: float) -> str:
+    """Say how long something takes beside something else."""
+    if _is_as_long(ratio):
+        return "as long"
+    return f"{100 * abs(ratio - 1):.1f} % {'longer' if ratio > 1 else 'shorter'}"
+
+
+def _parts_sentence(before: IterationEnergy, parts: _PartsSaved) -> str:
+    """Say what one pipeline saves while it computes, and while it waits."""
     lower = sum(
-        clock < _LOW * most for clock, most in zip(after.clocks, before.clocks, strict=False)
+        clock < _LOW * most for clock, most in zip(parts.clocks, before.clocks, strict=False)
     )
     because = (
-        f", as {lower} of {counted(len(after.clocks), 'rank')} run at lower clocks" if lower else ""
+        f", as {lower} of {counted(len(parts.clocks), 'rank')} run at lower clocks" if lower else ""
     )
-    yield (
-        "Per pipeline, computing takes "
-        f"{_change(before.computing_j - after.computing_j)}{because}; waiting takes "
-        f"{_change(before.waiting_j - after.waiting_j)}."
+    return (
+        f"Per pipeline, computing takes {_change(parts.computing_j)}{because}; waiting takes "
+        f"{_change(parts.waiting_j)}."
     )
 
 
@@ -851,4 +936,4 @@ def _phase_sentences(before: IterationEnergy, planned: IterationEnergy) -> Itera
         f"{100 * phase_j / whole_j:.0f} % is in the {name}"
         for name, phase_j in zip(PHASES, saved_j, strict=True)
     )
-    yield f"Of the saving, {second}, {first} and {third}."
+    yield f"Of the plan's saving, {second}, {first} and {third}."

@@ -36,7 +36,7 @@ class Slice(NamedTuple):
     name: str  #: label of the bar
     category: str  #: category to search for
     start_ns: int  #: nanoseconds after the start of the trace
-    end_ns: int  #: likewise, not before `start_ns`
+    end_ns: int  #: nanoseconds after the start of the trace, not before `start_ns`
     details: Mapping[str, Any]  #: shown when the bar is clicked
 
 

@@ -258,7 +258,7 @@ def test_the_verdict_says_what_works(nvml: StandIn, short):
         "plan        works, with or without GPUs",
         "observe     works on 1 of 1 GPU",
         "profile     works on 1 of 1 GPU, where setting clocks is permitted",
-        "set clocks  not tried; `planner doctor --measure-latency` tries it",
+        "set clocks  not tried; `planner doctor nvml:0 --measure-latency` tries it",
     ]
     assert verdict(done("doctor --measure-latency"))[1:] == [
         "observe     works on 2 of 2 GPUs",

@@ -186,6 +186,8 @@ WRONG = {
     "explore gpt3-175b --gpus 0 --gpu a100-sxm": (
         "Invalid value for '--gpus': 0 is not in the range x>=1."
     ),
+    "show cut.yaml": "cut.yaml: is cut off: it has no key ",
+    "calibrate profile.yaml nothere": "nothere: there is no such plan or run folder; name ",
     "inference simulate profile.csv nothere.csv": "Missing option '--gpus'.",
     "inference read x=nothere.json -o i.csv": (
         "'x=nothere.json' is no result; write MHZ=FILE or MHZ@WATTS=FILE"
@@ -205,6 +207,8 @@ def work(folder: Path) -> Path:
     plan.save("plan.yaml")
     write_run(Path("run"), plan, 4)
     Path("empty.yaml").write_text("")
+    lines = Path("plan.yaml").read_text().splitlines(keepends=True)
+    Path("cut.yaml").write_text("".join(lines[: len(lines) // 2]))
     Path("notyaml.yaml").write_text("{[")
     return folder
 

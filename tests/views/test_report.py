@@ -15,19 +15,27 @@ import pytest
 from commands import done, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import write_run
+from made_runs import timed, write_run
 from strategies import drawn, jobs, profiles, smooth_profile
 
-from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.errors import UsageError
 from perseus_planner.plans.replay import Span, replay
 from perseus_planner.profiles.measurement import Evidence
 from perseus_planner.runs.run import Run
+from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.curves import curves_of
 from perseus_planner.views.figures import chart_plan, spare_s
-from perseus_planner.views.report import chart_sources, make_report, number, page
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
+from perseus_planner.views.report import (
+    _used_columns,
+    chart_sources,
+    make_report,
+    number,
+    page,
+    report_text,
+)
+from perseus_planner.views.sources import AS_LONG, EnergyRates, IterationSize, Sources, savings_of
 
 SMALL = smooth_profile(3, step_mhz=150)
 
@@ -196,6 +204,36 @@ def test_a_run_exactly_by_its_plan_saves_as_much(
     assert saving.efficiency["joules_per_token"] == pytest.approx(2 * plan.energy_j / 64, rel=1e-3)
     (point,) = (each for each in chart_sources(sources).points if each.kind == "run")
     assert point.energy_j == pytest.approx(plan.energy_j, rel=1e-3)
+
+
+def test_joules_and_watts_are_of_the_seconds_beside_them(frontier: Frontier, tmp_path: Path):
+    """Of a run with a slow first iteration too; no two baselines have one name."""
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+
+    def times(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
+        usual = timed(plan, rank, number, begin_ns)
+        longer = 1.1 if number else 1.5
+        return replace(usual, end_ns=begin_ns + round(longer * (usual.end_ns - begin_ns)))
+
+    write_run(tmp_path, plan, 4, times=times)
+    sources = Sources(
+        frontier=frontier, plans={"plan.yaml": plan}, runs={"run": Run.load(tmp_path)}
+    )
+    report = make_report(sources, EnergyRates(), IterationSize())
+    headings = [column[0] for column in _used_columns(report)]
+    rows = list(zip(*(column[1:] for column in _used_columns(report)), strict=True))
+    names = [row[0].strip() for row in rows]
+    assert names == [AS_LONG, "run", "all clocks at maximum", "plan.yaml"]
+    for row in rows:
+        told = dict(zip(headings, row, strict=True))
+        until_next_s, energy_j, power_w = (
+            float(told[name].replace(",", ""))
+            for name in ("s until the next", "J per iteration", "W on average")
+        )
+        assert power_w == pytest.approx(energy_j / until_next_s, rel=0.02), row
+    text = report_text(report)
+    assert "saved kWh/day" in text
+    assert "until the next s" in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.base.tables import Column, lay_out
+from perseus_planner.plans.plan import Interval, OnTime
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.pipeline import FixedOperation, Transfer
@@ -126,6 +127,33 @@ def test_a_plan_says_how_far_it_is_above_the_closer_bound_for_measured_clocks_to
     assert (
         "0.156 % above the bound, the least of any plan of that time, and 0.078 % above a closer "
         "bound, for plans of measured clocks alone.\n" in plan_text(summary)
+    )
+
+
+def test_a_plan_of_estimates_says_that_its_bound_is_of_them(plan: Plan):
+    """`planner solve` shows another bound of that time, of the rows as measured."""
+    sure = OnTime(
+        probability=0.95,
+        limit_ratio=1.001,
+        limit_power_w=None,
+        margin=1.0,
+        time_ratio=Interval(1.0, 0.99, 1.01),
+        saved_share=Interval(0.1, 0.09, 0.11),
+        power_w=Interval(400.0, 390.0, 410.0),
+        safety_share=0.0011,
+        points=4,
+        interpolated=0,
+        has_errors=True,
+    )
+    text = plan_text(summarize_plan(replace(plan, on_time=sure)))
+    assert (
+        "0.156 % above the bound, the least of any plan of that time: all by its estimates; "
+        "`planner solve` shows the bound of rows as measured.\n" in text
+    )
+    assert (
+        "To be that sure costs 0.11 % of that energy, beside a plan of the same estimates without "
+        "a margin. `--as-measured` is not that plan: it takes measured rows at face value.\n"
+        in text
     )
 
 

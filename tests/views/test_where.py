@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_runs import write_run
+from made_runs import timed, write_run
 from strategies import drawn, jobs, smooth_profile
 
-from perseus_planner import Frontier, Profile, schedules, solve
+from perseus_planner import Frontier, Plan, Profile, schedules, solve
 from perseus_planner.plans.replay import replay
 from perseus_planner.runs.run import Run
+from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.plan import summarize_plan
 from perseus_planner.views.report import make_report
@@ -89,7 +90,7 @@ def test_the_first_sentence_says_what_is_saved_and_why():
         "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be "
         in bottleneck
     )
-    assert re.fullmatch(r"Of the saving, \d+ % is in the steady state, .*", phases)
+    assert re.fullmatch(r"Of the plan's saving, \d+ % is in the steady state, .*", phases)
     assert found.bottleneck is not None
     balanced = solve(profile_of([1.05] * 4), schedules.one_f_one_b(4, 8))
     assert found.bottleneck.balanced_time_s == pytest.approx(balanced.baseline_time_s)
@@ -146,6 +147,54 @@ def test_a_report_with_a_run_leads_with_the_run(tmp_path: Path):
     for ran, rank in zip(run.ranks, planned.ranks, strict=True):
         assert ran.energy_j == pytest.approx(rank.energy_j, rel=1e-3)
         assert ran.waiting_j == pytest.approx(rank.waiting_j, rel=2e-2)
+
+
+def joules(text: str) -> float:
+    """Return the joules that a sentence names as less; negative if it names them as more."""
+    value, kilo, way = text
+    return float(value) * (1e3 if kilo else 1.0) * (1 if way == "less" else -1)
+
+
+@pytest.mark.parametrize("late", [1.0, 1.6])
+def test_the_parts_of_a_saving_add_up_to_it(tmp_path: Path, late: float):
+    """Also if iterations take longer than planned, and the first one longer still."""
+    frontier = frontier_of(1.0, 1.0, 1.2, 1.0)
+    plan = frontier.plan_for(1.02 * frontier.baseline_time_s)
+
+    def times(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
+        usual = timed(plan, rank, number, begin_ns)
+        longer = late if number else late + 0.3
+        return replace(usual, end_ns=begin_ns + round(longer * (usual.end_ns - begin_ns)))
+
+    write_run(tmp_path, plan, 6, times=times)
+    runs = {"run": Run.load(tmp_path)}
+    plans = {"plan.yaml": plan}
+    for given in ({"plans": plans}, {"plans": plans, "runs": runs}):
+        report = make_report(Sources(frontier=frontier, **given), EnergyRates(), IterationSize())
+        sentence = report.where.sentences[1]
+        parts = re.findall(r"takes ([\d.]+) (k?)J (less|more)", sentence)
+        assert len(parts) == 2, sentence
+        saved_j = report.savings[0].saved_j
+        assert sum(map(joules, parts)) == pytest.approx(saved_j, rel=0.02)
+
+
+def test_a_run_late_by_other_things_is_not_told_as_the_price_of_its_plan(tmp_path: Path):
+    frontier = frontier_of(1.0, 1.1)
+    plan = frontier.plan_for(frontier.baseline_time_s, on_time=None)
+
+    def times(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
+        usual = timed(plan, rank, number, begin_ns)
+        return replace(usual, end_ns=begin_ns + round(1.6 * (usual.end_ns - begin_ns)))
+
+    write_run(tmp_path, plan, 6, times=times)
+    found = where(frontier=frontier, runs={"run": Run.load(tmp_path)})
+    assert (
+        " less energy than all clocks at maximum would have taken in as much time. An "
+        in (found.sentences[0])
+    )
+    assert found.sentences[0].endswith(
+        ", 60 % longer than planned; the plan takes as long as all clocks at maximum."
+    )
 
 
 def test_a_plan_alone_says_what_it_saves(tmp_path: Path):

@@ -324,6 +324,44 @@ class Autopilot:
         agreed_s = reference_s * (settings.slowdown + _TIGHT)
         # A pipeline beside a slower one may take as long as that one, which costs nobody time.
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
+        programs, is_due = self._searched_programs(iteration, rows, plan, mean, deadlines_s)
+        run = programs
+        trials = 0
+        if settings.learn:
+            # The best that rows may hope for tells which of them to try.
+            if is_due:
+                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+            run, trials = self._with_trials(
+                iteration, programs, reference_s, margin, is_early=is_early
+            )
+        # The step from one iteration's last clock to the next one's first is a change of the budget
+        # too.
+        run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
+        time_s = max(
+            search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
+        )
+        # The plan saves, not the trials on top of it, so the saving is told without them.
+        saving, error = self._saving(programs[0], mean[0])
+        return self._decision(
+            iteration,
+            "learning" if trials else "following",
+            tuple(run),
+            trials=trials,
+            time_s=time_s * self._guarantee.ratio,
+            saving=(saving, error),
+        )
+
+    def _searched_programs(
+        self,
+        iteration: int,
+        rows: float,
+        plan: Sequence[Costs],
+        mean: Sequence[Costs],
+        deadlines_s: Sequence[float],
+    ) -> tuple[list[Integers], bool]:
+        """Return the program of each pipeline for its deadline, by the costs of `plan`, and whether
+        they were searched again; between searches the last ones stay.
+        """
         programs: list[Integers] = []
         # Later iterations rest longer, so that searching takes a bounded share of the process'
         # time.
@@ -347,60 +385,54 @@ class Autopilot:
             self._solved_rows = rows
             self._solved = iteration
         if is_due:
-            self._searched, self._searched_s = iteration, np.array([each.time_s for each in plan])
+            self._searched = iteration
+            self._searched_s = np.array([costs.time_s for costs in plan])
+        return programs, is_due
+
+    def _with_trials(
+        self,
+        iteration: int,
+        programs: Sequence[Integers],
+        reference_s: float,
+        margin: float,
+        *,
+        is_early: bool,
+    ) -> tuple[list[Integers], int]:
+        """Return the programs with trials of rows that are not settled, and how many these are."""
+        search = self._search
         # A trial may be longer than a plan, as it runs once and the ledger charges it.
         more = _TRIAL if is_early else _LATE_TRIAL
         trials = 0
-        limit_s = reference_s * (settings.slowdown + more)
+        limit_s = reference_s * (self.settings.slowdown + more)
         run = list(programs)
         spare_s = 0.0
-        if settings.learn:
-            if is_due:
-                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
-            # Two bounds on a trial: what is likely at most, and what is possible if the physical
-            # bound fails.
-            safe = self._learner.costs("safe", margin=max(margin, 0.0))
-            doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
-            doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
-            # Full clocks count as settled but in one iteration of so many, which checks them for
-            # comparisons.
-            settled = self._learner.settled()
-            settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
-            for pipeline, program in enumerate(programs):
-                wanted, is_open = self._wanted(
-                    program, settled, iteration, pipeline, is_early=is_early
-                )
-                # A mode is measured alone, because nothing is known of what it costs.
-                if new := self._new_modes(iteration, pipeline):
-                    wanted = new
-                    spare_s = self._spare_s()
-                most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
-                limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
-                run[pipeline], tried = search.with_trials(
-                    program, limits, wanted, is_open, settled, self._random
-                )
-                for rank, option in tried:
-                    self._tried[rank, option] = iteration
-                    # Full clocks and rows that are settled teach nothing, so they do not count as
-                    # trials.
-                    trials += int(option and (~settled[search.classes[rank], option]).sum())
+        # Two bounds on a trial: what is likely at most, and what is possible if the physical
+        # bound fails.
+        safe = self._learner.costs("safe", margin=max(margin, 0.0))
+        doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
+        doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+        # Full clocks count as settled but in one iteration of so many, which checks them for
+        # comparisons.
+        settled = self._learner.settled()
+        settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
+        for pipeline, program in enumerate(programs):
+            wanted, is_open = self._wanted(program, settled, iteration, pipeline, is_early=is_early)
+            # A mode is measured alone, because nothing is known of what it costs.
+            if new := self._new_modes(iteration, pipeline):
+                wanted = new
+                spare_s = self._spare_s()
+            most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
+            limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
+            run[pipeline], tried = search.with_trials(
+                program, limits, wanted, is_open, settled, self._random
+            )
+            for rank, option in tried:
+                self._tried[rank, option] = iteration
+                # Full clocks and rows that are settled teach nothing, so they do not count as
+                # trials.
+                trials += int(option and (~settled[search.classes[rank], option]).sum())
         self._costly = iteration if trials and spare_s else self._costly
-        # The step from one iteration's last clock to the next one's first is a change of the budget
-        # too.
-        run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
-        time_s = max(
-            search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
-        )
-        # The plan saves, not the trials on top of it, so the saving is told without them.
-        saving, error = self._saving(programs[0], mean[0])
-        return self._decision(
-            iteration,
-            "learning" if trials else "following",
-            tuple(run),
-            trials=trials,
-            time_s=time_s * self._guarantee.ratio,
-            saving=(saving, error),
-        )
+        return run, trials
 
     def _new_modes(self, iteration: int, pipeline: int) -> list[list[int]]:
         """Return what each rank should try if one is to run for the first time in a mode: at full
@@ -532,8 +564,6 @@ class Autopilot:
         """
         search = self._search
         options = settled.shape[1]
-        # Bit-reversed, so that few trials already spread over all clocks.
-        sweep = _bit_reversed(options)
         wanted = []
         is_open = np.zeros((self.job.ranks, options), dtype=bool)
         for rank, classes in enumerate(search.classes):
@@ -543,22 +573,10 @@ class Autopilot:
                 # A clock that was tried lately may not be observed yet.
                 recent = iteration - self._tried.get((rank, option), -_REPEAT) < _REPEAT
                 is_open[rank, option] = not recent and not settled[classes, option].all()
-            # The target tells which clocks a plan would use; without one all count alike.
-            used = (
-                np.bincount(self._target[first:stop], minlength=options)
-                if self._target is not None
-                else sweep
-            )
-            hoped = [
-                c
-                for c in np.argsort(-np.asarray(used), kind="stable").tolist()
-                if used[c] and is_open[rank, c]
-            ]
             # Ranks, pipelines and iterations begin elsewhere in the sweep, so that they measure
             # different rows.
-            begin = (rank * 5 + pipeline * 3 + iteration) % options
-            turned = [sweep[(begin + i) % options] for i in range(options)]
-            some = [c for c in turned if is_open[rank, c] and c not in hoped]
+            begin = rank * 5 + pipeline * 3 + iteration
+            hoped, some = self._candidates(slice(first, stop), is_open[rank], begin)
             # Early on every rank tries; later only some of them, so that trials fade out.
             if is_early:
                 wanted.append(
@@ -572,6 +590,27 @@ class Autopilot:
             if is_open[rank, 0]:
                 wanted[-1] = [0, *(c for c in wanted[-1] if c)]
         return wanted, is_open
+
+    def _candidates(
+        self, nodes: slice, is_open: NDArray[np.bool_], begin: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the options that a rank may try: those that the best plan might use, most used
+        first, and all others, which begin at a place of their own.
+        """
+        options = len(is_open)
+        # Bit-reversed, so that few trials already spread over all clocks.
+        sweep = _bit_reversed(options)
+        # The target tells which clocks a plan would use; without one all count alike.
+        used = (
+            np.bincount(self._target[nodes], minlength=options)
+            if self._target is not None
+            else sweep
+        )
+        by_use = np.argsort(-np.asarray(used), kind="stable").tolist()
+        hoped = [option for option in by_use if used[option] and is_open[option]]
+        turned = [sweep[(begin + step) % options] for step in range(options)]
+        some = [option for option in turned if is_open[option] and option not in hoped]
+        return hoped, some
 
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
         """Return the share of energy that a program saves, and its standard error."""

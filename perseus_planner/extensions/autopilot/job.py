@@ -72,7 +72,7 @@ class ComputationObservation(NamedTuple):
     """When one computation ran, and at which clock."""
 
     begin_s: float  #: seconds from the begin of the iteration, by this rank's own clock
-    end_s: float  #: likewise
+    end_s: float  #: when it ended, seconds from there by the same clock
     #: the clock in force at its begin, MHz; None if it is not known, and then it teaches nothing.
     clock_mhz: int | None
     #: when another clock came into force while it ran, seconds from the begin of the iteration;
@@ -180,7 +180,7 @@ class Decision:
     #: energy that the plan saves, as a share of that of an iteration at full clocks.
     saving: float = 0.0
     saving_stderr: float = 0.0  #: its standard error
-    #: likewise the mode of each; empty if the job has one.
+    #: the mode of each computation, in the order of `clocks`; empty if the job has one.
     modes: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
     #: how large an effect on whole iterations has to be to be told from noise by now, and by how
     #: much all iterations by now were longer than at full clocks, at most: shares; None before

@@ -39,7 +39,7 @@ _LEVELS = 0.2
 _LEVEL = 0.005
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
-_LAST = 12  #: likewise, where a few times are much longer
+_LAST = 12  #: as many as `_FEW` has, where a few times are much longer
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
@@ -269,6 +269,41 @@ class Learner:
         known = times.count[row, clock] >= _FEW
         miss = np.where(known, value - times.mean[row, clock], np.nan)
         well = times.count[row, clock] >= self._enough
+        usual = self._follow_gpus(gpu, value, miss, well)
+        top = known & self._is_full(row, clock)
+        self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        value -= self.common
+        # Rows that were learnt anew cannot tell what a microbatch had in common.
+        known &= ~self._changed(row, clock, value, known)
+        # Computations of a microbatch have its work in common, which is no cost of clocks.
+        of_work = pipeline * (1 + microbatch.max()) + microbatch
+        value -= self._shared_work(of_work, value - times.mean[row, clock], known)
+        # Before the rows take up the times, as afterwards nothing is missed.
+        self._level_with_top(row[known], clock[known], value[known])
+        for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
+            self._learn_row(r, c, value[(row == r) & (clock == c)])
+        # Rows of few times miss less than the noise, as they have followed it.
+        many = times.count[row, clock] >= 2 * _FEW
+        times.add_noise((value - times.mean[row, clock])[many])
+        # Jumps are followed at once, and slow drift slowly, so that noise does not move all rows.
+        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
+        times.mean[times.known] += follows
+        # Told as by how much longer than at first, as rows have followed some of it.
+        self.common, self._level = self.common + self._level, self._level + follows
+
+    def _follow_gpus(
+        self, gpu: Integers, value: Floats, miss: Floats, well: NDArray[np.bool_]
+    ) -> float:
+        """Have the factors of GPUs that have changed follow, take this out of `value`, and return
+        what is usual of all GPUs.
+
+        Args:
+            gpu: (times,) number of the GPU of each.
+            value: (times,) their logarithms, without the factor of the GPU.
+            miss: (times,) by how much they miss the mean of their row.
+            well: (times,) whether that row is known well.
+        """
+        times = self.times
         # A GPU's own factor moves all of its rows alike, so the median of their misses tells it.
         of_gpus = {int(g): miss[well & (gpu == g)] for g in np.unique(gpu)}
         medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
@@ -290,33 +325,23 @@ class Learner:
                 times.factor[g] *= math.exp(float(np.median(more)))
                 value[gpu == g] -= float(np.median(more))
                 self._apart[g] = ()
-        top = known & self._is_full(row, clock)
-        self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
-        value -= self.common
-        # Rows that were learnt anew cannot tell what a microbatch had in common.
-        known &= ~self._changed(row, clock, value, known)
-        # Computations of a microbatch have its work in common, which is no cost of clocks.
-        for place in np.unique(pipeline * (1 + microbatch.max()) + microbatch):
-            same = pipeline * (1 + microbatch.max()) + microbatch == place
-            few = (value - times.mean[row, clock])[same & known]
+        return usual
+
+    def _shared_work(self, of_work: Integers, miss: Floats, known: NDArray[np.bool_]) -> Floats:
+        """Return what each time has in common with the others of its microbatch, of which there is
+        a number in `of_work`; 0 where too few rows are `known` to tell.
+        """
+        shared = np.zeros_like(miss)
+        for number in np.unique(of_work):
+            same = of_work == number
+            few = miss[same & known]
             if len(few) >= _FEW:
-                shared = float(np.median(few))
+                median = float(np.median(few))
                 # 1.25 times the error of a mean is that of a median of normal errors.
-                error = 1.25 * times.noise / math.sqrt(len(few))
+                error = 1.25 * self.times.noise / math.sqrt(len(few))
                 # A median within its error is no shared length, so it is shrunk towards none.
-                value[same] -= shared * max(0.0, 1 - (error / shared) ** 2) if shared else 0.0
-        # Before the rows take up the times, as afterwards nothing is missed.
-        self._level_with_top(row[known], clock[known], value[known])
-        for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
-            self._learn_row(r, c, value[(row == r) & (clock == c)])
-        # Rows of few times miss less than the noise, as they have followed it.
-        many = times.count[row, clock] >= 2 * _FEW
-        times.add_noise((value - times.mean[row, clock])[many])
-        # Jumps are followed at once, and slow drift slowly, so that noise does not move all rows.
-        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
-        times.mean[times.known] += follows
-        # Told as by how much longer than at first, as rows have followed some of it.
-        self.common, self._level = self.common + self._level, self._level + follows
+                shared[same] = median * max(0.0, 1 - (error / median) ** 2) if median else 0.0
+        return shared
 
     def _level_with_top(self, row: Integers, clock: Integers, value: Floats) -> None:
         """Have the rows of lower clocks follow what they miss beside full ones, as they are planned

@@ -172,7 +172,7 @@ class Block:
 
 class OneClock:
     """Decides the one value of all GPUs of a job without a pipeline, as `Autopilot` decides the
-    clocks of a pipeline: call `observe` and `decide` likewise.
+    clocks of a pipeline: call `observe` and `decide` as its docstring says.
 
     Args:
         job: The job, whose iteration is one computation.

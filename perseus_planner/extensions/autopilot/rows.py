@@ -190,25 +190,10 @@ class TimeRows:
             between: whether rows that were not measured may be planned on where measured ones tell
                 enough of them.
         """
-        measured = int(self.known.sum())
         # Without full clocks in its mode, a class has no level that its other clocks could be told
         # by.
         based = self.known[:, 0]
-        # Scales are found again only when there are notably more rows, as that tries all pairs of
-        # them.
-        if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
-            self._fitted_rows = measured
-        mean = np.empty_like(self.mean)
-        error = np.empty_like(self.mean)
-        enough = np.zeros(self.mean.shape[0], dtype=bool)
-        apart = np.zeros_like(self.known)
-        for kind in np.unique(self._kinds):
-            rows = np.flatnonzero((self._kinds == kind) & based)
-            if len(rows):
-                mean[rows], error[rows], apart[rows] = self._process(int(kind), rows, refit=refit)
-            enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
-        mean[~based] = mean[self._own[~based]]
-        error[~based] = _NEW
+        mean, error, enough, apart = self._by_process(based)
         # What nobody measured is bounded by physics, and by how far measured rows exceed that.
         bound, beta = self.bound()
         # Rows far over the bound show that the process does not describe this GPU, so it bounds
@@ -240,6 +225,34 @@ class TimeRows:
         safe[~based] = safe[self._own[~based]] + _NEW_SAFE
         doubt[~based] = doubt[self._own[~based]] + _NEW_DOUBT
         return TimeTables(np.exp(mean), np.exp(plan), np.exp(safe), np.exp(doubt), error)
+
+    def _by_process(
+        self, based: NDArray[np.bool_]
+    ) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return the logarithms of all rows as the process of their kind tells them, and their
+        errors; of which classes it tells enough, and which measured rows are apart from it.
+
+        Args:
+            based: (classes,) whether a class was measured at full clocks; others get what its own
+                mode tells.
+        """
+        measured = int(self.known.sum())
+        # Scales are found again only when there are notably more rows, as that tries all pairs of
+        # them.
+        if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
+            self._fitted_rows = measured
+        mean = np.empty_like(self.mean)
+        error = np.empty_like(self.mean)
+        enough = np.zeros(self.mean.shape[0], dtype=bool)
+        apart = np.zeros_like(self.known)
+        for kind in np.unique(self._kinds):
+            rows = np.flatnonzero((self._kinds == kind) & based)
+            if len(rows):
+                mean[rows], error[rows], apart[rows] = self._process(int(kind), rows, refit=refit)
+            enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH
+        mean[~based] = mean[self._own[~based]]
+        error[~based] = _NEW
+        return mean, error, enough, apart
 
     def bound(self) -> tuple[Floats, float]:
         """Return the logarithm of the longest physical time of each row, from measured ones, and

@@ -31,6 +31,8 @@ from perseus_planner.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perseus_planner.cli.profiling import KernelOptions
     from perseus_planner.extensions.explore.configuration import Configuration
     from perseus_planner.extensions.explore.explore import Choices, Objective
@@ -421,14 +423,8 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     system = system_of(options.gpu)
     shape = named_transformer(str(options.kernels))
     layer = None if options.layer is None else StageBuilder.load(options.layer).function
-    # The layer that is measured by default has none of these, so its times would be of another
-    # model.
-    for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
-        if layer is None and getattr(shape, name) != measured:
-            raise UsageError(
-                f"--kernels: {name} of {getattr(shape, name)} is not measured; give a model with "
-                f"{name} of {measured}, or your own layer with --layer"
-            )
+    if layer is None:
+        _refuse_unlike_default(shape)
     if options.node_bandwidth is not None:
         system = replace(
             system,
@@ -439,14 +435,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         import torch
 
         rank, ranks = group or (0, 1)
-        # By default the node as one group is measured, and a single GPU.
-        degrees = {1, ranks} if options.tensor_parallel is None else set(options.tensor_parallel)
-        for degree in degrees:
-            if ranks % degree:
-                raise UsageError(
-                    f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start "
-                    f"{degree} with torchrun --nproc-per-node {degree}"
-                )
+        degrees = _degrees(options.tensor_parallel, ranks)
         if rank == 0 and not torch.cuda.is_available():
             click.echo(
                 "planner: torch finds no GPU, so processors are measured, which may take hours",
@@ -455,7 +444,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         # Sorted, so that all ranks measure the same shapes in one order, as they meet in each.
         shapes = [
             shared_by(shape, degree, microbatch=size, recomputation=options.recompute)
-            for degree in sorted(degrees)
+            for degree in degrees
             for size in sorted(set(options.microbatch))
         ]
         system = measure_kernels(shapes, system, layer)
@@ -468,3 +457,28 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     save_system(system, output, names)
     view = system_view(system, names)
     console.report(view, system_text(view), [output])
+
+
+def _refuse_unlike_default(shape: Transformer) -> None:
+    """Refuse a model of which the layer that is measured by default is none."""
+    # The layer that is measured by default has none of these, so its times would be of another
+    # model.
+    for name, measured in (("precision", "bf16"), ("experts", 0), ("kv_latent", 0), ("window", 0)):
+        if getattr(shape, name) != measured:
+            raise UsageError(
+                f"--kernels: {name} of {getattr(shape, name)} is not measured; give a model with "
+                f"{name} of {measured}, or your own layer with --layer"
+            )
+
+
+def _degrees(given: Sequence[int] | None, ranks: int) -> list[int]:
+    """Return the degrees of tensor parallelism to measure on so many ranks, in order."""
+    # By default the node as one group is measured, and a single GPU.
+    degrees = {1, ranks} if given is None else set(given)
+    for degree in degrees:
+        if ranks % degree:
+            raise UsageError(
+                f"--tensor-parallel: {degree} GPUs do not divide the {ranks} ranks; start "
+                f"{degree} with torchrun --nproc-per-node {degree}"
+            )
+    return sorted(degrees)

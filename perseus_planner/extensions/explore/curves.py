@@ -509,24 +509,56 @@ def calibration_of(
             "give the tensor degree that was measured"
         )
     phases = job.stage_phases(system)[stage]
+    limit_w = _seen_limit_w(profile, stage, phases, system)
+    ratios = _ratios_of(profile, stage, phases, system, limit_w, source)
+    origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
+    return Calibration(
+        ratios,
+        f"stage {stage} of {source} ({origin})",
+        profile.blocking_w(stage) / gpus,
+        limit_w,
+    )
+
+
+def _seen_limit_w(
+    profile: Profile, stage: int, phases: Mapping[str, Phases], system: System
+) -> float | None:
+    """Return the power limit of the measured GPU, watts, if it draws more than its model may; None
+    if it does not.
+    """
     # More power than the limit allows shows that the measured GPU had another one.
     most_w = max(
         (
-            row.energy_j / gpus / row.time_s
+            row.energy_j / profile.gpus_per_stage / row.time_s
             for key, rows in profile.measurements.items()
             for row in rows
             if key.stage == stage and row.time_s
         ),
         default=0.0,
     )
-    limit_w = None
-    if most_w > _ABOVE_LIMIT * system.gpu.power_limit_w:
-        # The measured GPU has another limit, which its highest clock was within.
-        limit_w = max(
-            load.free_power_w(row.clock_mhz)
-            for kind, load in ((kind, of_kind.load(system)) for kind, of_kind in phases.items())
-            for row in profile.measurements.get(Key(stage, kind), ())
-        )
+    if most_w <= _ABOVE_LIMIT * system.gpu.power_limit_w:
+        return None
+    # The measured GPU has another limit, which its highest clock was within.
+    return max(
+        load.free_power_w(row.clock_mhz)
+        for kind, load in ((kind, of_kind.load(system)) for kind, of_kind in phases.items())
+        for row in profile.measurements.get(Key(stage, kind), ())
+    )
+
+
+def _ratios_of(
+    profile: Profile,
+    stage: int,
+    phases: Mapping[str, Phases],
+    system: System,
+    limit_w: float | None,
+    source: str,
+) -> dict[str, Floats]:
+    """Return kind -> (3, rows) clocks, and times and energies over those of the model.
+
+    Raises:
+        UsageError: If rows or their energies are missing.
+    """
     ratios = {}
     for kind in "FBIW":
         rows = sorted(profile.measurements.get(Key(stage, kind), ()), key=lambda row: row.clock_mhz)
@@ -548,15 +580,9 @@ def calibration_of(
                 (
                     row.clock_mhz,
                     row.time_s / load.time_s(row.clock_mhz),
-                    row.energy_j / gpus / load.energy_j(row.clock_mhz),
+                    row.energy_j / profile.gpus_per_stage / load.energy_j(row.clock_mhz),
                 )
                 for row in rows
             ]
         ).T
-    origin = "of unknown origin" if profile.origin == "unknown" else profile.origin
-    return Calibration(
-        ratios,
-        f"stage {stage} of {source} ({origin})",
-        profile.blocking_w(stage) / gpus,
-        limit_w,
-    )
+    return ratios

@@ -68,7 +68,7 @@ class Answer(NamedTuple):
     begin_s: float  #: when it was sent
     times_s: tuple[float, ...]  #: when each event with text came, and the end
     input_tokens: int  #: as the server counts them
-    output_tokens: int  #: likewise
+    output_tokens: int  #: as the server counts them
     cached_tokens: int | None  #: input tokens that came from a cache; None if it does not say
     events: int  #: how many events had text
 

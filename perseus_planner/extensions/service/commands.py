@@ -128,8 +128,8 @@ class NewReport:
     ] = "unknown"
     source: Annotated[
         str | None,
-        "Who reports; a later report of a source replaces its earlier report.  [default: "
-        "user@host]",
+        "Who reports; a later report of a source replaces its earlier report about the same "
+        "scope.  [default: user@host]",
         Option(metavar="NAME"),
     ]
     key: Annotated[

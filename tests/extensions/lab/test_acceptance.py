@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from commands import refused
 from fake_nvml import StandIn
-from launching import Ended, ended, started, torchrun
+from launching import Ended, by_themselves, ended, started, torchrun
 from waiting import LONG_S
 
 from perseus_planner.base.checks import CheckResult, run_check
@@ -246,3 +246,21 @@ def test_throughput_is_compared_where_equal_trainings_are_equally_fast():
     for plain, slower in (((0.298, 0.300, 0.299), planned), (unsteady, (0.35, 0.36, 0.37))):
         with pytest.raises(RankError, match="more than 2%"):
             throughput_problem(plain, slower)
+
+
+LEAVES = """
+from pathlib import Path
+from perseus_planner.extensions.lab.acceptance import ranks
+
+ranks._IMPORTED = ()  # what steps need, which takes seconds
+rank = ranks.Rank("cuda", True, Path())
+if rank.rank:
+    ranks._POLL_S = 1.5  # looks late for the value of rank 0, which needs nothing more by then
+rank.leave()
+"""
+
+
+def test_the_rank_that_holds_the_store_ends_last(tmp_path: Path):
+    """Started one by one, as srun does: rank 0 holds the store then, and not a launcher."""
+    for result in by_themselves(2, tmp_path, "-c", LEAVES):
+        assert result.code == 0, result.stderr

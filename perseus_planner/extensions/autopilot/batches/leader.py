@@ -54,8 +54,8 @@ class Tuning:
     remembered: int = 20
     #: What may be owed before clocks are full, a share of an iteration: as the autopilot has it.
     burst: float = 0.04
-    #: What one iteration is charged at most, unless the one before was as late, likewise: one
-    #: outlier is not owed.
+    #: What one iteration is charged at most, a share of an iteration, unless the one before was as
+    #: late: one outlier is not owed.
     most_charged: float = 0.02
     #: One iteration of so many is at full clocks, and tells again how long they are.
     audit_of: int = 64

@@ -86,7 +86,7 @@ class ScaledDag:
         # Checked once here, as scaling does not change the order of slopes.
         _check_slopes(self._network, self._follows)
         problem = point_problem(dag)
-        # The discrete problem likewise: each node has its own copy of the points of its class.
+        # In the discrete problem too, each node has its own copy of the points of its class.
         sizes = np.diff(problem.point_start)[problem.member]
         point_start = np.cumsum([0, *sizes])
         point = np.arange(point_start[-1]) + np.repeat(

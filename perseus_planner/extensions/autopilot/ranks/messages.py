@@ -66,7 +66,7 @@ class Programs(Message, frozen=True):
     saving_stderr: float = 0.0  #: `Decision.saving_stderr`
     #: Whether a rank's computing is told from its waiting, so that a slow one can be seen.
     tells_busy: bool = True
-    #: Modes, likewise as `clocks`; empty if the job has one.
+    #: The mode of each computation, in runs as `clocks` has them; empty if the job has one.
     modes: tuple[tuple[Runs[str], ...], ...] = ()
 
     @property

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -208,6 +208,19 @@ class Rank:
             raise RankError(
                 f"the store of the ranks is gone: {describe_error(error)}; see why it ended"
             ) from error
+
+    def leave(self) -> None:
+        """Wait until all ranks have come here; the first one, which may hold the store, waits until
+        all others need it no more.
+        """
+        self.gather(None)
+        keys = [f"left/{rank}" for rank in range(self.size)]
+        # A rank that ends in between takes the store with it, or its connection to it.
+        with suppress(RuntimeError):
+            self._store.set(keys[self.rank], "")
+            until_s = time.monotonic() + _ANSWER_S
+            while self.rank == 0 and not self._store.check(keys) and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
 
     def _outcome(self, process: BaseProcess, receiver: Connection, limit_s: float) -> Outcome:
         """Wait for the outcome of the process of a step, and for its end."""
