@@ -86,7 +86,7 @@ def accept(gpu: str = "cuda", *, rehearses: bool, read_only: bool, folder: Path)
         for path, text in files.items():
             write_file(path, text.encode(), UsageError)
         console.report(report, _verdict(report), [*files])
-    rank.gather(None)  # torchrun ends all others as soon as one ends with an error
+    rank.meet_last()  # torchrun ends all others as soon as one ends with an error
     if not report["has_passed"]:
         click.get_current_context().exit(1)
 

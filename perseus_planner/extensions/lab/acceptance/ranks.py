@@ -209,6 +209,22 @@ class Rank:
                 f"the store of the ranks is gone: {describe_error(error)}; see why it ended"
             ) from error
 
+    def meet_last(self) -> None:
+        """Wait for all ranks, before each ends.
+
+        Without torchrun rank 0 holds the store, so it leaves only when no other asks it any more.
+
+        Raises:
+            RankError: If one does not answer in time, or the store is gone.
+        """
+        self.gather(None)
+        if self.rank:
+            self._store.add("left", 1)
+            return
+        until_s = time.monotonic() + _ANSWER_S
+        while self._store.add("left", 0) < self.size - 1 and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+
     def _outcome(self, process: BaseProcess, receiver: Connection, limit_s: float) -> Outcome:
         """Wait for the outcome of the process of a step, and for its end."""
         until_s = time.monotonic() + limit_s
