@@ -246,7 +246,7 @@ def served(state: str, address: str, name: str) -> None:
     )
     agent.ServiceLink.on_straggling = lambda _, then: lambda straggling: None
     with job(state) as result:
-        engine, step = service_programs.torch_pipelines()
+        engine, step = service_programs._torch(init=False)
         with (
             emulate(engine, SERVED_GPU),
             planner_runtime(

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from runtime_training import LONG_S, WarningLog, any_rank
-from tiny_training import DeepSpeed, Torch
 from torch import nn
+from torch.distributed import pipelining
 
 from perseus_planner import Profile, schedules, solve
 from perseus_planner.extensions.service.agent import agent
@@ -55,7 +56,7 @@ def train(engine: str, address: str, state: str) -> None:
         propose(self, found)
 
     agent.Agent._propose = noted
-    made, step = {"torch": torch_pipelines, "deepspeed": _deepspeed}[engine]()
+    made, step = {"torch": _torch, "deepspeed": _deepspeed}[engine]()
     warning_log = WarningLog()
     with profile_pipeline(made, gpu=f"simulated:{GPU}&noise=0&drift=0", output="profile.yaml"):
         step()
@@ -95,19 +96,55 @@ def train(engine: str, address: str, state: str) -> None:
     dist.destroy_process_group()
 
 
-def torch_pipelines() -> tuple[Any, Step]:
-    """Two pipelines of two stages side by side: the schedule, and a step of the training."""
-    made = Torch(
-        "1f1b", MICROBATCHES, sides=PIPELINES, layer=_layer, shape=(ROWS, WIDTH), has_shapes=True
+def _torch(*, init: bool = True) -> tuple[Any, Step]:
+    if init:
+        dist.init_process_group("gloo")
+    groups = [
+        dist.new_group(list(range(pipeline, STAGES * PIPELINES, PIPELINES)))
+        for pipeline in range(PIPELINES)
+    ]
+    number, pipeline = divmod(dist.get_rank(), PIPELINES)
+    given, sent = torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH, requires_grad=True)
+    inputs = sent if number else given
+    stage = pipelining.PipelineStage(
+        _layer(number), number, STAGES, torch.device("cpu"), inputs, sent, group=groups[pipeline]
     )
-    return made.engine, made.step
+    schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    data = torch.randn(ROWS * MICROBATCHES, WIDTH)
+
+    def step() -> None:
+        schedule.step(*([] if number else [data]), **({"target": data} if number else {}))
+
+    return schedule, step
 
 
 def _deepspeed() -> tuple[Any, Step]:
-    sizes = {"layers": STAGES, "num_stages": STAGES}
-    made = DeepSpeed(MICROBATCHES, layer=_layer, shape=(ROWS, WIDTH), **sizes)
-    return made.engine, made.step
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # no pipeline needs it, and it would be compiled
+    )
+    deepspeed.init_distributed("gloo", verbose=False)
+    module = PipelineModule(
+        layers=[_layer(number) for number in range(STAGES)],
+        num_stages=STAGES,
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "steps_per_print": 2**31,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config
+    )
+    data = torch.randn(ROWS, WIDTH)
+    return engine, lambda: engine.train_batch(iter([(data, data)] * MICROBATCHES))
 
 
-def _layer() -> nn.Module:
+def _layer(stage: int) -> nn.Module:
+    torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
