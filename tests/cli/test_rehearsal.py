@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from commands import refused
 from fake_nvml import StandIn
-from launching import ended, torchrun
+from launching import ended, ranks, torchrun
+from short_load import shorten_load
 
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
-from perseus_planner.profiler import rehearsal, row_meter
+from perseus_planner.profiler import rehearsal
 from perseus_planner.profiler.rehearsal import RankRehearsal, rehearse_gpu
 
 torch = pytest.importorskip("torch")
@@ -87,10 +88,11 @@ def test_a_gpu_without_an_energy_counter_is_found(fault: str, problem: str):
 
 @pytest.mark.needs("lab")
 def test_ranks_are_rehearsed_by_three_checks_of_an_acceptance(tmp_path: Path):
-    command = ("-m", "perseus_planner", "doctor", "--rehearse", "--json")
-    result = ended(torchrun(2, tmp_path, *command, "emulated:a100-sxm?slower=20000"))
+    command = ("doctor", "--rehearse", "--json", "emulated:a100-sxm?slower=20000")
+    result, other = ranks("command", 2, tmp_path, str(tmp_path), *command)
     report = json.loads(result.stdout)
     assert (result.code, report["has_passed"]) == (0, True)
+    assert (other.code, other.stdout, other.stderr) == (0, "", "")
     assert [(check["name"], check["result"]) for check in report["checks"]] == [
         ("node", "passed"),
         ("clocks", "passed"),
@@ -130,10 +132,7 @@ def test_nothing_is_set_without_locks():
 def test_nothing_is_set_in_a_dry_run_which_runs_the_load(
     nvml: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rehearsal, "_WINDOW_S", 0.1)
-    monkeypatch.setattr(row_meter, "_MAX_WINDOWS", 3)
-    monkeypatch.setattr(row_meter, "_MAX_REJECTED", 0)
-    monkeypatch.setattr(rehearsal, "_SIZES", {"cpu": 64})
+    shorten_load(monkeypatch)
     nvml.set("energy_step_ms", 5)
     nvml.set("persistence", 0)
     rank = rehearsed("dry-run:nvml:0")

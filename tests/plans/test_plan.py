@@ -41,8 +41,8 @@ pytestmark = pytest.mark.usefixtures("little_effort")
 
 @pytest.fixture(scope="module")
 def frontier() -> Frontier:
-    """Four stages, eight microbatches, a smooth profile."""
-    return solve(smooth_profile(4), one_f_one_b(4, 8))
+    """Four stages, six microbatches, a smooth profile."""
+    return solve(smooth_profile(4), one_f_one_b(4, 6))
 
 
 def effective_j(frontier: Frontier, time_s: float, energy_j: float) -> float:
@@ -100,7 +100,7 @@ def test_an_overhead_lengthens_every_iteration_and_all_gpus_wait_meanwhile(
 def test_equal_input_gives_equal_plans_whatever_was_asked_before(frontier: Frontier):
     asked_s = 1.07 * frontier.baseline_time_s
     frontier.plan_until(1.2 * frontier.baseline_time_s)
-    again = solve(smooth_profile(4), one_f_one_b(4, 8))
+    again = solve(smooth_profile(4), one_f_one_b(4, 6))
     assert again.plan_until(asked_s) == frontier.plan_until(asked_s)
 
 

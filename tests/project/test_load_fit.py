@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_fit import fit_load, fit_profile
+from strategies import drawn
 
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
@@ -71,10 +71,9 @@ def test_a_fit_has_at_most_nine_numbers():
     assert {field.type for field in fields(Load)} == {"float"}
 
 
-@settings(max_examples=25)
-@given(loads())
-def test_what_has_no_noise_is_found_again(drawn: tuple[Load, list[int]]):
-    load, clocks = drawn
+@drawn(6, 60, draw=loads())
+def test_what_has_no_noise_is_found_again(draw: tuple[Load, list[int]]):
+    load, clocks = draw
     rows = rows_of(load, clocks)
     for error in errors(fit_load(rows), rows):
         assert (
@@ -83,10 +82,9 @@ def test_what_has_no_noise_is_found_again(drawn: tuple[Load, list[int]]):
         assert error.max() <= 0.03
 
 
-@settings(max_examples=25)
-@given(loads(), st.integers(0, 1000))
-def test_through_noise_the_truth_is_found(drawn: tuple[Load, list[int]], seed: int):
-    load, clocks = drawn
+@drawn(6, 60, draw=loads(), seed=st.integers(0, 1000))
+def test_through_noise_the_truth_is_found(draw: tuple[Load, list[int]], seed: int):
+    load, clocks = draw
     found = fit_load(rows_of(load, clocks, noise=0.01, seed=seed))
     for error in errors(found, rows_of(load, clocks)):
         assert np.median(error) <= 0.012

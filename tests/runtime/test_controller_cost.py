@@ -7,7 +7,6 @@ import select
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import controller_ranks
 import pytest
 from controller_ranks import LONG_S
+from virtual_time import VirtualTime
 
 from perseus_planner.runtime.controller import server
 from perseus_planner.runtime.controller.client import Connection
@@ -25,7 +25,7 @@ from perseus_planner.runtime.marks import clock_request
 SIMULATED = "simulated:a100-sxm"
 
 
-class Pauses:
+class Pauses(VirtualTime):
     """Stands for the modules `time` and `select` of a controller: time passes in its pauses
     alone.
     """
@@ -33,20 +33,21 @@ class Pauses:
     EPOLLIN = select.EPOLLIN
 
     def __init__(self) -> None:
-        self.now_ns = time.monotonic_ns()
+        super().__init__(look_s=0.0)
+
+    @property
+    def now_ns(self) -> int:
+        return round(1e9 * self.now_s)
 
     def monotonic_ns(self) -> int:
         return self.now_ns
-
-    def sleep(self, duration_s: float) -> None:
-        self.now_ns += round(1e9 * duration_s)
 
     def epoll(self) -> SimpleNamespace:
         poller = select.epoll()
 
         def poll(timeout_s: float, most: int) -> list[tuple[int, int]]:
             ready = poller.poll(0, most)
-            self.now_ns += 0 if ready else round(1e9 * timeout_s)
+            self.sleep(0.0 if ready else timeout_s)
             return ready
 
         return SimpleNamespace(register=poller.register, poll=poll)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import free_port
+from launching import by_themselves
 
 from perseus_planner.runs.status import read_status
 from perseus_planner.views.run import decider_text
@@ -81,35 +80,36 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.runtime import planner_runtime
 import site_planner
 
+def train(name):
+    torch.manual_seed(rank)
+    stage = pipelining.PipelineStage(nn.Linear(8, 8), rank, 2, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    decider = site_planner.Top() if name == "object" else name
+    options = {"decider": decider, "gpu": "emulated:a100-sxm", "record": f"run-{name}"}
+    with planner_runtime(schedule, **options) as runtime:
+        for _ in range(6):
+            x = torch.ones(8, 8)
+            schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
+        try:
+            runtime.switch_to("plan.yaml")
+        except UsageError as error:
+            refusal = str(error)
+        decider = runtime._decider
+    return {
+        "calls": decider.calls, "ended": decider.ended, "rounds": decider.rounds,
+        "refusal": refusal, "top": decider.top,
+    }
+
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.manual_seed(rank)
-stage = pipelining.PipelineStage(nn.Linear(8, 8), rank, 2, torch.device("cpu"))
-schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-decider = site_planner.Top() if sys.argv[1] == "object" else sys.argv[1]
-with planner_runtime(schedule, decider=decider, gpu="emulated:a100-sxm", record="run") as runtime:
-    for _ in range(6):
-        x = torch.ones(8, 8)
-        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
-    try:
-        runtime.switch_to("plan.yaml")
-    except UsageError as error:
-        refusal = str(error)
-    decider = runtime._decider
-told = {
-    "calls": decider.calls, "ended": decider.ended, "rounds": decider.rounds, "refusal": refusal,
-    "top": decider.top,
-}
-json.dump(told, open(f"told-{rank}.json", "w"))
-dist.barrier()
+for name in sys.argv[1:]:
+    json.dump(train(name), open(f"told-{name}-{rank}.json", "w"))
+    dist.barrier()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("decider", ["top", "object"])
-def test_a_decider_of_others_decides_the_clocks_of_real_ranks(decider: str, tmp_path: Path):
-    import json
-
+def test_deciders_of_others_decide_the_clocks_of_real_ranks(tmp_path: Path):
     (tmp_path / "site_planner.py").write_text(SITE)
     about = tmp_path / "site_planner-1.0.dist-info"
     about.mkdir()
@@ -118,39 +118,24 @@ def test_a_decider_of_others_decides_the_clocks_of_real_ranks(decider: str, tmp_
         "[perseus_planner.extensions]\nsite = site_planner:EXTENSION\n"
     )
     (tmp_path / "training.py").write_text(TRAINING)
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            [sys.executable, "training.py", decider],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-                "XDG_STATE_HOME": str(tmp_path / "state"),
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], errors
-    # What people see of it is under its own name.
-    (attempt,) = (tmp_path / "run").glob("attempt-*")
-    assert decider_text(read_status(attempt)) == "Site planner: all at the top"
-    for rank in range(2):
-        told = json.loads((tmp_path / f"told-{rank}.json").read_text())
-        assert told["calls"] == ["check", "join", "begin", "stop", "end"]
-        assert told["ended"] == [[iteration, True, None] for iteration in range(6)]
-        assert told["rounds"] > 0
-        assert told["refusal"] == "the site decides; ask it"
-        assert told["top"] == 1410
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    deciders = ("top", "object")  # of the extension, and one that the training makes
+    everyone = by_themselves(2, tmp_path, "training.py", *deciders, **environment)
+    assert [each.code for each in everyone] == [0, 0], [each.stderr for each in everyone]
+    for decider in deciders:
+        # What people see of it is under its own name.
+        (attempt,) = (tmp_path / f"run-{decider}").glob("attempt-*")
+        assert decider_text(read_status(attempt)) == "Site planner: all at the top"
+        for rank in range(2):
+            told = json.loads((tmp_path / f"told-{decider}-{rank}.json").read_text())
+            assert told["calls"] == ["check", "join", "begin", "stop", "end"]
+            assert told["ended"] == [[iteration, True, None] for iteration in range(6)]
+            assert told["rounds"] > 0
+            assert told["refusal"] == "the site decides; ask it"
+            assert told["top"] == 1410
 
 
 @pytest.mark.needs("autopilot")

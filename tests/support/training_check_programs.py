@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from virtual_time import VirtualTime
 
 from perseus_planner.engines import recording
 from perseus_planner.gpu.simulated.gpu import SimulatedGpu
@@ -26,21 +27,12 @@ from perseus_planner.profiles.profiles import Profile
 WIDTH = 4
 
 
-class Clock:
-    """Virtual time, in place of the module `time`."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        """Return the time, seconds."""
-        return self.now_s
-
-    def spend(self, duration_s: float) -> None:
-        """Let time pass, three times as much without autocast."""
-        self.now_s += duration_s if torch.is_autocast_enabled("cpu") else 3 * duration_s
+TIME = VirtualTime(look_s=0.0)
 
 
-CLOCK = Clock()
+def spend(duration_s: float) -> None:
+    """Let time pass, three times as much without autocast."""
+    TIME.sleep(duration_s if torch.is_autocast_enabled("cpu") else 3 * duration_s)
 
 
 class Spending(torch.autograd.Function):
@@ -48,14 +40,14 @@ class Spending(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
-        CLOCK.spend(0.010)
+        spend(0.010)
         ctx.autocast = torch.is_autocast_enabled("cpu")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=ctx.autocast):
-            CLOCK.spend(0.020)
+            spend(0.020)
         return gradient
 
 
@@ -84,16 +76,16 @@ class MeasuredGpu:
         pass
 
     def now_s(self) -> float:
-        return CLOCK.now_s
+        return TIME.now_s
 
     def clock_mhz(self) -> int:
         return 1410
 
     def wait(self, duration_s: float) -> None:
-        CLOCK.now_s += duration_s
+        TIME.sleep(duration_s)
 
     def energy_j(self) -> float:
-        return 100 * (CLOCK.now_s // 0.02) * 0.02
+        return 100 * (TIME.now_s // 0.02) * 0.02
 
 
 def compared(autocast: str) -> None:
@@ -102,8 +94,8 @@ def compared(autocast: str) -> None:
     """
     dist.init_process_group("gloo")
     patch = pytest.MonkeyPatch()
-    patch.setattr(recording, "time", CLOCK)
-    patch.setattr(measure, "time", CLOCK)
+    patch.setattr(recording, "time", TIME)
+    patch.setattr(measure, "time", TIME)
     patch.setattr(measure, "open_gpu", lambda _: MeasuredGpu())
     if autocast == "lost":
         patch.setattr(recording.RecordedCall, "as_recorded", lambda _: nullcontext())
@@ -113,7 +105,7 @@ def compared(autocast: str) -> None:
     )
 
     def loss(output: Any, target: Any) -> Any:
-        CLOCK.spend(0.005)
+        spend(0.005)
         return (output - target).square().mean()
 
     schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=loss)

@@ -16,17 +16,21 @@ class VirtualTime:
 
     Attributes:
         now_s: The time, seconds; at first that of the monotonic clock.
+
+    Args:
+        look_s: How much later each look is than the last one, so that whoever looks often enough
+            sees time pass; 0 for time that only waiting takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look_s: float = 1e-6) -> None:
         self.now_s = time.monotonic()
+        self._look_s = look_s
 
     def monotonic(self) -> float:
-        """A microsecond later than the last time, so that whoever looks often enough sees time
-        pass.
-        """
-        self.now_s += 1e-6
+        self.now_s += self._look_s
         return self.now_s
+
+    perf_counter = monotonic
 
     def sleep(self, duration_s: float) -> None:
         self.now_s += duration_s

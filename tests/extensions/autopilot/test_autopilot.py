@@ -447,7 +447,7 @@ def test_a_second_mode_is_learnt_as_clocks_are_and_saves_what_the_best_plan_does
         [[plan.clocks[each] for each in rank] for rank in ranks],
         [[plan.modes.get(each, "own") for each in rank] for rank in ranks],
     )
-    done = train(truth, 50, microbatches=8)
+    done = train(truth, 36, microbatches=8)
     last = last_planned(done)
     assert saved(truth, done.programs[last][0], done.modes[last][0]) > best - 1
     modes = {mode for rank in done.modes[last][0] for mode in rank}
@@ -482,7 +482,7 @@ def _check_pairs(ranks: Any, modes: Any) -> None:
 def test_a_mode_that_takes_twice_as_long_is_tried_within_the_ledger_and_left():
     truth = nanobatched("computation", longer=2.0)
     full_s, _ = steady(truth, job_of(truth, 8).iteration, Physics(), full_clocks(LARGER, 8))
-    done = train(truth, 48, microbatches=8, late=3)  # of which audits take some
+    done = train(truth, 32, microbatches=8, late=3)  # of which audits take some
     counts = [sum(rank.count(NANO) for rank in each[0]) for each in done.modes]
     assert 0 < sum(counts) < 60
     assert max(counts[-8:]) <= 4  # a trial

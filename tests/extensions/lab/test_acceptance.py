@@ -17,7 +17,8 @@ from unittest.mock import Mock
 import pytest
 from commands import refused
 from fake_nvml import StandIn
-from launching import Ended, by_themselves, ended, started, torchrun
+from launching import Ended, by_themselves, ended, ranks, started, torchrun
+from short_load import shorten_load
 from waiting import LONG_S
 
 from perseus_planner.base.checks import CheckResult, run_check
@@ -39,6 +40,7 @@ pytest.importorskip("torch")
 COMMAND = ("-m", "perseus_planner", "doctor", "--acceptance")
 GPU = "emulated:a100-sxm?slower=20000"
 NAMES = ["node", "clocks", "latency", "neighbours", "training", "profile", "plan", "deaths"]
+Start = Callable[[int, Path], Ended]
 CPU_S = 60.0  #: of the steps of four ranks together
 
 
@@ -62,33 +64,48 @@ def written(folder: Path, result: Ended) -> dict[str, Any]:
     return report
 
 
-def accepted(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+def launched(count: int, folder: Path) -> Ended:
+    """Accept a node of emulated GPUs with torchrun."""
+    return ended(torchrun(count, folder, *COMMAND, GPU))
+
+
+def forked(count: int, folder: Path) -> Ended:
+    """The same on ranks that are started by themselves, one of which holds the store, and need
+    not import torch again; what rank 0 prints is all that they print.
+    """
+    first, *others = ranks("command", count, folder, str(folder), *COMMAND[2:], GPU)
+    said = [(each.code, each.stdout, each.stderr) for each in others]
+    assert said == [(first.code, "", "")] * len(others)
+    return first
+
+
+def accepted(folder: Path, count: int, start: Start = launched) -> dict[str, dict[str, Any]]:
     """Accept a node of emulated GPUs; return the checks by their names."""
-    result = ended(torchrun(ranks, folder, *COMMAND, GPU))
+    result = start(count, folder)
     report = written(folder / "acceptance", result)
     checks = {check["name"]: check for check in report["checks"]}
     assert result.code == 0, result.stdout
-    assert (report["origin"], report["ranks"], report["has_passed"]) == ("simulated", ranks, True)
+    assert (report["origin"], report["ranks"], report["has_passed"]) == ("simulated", count, True)
     assert {check["result"] for check in checks.values()} == {"passed"}
-    assert checks["node"]["text"].startswith(f"{ranks} x simulated a100-sxm")
+    assert checks["node"]["text"].startswith(f"{count} x simulated a100-sxm")
     assert result.stdout.count("simulated a100-sxm") == 2, "equal GPUs are one block"
     assert all(
         time["locked_mhz"] for rank in checks["clocks"]["values"]["ranks"] for time in rank["runs"]
     )
-    assert checks["latency"]["values"]["at once"]["gpus"] == ranks
+    assert checks["latency"]["values"]["at once"]["gpus"] == count
     assert checks["neighbours"]["text"].startswith("all neighbours wait for each other's messages")
-    assert report["layout"] == f"2 x {ranks // 2} (pipeline x data parallel)"
+    assert report["layout"] == f"2 x {count // 2} (pipeline x data parallel)"
     assert set(checks["profile"]["values"]["beside"]) == {"0 F", "0 B", "1 F", "1 B"}
     rows = checks["plan"]["values"]["rows"]
     assert [row["name"] for row in rows] == ["full clocks", "by the plan"]
     assert all(row[key] > 0 for row in rows for key in ("time_s", "energy_j", "planned_s"))
-    assert checks["deaths"]["values"]["clocks_mhz"] == [1410] * ranks
+    assert checks["deaths"]["values"]["clocks_mhz"] == [1410] * count
     assert not list((folder / "acceptance").glob("progress-*"))
     return checks
 
 
 def test_two_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
-    accepted(tmp_path, 2)
+    accepted(tmp_path, 2, forked)
 
 
 @pytest.mark.newest
@@ -106,8 +123,9 @@ def test_eight_ranks_with_emulated_gpus_are_accepted(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it is imported
 def test_what_looks_at_a_node_sets_nothing_and_leases_nothing(
-    nvml: StandIn, state: Path, tmp_path: Path
+    nvml: StandIn, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    shorten_load(monkeypatch)
     nvml.set("energy_step_ms", 5)
     acceptance = Acceptance(Rank("dry-run:nvml:0", read_only=True, folder=tmp_path))
     trains = ("training", "profile")  # as the whole command does below

@@ -29,6 +29,7 @@ from perseus_planner.extensions.service.service import Service
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
+pytest_plugins = ("schemathesis.pytest.plugin",)  # pyproject.toml spares all others from it
 DOCUMENT = create_app(StandIn(), Access(), Limits()).openapi()
 WHOLE = schemathesis.openapi.from_dict(DOCUMENT)  # with a request for each rule of the document
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
