@@ -293,8 +293,8 @@ class Client:
             error, (httpx.RemoteProtocolError, httpx.ReadError)
         ):
             return ServiceAway(
-                f"the service at {self.address} hung up without an answer, as one with TLS does; "
-                "if it has TLS, write https:// in its address, else see its log"
+                f"there is no answer from the service at {self.address}: it hung up; if it has "
+                "TLS, write https:// in its address, else see its log"
             )
         if self.address.startswith("https:") and re.search(
             "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure", str(error)

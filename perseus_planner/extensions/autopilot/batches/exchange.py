@@ -222,7 +222,7 @@ class RankLaws(Record, frozen=True, array_like=True):
     def of(cls, orders: Iterable[Sequence[Computation]], laws: Mapping[Key, Law]) -> RankLaws:
         """Return what a rank tells."""
         told = tuple(
-            (key.stage, key.kind, law.fixed_s, law.per_work_s) for key, law in laws.items()
+            (stage, kind, law.fixed_s, law.per_work_s) for (stage, kind), law in laws.items()
         )
         plain = (tuple((c.stage, c.kind, c.microbatch) for c in order) for order in orders)
         return cls(tuple(plain), told)
