@@ -373,11 +373,11 @@ def _check_keys(
     # Unknown keys come first: a misspelt one is missing as well.
     missing = sorted(required - set(document.values))
     names = ", ".join(map(repr, missing))
-    # What a command wrote was cut off, and nobody can add its keys by hand.
+    # Nobody can add by hand what a command wrote: most often a copy was cut off.
     if missing and written_by is not None:
         raise document.error(
-            f"{document.path}: is cut off: it has no key {names}; copy it again, or make it again "
-            f"with `{written_by}`"
+            f"{document.path}: has no key {names}, as a file that was cut off; copy it again, or "
+            f"make it again with `{written_by}`"
         )
     if missing:
         where = (

@@ -658,10 +658,10 @@ def generate_for_stages(
         )
     if ranks is None:
         ranks = stages // per_rank
-    if ranks * per_rank != stages:
+    if ranks > 0 and stages % ranks:
         raise ScheduleError(
-            f"{stages} stages cannot be shared by {ranks} ranks of {per_rank} stages each; give a "
-            "number of ranks that divides them"
+            f"{stages} stages cannot be shared equally by {ranks} ranks; give a number of ranks "
+            "that divides them"
         )
     return generate(
         name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group

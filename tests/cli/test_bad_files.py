@@ -236,7 +236,11 @@ def test_an_archive_of_anything_else_is_refused(
             "gpu: smooth\ngpu: other",
             "p.yaml, line 6: key 'gpu' stands on line 5 too; keep one",
         ),
-        ("gpu: smooth\n", "", "p.yaml: has no key 'gpu'; add it"),
+        (
+            "gpu: smooth\n",
+            "",
+            "p.yaml: has no key 'gpu', as a file that was cut off; copy it again",
+        ),
         (
             "gpu: smooth",
             "gpu: smooth\ncpu: other",

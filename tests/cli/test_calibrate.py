@@ -153,7 +153,8 @@ REFUSED = {
         "profile.csv: a CSV does not hold an overhead; name a profile.yaml, or a job file"
     ),
     "calibrate absent.yaml plan.yaml --measured 3s": "absent.yaml: no such file; check the path",
-    "calibrate profile.yaml absent.yaml --measured 3s": "absent.yaml: no such file; check the path",
+    "calibrate profile.yaml absent.yaml --measured 3s": "absent.yaml: there is no such plan or run "
+    "folder; name the folder that the training was given as `record`",
     "calibrate flow.yaml plan.yaml --measured 1s": (
         "flow.yaml: overhead_s cannot be written into it; write `overhead_s: {overhead!r}` yourself"
     ),

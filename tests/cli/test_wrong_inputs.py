@@ -186,7 +186,7 @@ WRONG = {
     "explore gpt3-175b --gpus 0 --gpu a100-sxm": (
         "Invalid value for '--gpus': 0 is not in the range x>=1."
     ),
-    "show cut.yaml": "cut.yaml: is cut off: it has no key ",
+    "show cut.yaml": "cut.yaml: has no key ",
     "calibrate profile.yaml nothere": "nothere: there is no such plan or run folder; name ",
     "inference simulate profile.csv nothere.csv": "Missing option '--gpus'.",
     "inference read x=nothere.json -o i.csv": (

@@ -327,9 +327,6 @@ def test_no_ranks_are_refused_for_any_number_of_stages(name: str):
 
 
 def test_stages_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ScheduleError, match="5 stages cannot be shared by 2 ranks of 1 stages"):
-        schedules.generate_for_stages("1f1b", 5, microbatches=8, ranks=2)
-    with pytest.raises(ScheduleError, match="8 stages cannot be shared by 2 ranks of 2 stages"):
-        schedules.generate_for_stages(
-            "interleaved-1f1b", 8, microbatches=8, ranks=2, virtual_stages=2
-        )
+    for name in ("1f1b", "interleaved-1f1b", "dualpipe-v"):
+        with pytest.raises(ScheduleError, match="5 stages cannot be shared equally by 2 ranks"):
+            schedules.generate_for_stages(name, 5, microbatches=8, ranks=2)
