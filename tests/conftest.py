@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from fake_nvml import nvml as nvml
 from fake_nvml import nvml_library as nvml_library
 from hypothesis import settings
+
+from perseus_planner.cli import console
 
 # A shell makes background jobs ignore Ctrl-C, and then all processes that the tests start would
 # too.
@@ -53,6 +56,14 @@ FIRST = (
     "autopilot/test_autopilot_noise",
     "project/test_site",
 )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_lines_of_progress() -> None:
+    """Say nothing of progress within commands that tests call: how long they take is the machine's
+    business. Tests of these lines set the time between two of them.
+    """
+    console._LINE_S = math.inf
 
 
 CHANGED = "PLANNER_TESTS_CHANGED"

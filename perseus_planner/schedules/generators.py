@@ -643,8 +643,9 @@ def generate_for_stages(
         group: as `generate` takes it.
 
     Raises:
-        ScheduleError: If the stages cannot be shared equally by ranks, or `generate` refuses the
-            sizes.
+        ScheduleError: If no number of ranks is given and the stages cannot be shared equally, or
+            `generate` refuses the sizes. A schedule for given ranks may have other stages than
+            asked for, which who has the profile refuses in its own words.
     """
     # A number that the schedule fixes, or the user gives, counts before what follows from ranks.
     fixed = _generator(name).virtual_stages
@@ -658,11 +659,6 @@ def generate_for_stages(
         )
     if ranks is None:
         ranks = stages // per_rank
-    if ranks > 0 and stages % ranks:
-        raise ScheduleError(
-            f"{stages} stages cannot be shared equally by {ranks} ranks; give a number of ranks "
-            "that divides them"
-        )
     return generate(
         name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages, group=group
     )

@@ -437,6 +437,7 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool, monkeypatch: pytes
 def test_progress_in_a_log_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr(console, "_LINE_S", 20.0)
     now_s = iter((0.0, 1.0, 21.0, 21.0, 22.0))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     with console.progress("Profiling") as progress:

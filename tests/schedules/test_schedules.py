@@ -324,9 +324,3 @@ def test_one_virtual_stage_is_the_schedule_without_interleaving():
 def test_no_ranks_are_refused_for_any_number_of_stages(name: str):
     with pytest.raises(ScheduleError):
         schedules.generate_for_stages(name, 4, microbatches=8, ranks=0)
-
-
-def test_stages_that_ranks_cannot_share_are_refused():
-    for name in ("1f1b", "interleaved-1f1b", "dualpipe-v"):
-        with pytest.raises(ScheduleError, match="5 stages cannot be shared equally by 2 ranks"):
-            schedules.generate_for_stages(name, 5, microbatches=8, ranks=2)
