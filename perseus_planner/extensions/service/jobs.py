@@ -29,6 +29,7 @@ from typing import Any
 from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.curve import Curve, NotSolved
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
@@ -52,7 +53,6 @@ from perseus_planner.extensions.service.models import (
 )
 from perseus_planner.extensions.service.planning import Planning, requests_of
 from perseus_planner.extensions.service.policy import (
-    Look,
     check_places,
     check_scope,
     decide,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.extensions.service.headline import headline, power_now_w, state_name
+from perseus_planner.extensions.service.look import is_over
 from perseus_planner.extensions.service.models import (
     Decision,
     Event,
@@ -26,7 +27,6 @@ from perseus_planner.extensions.service.models import (
     Report,
     shared,
 )
-from perseus_planner.extensions.service.policy import is_over
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.jobs import JobState

@@ -21,6 +21,7 @@ from strategies import fixed, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.service.curve import Numbers
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     Cause,
     Decision,
@@ -30,7 +31,6 @@ from perseus_planner.extensions.service.models import (
     ScopeKind,
 )
 from perseus_planner.extensions.service.policy import (
-    Look,
     PolicySettings,
     check_scope,
     decide,

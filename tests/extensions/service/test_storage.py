@@ -25,6 +25,7 @@ from services import (
 
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Share
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Counters,
@@ -36,7 +37,6 @@ from perseus_planner.extensions.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.extensions.service.policy import Look
 from perseus_planner.extensions.service.store import Draft, Storage
 
 DIGEST = "f" * 64
