@@ -45,7 +45,7 @@ from perseus_planner.base.errors import PlannerError
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import Loop
 from perseus_planner.extensions.service import alerts as alerts_sent
-from perseus_planner.extensions.service import curve, models
+from perseus_planner.extensions.service import curve, models, parts
 from perseus_planner.extensions.service.access import (
     PROBLEM,
     STATIC,
@@ -66,13 +66,11 @@ from perseus_planner.extensions.service.alerts import (
 from perseus_planner.extensions.service.bodies import check_size, read_registration
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.headline import together
+from perseus_planner.extensions.service.kinds import KEY, MOST_WHOLE, NAME
 from perseus_planner.extensions.service.metrics import CONTENT_TYPE, Metrics
 from perseus_planner.extensions.service.models import (
     EPOCH,
-    KEY,
     LEASE,
-    MOST_WHOLE,
-    NAME,
     Answer,
     Answers,
     Counters,
@@ -846,7 +844,7 @@ def _with_texts(document: dict[str, Any]) -> dict[str, Any]:
     # The texts are comments (`#:`), which are in the sources alone. A class takes those of its
     # bases, which stand before it.
     of_kinds: dict[str, dict[str, str]] = {}
-    for module in (account, models, alerts_sent, curve):
+    for module in (account, parts, models, alerts_sent, curve):
         source = inspect.getsource(module)
         for kind in ast.parse(source).body:
             if isinstance(kind, ast.ClassDef):

@@ -53,8 +53,6 @@ from perseus_planner.extensions.service.models import (
 )
 from perseus_planner.extensions.service.planning import Planning, requests_of
 from perseus_planner.extensions.service.policy import (
-    check_places,
-    check_scope,
     decide,
     saving_w,
 )
@@ -351,7 +349,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
         InfeasibleError: If no plan meets the job's deadline or switch budget.
     """
     curve = planning.curve(job.frontier, frontier)
-    check_places(job, curve.stages)
+    job.parts.check_places(curve.stages)
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
@@ -689,7 +687,7 @@ def check_report(state: JobState, report: Report, now_s: float) -> None:
         UsageError: If the job does not have the scope, or a time is not finite.
         Conflict: If the job has too many reports, or too many of that source.
     """
-    check_scope(state.registered, report.scope, state.curve.stages)
+    state.registered.parts.check(report.scope, state.curve.stages)
     look = state.look or _look(state, now_s)
     of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
     if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:

@@ -75,7 +75,7 @@ class Look:
             iteration: The first iteration that can still be changed; None if unknown.
 
         Raises:
-            UsageError: If a report is about what the job does not have; `check_scope` finds that
+            UsageError: If a report is about what the job does not have; `Parts.check` finds that
                 when it arrives.
         """
         # Only what is about the same as a new report can change, so the reports are grouped by

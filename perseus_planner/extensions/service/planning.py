@@ -35,7 +35,6 @@ from perseus_planner.base.errors import (
 )
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.extensions.service.curve import Curve, NotSolved, Numbers, Slow
-from perseus_planner.extensions.service.models import Latest
 from perseus_planner.plans.job import Job, Settings
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.profiles.profiles import profile_document
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
     from perseus_planner.extensions.service.watch import Watchdog
 
 Result = TypeVar("Result")
+Name = TypeVar("Name")
+Value = TypeVar("Value")
 
 _FRONTIERS = 32  # frontiers that a process keeps in memory
 # Of an unpacked frontier; one of 16 stages and 512 microbatches has some 30 MB.
@@ -157,6 +158,21 @@ def nearest_plan_text(request: PlanRequest, content: bytes) -> str:
         frontier = _frontier(request.frontier, request.slow, request.gpu_power_limit_w, content)
         least_s = max(error.least_time_s, frontier.least_deadline_s(request.on_time))
         return plan_text(request._replace(time_s=least_s), content)
+
+
+class Latest(dict[Name, Value]):
+    """A cache of the values that were put last, at most so many, for any thread."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, key: Name, value: Value) -> Value:
+        """Put and return a value; the oldest ones go if there are too many."""
+        self[key] = value
+        for old in [*self][: -self._most]:
+            self.pop(old, None)
+        return value
 
 
 _frontiers = Latest[tuple[str, Slow, float | None], Frontier](_FRONTIERS)

@@ -42,13 +42,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.models import (
     Decision,
     RegisteredJob,
     Report,
-    Scope,
     Slowing,
     Target,
 )
@@ -56,37 +55,6 @@ from perseus_planner.extensions.service.models import (
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve, Numbers, Slow
     from perseus_planner.extensions.service.look import Look, Said
-
-
-def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
-    """Check that a scope exists in a job whose pipelines have this many stages.
-
-    Raises:
-        UsageError: If it does not.
-    """
-    for stage in frozenset().union(*job.parts.of(scope).values()):
-        if stage >= stages:
-            raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
-
-
-def check_places(job: RegisteredJob, stages: int) -> None:
-    """Check the locations of the ranks of a job whose pipelines have this many stages.
-
-    Raises:
-        UsageError: If a rank is listed twice, or its pipeline or stage does not exist.
-    """
-    ranks = [place.rank for place in job.places]
-    if len(set(ranks)) < len(ranks):
-        raise UsageError("places: a rank is listed twice; list each rank once")
-    for place in job.places:
-        _check_numbers(f"rank {place.rank}, pipeline", [place.pipeline], job.pipelines)
-        _check_numbers(f"rank {place.rank}, stage", place.stages, stages)
-
-
-def _check_numbers(what: str, numbers: Iterable[int], count: int) -> None:
-    for number in numbers:
-        if number not in range(count):
-            raise UsageError(f"places: {what} {number}: does not exist; they are 0 to {count - 1}")
 
 
 _KEEPS = {

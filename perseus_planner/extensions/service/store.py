@@ -41,7 +41,6 @@ from perseus_planner.base.errors import UsageError, how_to_install, shown
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.jobs import JobState, Tally
 from perseus_planner.extensions.service.models import (
-    SLICE,
     Fenced,
     JobTotals,
     PlanSet,
@@ -708,11 +707,15 @@ def _text(value: Any) -> str:
     return write_json(value, inf_nan_mode="null").decode()
 
 
+_SLICE = 1000
+"""How many places are written at once: other threads get no turn meanwhile."""
+
+
 def _registration_text(job: RegisteredJob) -> str:
     """Return a registration as JSON, its places in slices."""
-    begins = range(0, len(job.places), SLICE)
+    begins = range(0, len(job.places), _SLICE)
     rest = {**shared(RegisteredJob, job), "places": ()}
-    slices = [to_json(job.places[begin : begin + SLICE])[1:-1].decode() for begin in begins]
+    slices = [to_json(job.places[begin : begin + _SLICE])[1:-1].decode() for begin in begins]
     return _text(rest).replace('"places":[]', f'"places":[{",".join(slices)}]', 1)
 
 
