@@ -50,7 +50,7 @@ from perseus_planner.extensions.service.models import (
     UnknownReport,
 )
 from perseus_planner.extensions.service.planning import Unsolved, solve_profile
-from perseus_planner.extensions.service.store import Writing
+from perseus_planner.extensions.service.writer import Writing
 
 httpx = pytest.importorskip("httpx")
 

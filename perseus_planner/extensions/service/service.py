@@ -21,6 +21,7 @@ from uuid import uuid4
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
+from perseus_planner.extensions.service.draft import Draft, unknown_job
 from perseus_planner.extensions.service.jobs import (
     WRITTEN_AFTER_S,
     JobState,
@@ -79,19 +80,13 @@ from perseus_planner.extensions.service.statuses import (
     status_of,
     totals_of,
 )
-from perseus_planner.extensions.service.store import (
-    Draft,
-    Storage,
-    Stored,
-    Writer,
-    Writing,
-    unknown_job,
-)
 from perseus_planner.extensions.service.watch import Watchdog
+from perseus_planner.extensions.service.writer import Writer, Writing
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve
     from perseus_planner.extensions.service.models import Counters
+    from perseus_planner.extensions.service.store import Storage, Stored
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -52,8 +52,9 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.extensions.service import planning, store
+from perseus_planner.extensions.service import database, planning, rows
 from perseus_planner.extensions.service.curve import Curve
+from perseus_planner.extensions.service.draft import Draft
 from perseus_planner.extensions.service.models import (
     Conflict,
     Counters,
@@ -72,7 +73,7 @@ from perseus_planner.extensions.service.planning import (
     nearest_plan_text,
 )
 from perseus_planner.extensions.service.service import Service
-from perseus_planner.extensions.service.store import Draft, Storage
+from perseus_planner.extensions.service.store import Storage
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import solve_dag
@@ -588,9 +589,9 @@ def test_of_a_job_that_is_there_the_registration_is_not_written_again(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
     written: list[Any] = []
-    write_json = store.write_json
+    write_json = rows.write_json
     monkeypatch.setattr(
-        store, "write_json", lambda value, **how: written.append(value) or write_json(value, **how)
+        rows, "write_json", lambda value, **how: written.append(value) or write_json(value, **how)
     )
     service.report("gpt", report("a")).result()
     assert written
@@ -732,7 +733,7 @@ def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_d
 ):
     with Storage(one.place):
         one.service.tick()  # something was written a moment ago
-        monkeypatch.setattr(store, "CHECKED_AFTER_S", -1.0)
+        monkeypatch.setattr(database, "CHECKED_AFTER_S", -1.0)
         with pytest.raises(Fenced, match="another service has opened it"):
             one.service.tick()
         assert "another service has opened it" in str(one.service.problem)
