@@ -49,7 +49,7 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import Unsolved, solve_profile
+from perseus_planner.extensions.service.solving import Unsolved, solve_profile
 from perseus_planner.extensions.service.writer import Writing
 
 httpx = pytest.importorskip("httpx")

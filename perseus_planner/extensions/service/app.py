@@ -66,8 +66,8 @@ from perseus_planner.extensions.service.models import (
 )
 from perseus_planner.extensions.service.openapi import complete
 from perseus_planner.extensions.service.pages import pages
-from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.solving import Unsolved
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)

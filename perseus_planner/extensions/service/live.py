@@ -23,8 +23,8 @@ from perseus_planner.extensions.service.watch import Watchdog
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.access import Limits
-    from perseus_planner.extensions.service.planning import Unsolved
     from perseus_planner.extensions.service.service import Service
+    from perseus_planner.extensions.service.solving import Unsolved
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)

@@ -60,20 +60,15 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import (
-    Ending,
-    Planning,
-    Processes,
-    Replanner,
-    Unsolved,
-    solve_profile,
-)
+from perseus_planner.extensions.service.planning import Planning, Replanner
 from perseus_planner.extensions.service.power import (
     begin_budgets,
     set_budget,
     share_least_power,
     share_power,
 )
+from perseus_planner.extensions.service.processes import Ending, Processes
+from perseus_planner.extensions.service.solving import Unsolved, solve_profile
 from perseus_planner.extensions.service.statuses import (
     current_reports,
     pipeline_statuses,

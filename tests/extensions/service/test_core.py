@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,14 +65,9 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import (
-    NotPlanned,
-    PlanRequest,
-    Processes,
-    curve_of,
-    nearest_plan_text,
-)
+from perseus_planner.extensions.service.processes import NotPlanned, Processes
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.solving import PlanRequest, curve_of, nearest_plan_text
 from perseus_planner.extensions.service.store import Storage
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
@@ -1229,6 +1224,25 @@ def test_errors_come_back_from_another_process_as_they_are():
         processes.run(curve_of, "digest", (), None, b"no frontier")
     with pytest.raises(NotPlanned, match="the service is ending"):
         processes.run(curve_of, "digest", (), None, b"")
+
+
+def test_a_call_goes_to_the_new_pool_if_another_thread_ends_the_old_one_before_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    submit = ProcessPoolExecutor.submit
+    pools: list[ProcessPoolExecutor] = []
+
+    def ended_before(pool: ProcessPoolExecutor, *call: Any) -> Any:
+        pools.append(pool)
+        if len(pools) == 1:
+            processes.restart()  # as another thread does after a call that took too long
+        return submit(pool, *call)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", ended_before)
+    with Processes(1) as processes:
+        assert processes.run(abs, -3) == 3
+    first, second = pools
+    assert first is not second
 
 
 @settings(max_examples=50)

@@ -49,7 +49,6 @@ from perseus_planner.extensions.service.client import Client
 from perseus_planner.extensions.service.database import without_password
 from perseus_planner.extensions.service.live import AsyncService
 from perseus_planner.extensions.service.models import Place, RegisteredJob, Registration, to_json
-from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.serve import Address, listening
 from perseus_planner.extensions.service.serve_command import (
     JsonLine,
@@ -58,6 +57,7 @@ from perseus_planner.extensions.service.serve_command import (
     serve,
 )
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.solving import Unsolved
 from perseus_planner.extensions.service.store import Storage
 
 httpx = pytest.importorskip("httpx")
