@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from perseus_planner.extensions.service.events import with_events
 from perseus_planner.extensions.service.models import JobTotals, PowerBudget, UnknownJob
 from perseus_planner.extensions.service.rows import CHANGING
-from perseus_planner.extensions.service.statuses import with_events
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json as read_json
 from pydantic_core import to_json as write_json
 
-from perseus_planner.extensions.service.jobs import JobState, Tally
+from perseus_planner.extensions.service.jobs import JobState
 from perseus_planner.extensions.service.models import (
     PowerStep,
     RegisteredJob,
@@ -23,6 +23,7 @@ from perseus_planner.extensions.service.models import (
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve
+    from perseus_planner.extensions.service.tally import Tally
 
 _STATE = (
     "saving_w",

@@ -21,19 +21,22 @@ from uuid import uuid4
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
+from perseus_planner.extensions.service.checks import (
+    check_report,
+    check_same,
+    jobs_concerned,
+    with_alerts,
+)
 from perseus_planner.extensions.service.draft import Draft, unknown_job
 from perseus_planner.extensions.service.jobs import (
     WRITTEN_AFTER_S,
     JobState,
     answer_to,
     check_deadline,
-    check_report,
-    check_same,
     first_state,
     give_up,
     is_other_limit,
     is_same,
-    jobs_concerned,
     lease_s,
     next_look_s,
     prepare,
@@ -41,7 +44,6 @@ from perseus_planner.extensions.service.jobs import (
     reconcile,
     take_over_job,
     until_it_begins,
-    with_alerts,
 )
 from perseus_planner.extensions.service.models import (
     Answer,

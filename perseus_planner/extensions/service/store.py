@@ -29,7 +29,7 @@ from perseus_planner.base.errors import shown
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.database import Database, Postgres, Sqlite
 from perseus_planner.extensions.service.draft import Draft, differ
-from perseus_planner.extensions.service.jobs import JobState, Tally
+from perseus_planner.extensions.service.jobs import JobState
 from perseus_planner.extensions.service.models import (
     Fenced,
     JobTotals,
@@ -49,6 +49,7 @@ from perseus_planner.extensions.service.rows import (
     state_of,
     state_text,
 )
+from perseus_planner.extensions.service.tally import Tally
 
 LAYOUT = 6
 _LAYOUT_OF_0_2 = "2"  # which 0.3 brings to that of today

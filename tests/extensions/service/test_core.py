@@ -389,7 +389,7 @@ def test_a_report_that_says_nothing_of_the_job_is_refused(service: Service, wron
 def test_what_one_source_sends_leaves_room_for_the_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("perseus_planner.extensions.service.jobs._MOST_OF_A_SOURCE", 3)
+    monkeypatch.setattr("perseus_planner.extensions.service.checks._MOST_OF_A_SOURCE", 3)
     for number in range(3):
         service.report(
             "gpt", report(f"{number}", source="noisy", begins_s=NOW_S + 1e6 + number)
