@@ -15,7 +15,7 @@ from strategies import fixed, smooth_profile
 from perseus_planner import Run, schedules, solve
 from perseus_planner.base.wires import decode, encode
 from perseus_planner.extensions.service.agent.outbox import added_up, told
-from perseus_planner.extensions.service.jobs import add_counters
+from perseus_planner.extensions.service.tally import add_counters
 from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.account import SUMS, Entry, fold
 from perseus_planner.runs.recording import TOTALS, add_rows

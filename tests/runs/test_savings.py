@@ -18,8 +18,8 @@ from strategies import smooth_profile, soaks
 from perseus_planner import Plan, Run, schedules, solve
 from perseus_planner.engines.engine import PipelineRank
 from perseus_planner.extensions.service.agent.outbox import added_up
-from perseus_planner.extensions.service.jobs import add_counters
 from perseus_planner.extensions.service.metrics import _JOULES, _TELEMETRY
+from perseus_planner.extensions.service.tally import add_counters
 from perseus_planner.extensions.service.text import _telemetry
 from perseus_planner.runs import Account
 from perseus_planner.runs.recording import Attempt, RankFiles

@@ -27,7 +27,6 @@ from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service.access import Access, Limits
 from perseus_planner.extensions.service.app import create_app
 from perseus_planner.extensions.service.curve import Curve
-from perseus_planner.extensions.service.jobs import Tally, add_counters
 from perseus_planner.extensions.service.models import (
     Answer,
     Conflict,
@@ -49,8 +48,9 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import Unsolved, solve_profile
-from perseus_planner.extensions.service.store import Writing
+from perseus_planner.extensions.service.solving import Unsolved, solve_profile
+from perseus_planner.extensions.service.tally import Tally, add_counters
+from perseus_planner.extensions.service.writer import Writing
 
 httpx = pytest.importorskip("httpx")
 

@@ -43,7 +43,7 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     to_json,
 )
-from perseus_planner.extensions.service.planning import NotPlanned
+from perseus_planner.extensions.service.processes import NotPlanned
 
 _log = logging.getLogger(__name__)
 

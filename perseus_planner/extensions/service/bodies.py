@@ -11,13 +11,8 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.service.models import (
-    MOST_PLACES,
-    Place,
-    Registration,
-    from_json,
-    to_json,
-)
+from perseus_planner.extensions.service.models import Place, Registration, from_json, to_json
+from perseus_planner.extensions.service.parts import MOST_PLACES
 
 _MOST_BRACKETS = 2**16
 _MOST_COMMAS = 2**19

@@ -1,8 +1,10 @@
 """A client of the planner's service, with a method for each route.
 
-with Client("http://127.0.0.1:8400") as service:
-    answer = service.report("gpt3", ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2,
-    ttl_s=1800.0)) print(answer.version, answer.reason)
+For example:
+
+    with Client("http://127.0.0.1:8400") as service:
+        slow = ReportRequest("ops", Scope("pipeline", "3"), slowdown=1.2, ttl_s=1800.0)
+        print(service.report("gpt3", slow).reason)
 """
 
 from __future__ import annotations
@@ -67,6 +69,14 @@ TOKEN_VARIABLE = "PLANNER_TOKEN"
 TIMEOUT_S = 10.0
 """How long a client waits for an answer, besides what a long poll waits."""
 _REGISTERING_S = 120.0  # for which a profile is solved and plans are made
+
+_NOT_UNDERSTOOD = (
+    ValueError,  # from `from_json`: it is not JSON, or not of such a value
+    UsageError,  # from the value's own checks
+    PlanError,  # from a text that is not a plan
+    IndexError,  # from a pipeline whose plan is not there
+)
+"""What reading an answer of another version may raise."""
 
 
 class Client:
@@ -261,7 +271,7 @@ class Client:
             value = from_json(kind, response.content)
             if isinstance(value, PlanSet):
                 _ = value.plans  # parsed now, so that what is not a plan is an error here
-        except (LookupError, TypeError, ValueError, AttributeError, PlanError, UsageError) as error:
+        except _NOT_UNDERSTOOD as error:
             if isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid":
                 self._refuse_answer(response.text)
             raise ServiceAway(

@@ -465,7 +465,7 @@ def _print_answers(answers: Sequence[Answer]) -> None:
 
 
 def _print(value: Any, text: str, *, clear: bool = False) -> None:
-    """Print a value of `service.answers` as text, on a terminal that is cleared before, or as
+    """Print a value of `models` as text, on a terminal that is cleared before, or as
     JSON.
     """
     if console.is_json():

@@ -2,33 +2,19 @@
 
 A job is registered, reconciled with reports and budgets, planned, or given up: what does so takes a
 `JobState` and returns another one or an answer; nothing is written.
-
-A run counts from its beginning and repeatedly sends its totals, so a message that is lost loses
-nothing and one that arrives twice counts once. The service adds up the runs of a job:
-
-| received | effect |
-|---|---|
-| more iterations than before, from the same run | the difference counts |
-| as many iterations or fewer | none: the message was sent twice, or overtaken |
-| another run | all of it counts: the job was restarted and counts from 0 |
-| a run that another run has followed | none: the message was overtaken |
-
-The newest plans also predict energy. An iteration that lasts longer than its plan waits for the
-rest of the time: with `e` and `t` of the plan and `P` the power of the pipeline's GPUs while they
-wait, an iteration of T seconds takes e + P * max(0, T - t) joules. The same holds for the baseline,
-all clocks at maximum, so that a saving beside a straggler is not overstated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perseus_planner.base.errors import InfeasibleDeadline, PlannerError, shown
+from perseus_planner.base.errors import InfeasibleDeadline, shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.curve import Curve, NotSolved
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Answer,
@@ -37,9 +23,7 @@ from perseus_planner.extensions.service.models import (
     Decision,
     Effect,
     Event,
-    JobTelemetry,
     PlanSet,
-    Point,
     PowerBudget,
     PowerStep,
     Registered,
@@ -48,104 +32,11 @@ from perseus_planner.extensions.service.models import (
     Slowing,
     StateName,
     Taken,
-    shared,
 )
 from perseus_planner.extensions.service.planning import Planning, requests_of
-from perseus_planner.extensions.service.policy import (
-    Look,
-    check_places,
-    check_scope,
-    decide,
-    saving_w,
-)
-from perseus_planner.runs.account import GROWING, Entry, fold
+from perseus_planner.extensions.service.policy import decide, saving_w
+from perseus_planner.extensions.service.tally import Tally, add_counters
 from perseus_planner.runs.verdict import OFF, percent
-
-_RUNS = 16  #: earlier runs that are remembered, so that their late messages do not count
-VERSIONS_APART = 16
-"""How many versions of a job's plans have accounts of their own; those of older ones are added
-up.
-"""
-POINTS = 120
-"""How many points of a job's figures are kept: when there are more, every second one goes, so that
-all of the job is covered and the spacing doubles."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tally(JobTelemetry):
-    """The telemetry of a job with what is needed to add to it."""
-
-    latest: Counters  #: The last message of the run that counts now
-    earlier: tuple[str, ...] = ()  #: Names of the runs before it, the latest last
-    plans: tuple[Entry, ...] = ()  #: The account by version of the plans
-    points: tuple[Point, ...] = ()  #: How its figures went, oldest first; see `with_point`
-
-
-def add_counters(
-    before: Tally | None, sent: Counters, now_s: float, version: int | None = None
-) -> Tally | None:
-    """Add the counters that a run has sent to the tally of its job.
-
-    Args:
-        before: The tally so far; None if there is none.
-        sent: The counters of one run.
-        now_s: Seconds since the epoch.
-        version: The version of its plans that the job runs, as it last reported; None if it has
-            reported none.
-
-    Returns:
-        The new tally; `before` if the message does not count.
-
-    Raises:
-        Conflict: If there are more iterations than before but another counter has fallen.
-    """
-    # The last name is that of the run that counts now. A run before it has been followed by
-    # another, so its messages were overtaken on the way.
-    runs = () if before is None else (*before.earlier, before.latest.run)
-    is_same_run = before is not None and before.latest.run == sent.run
-    # A run counts from its own beginning, so the first message of another run counts from 0.
-    since = before.latest if before is not None and is_same_run else Counters(run=sent.run)
-    if sent.run in runs[:-1] or sent.iterations <= since.iterations:
-        return before
-    # A counter that falls while iterations grow comes from another run under the same name: its
-    # difference would take back what was counted.
-    for name in GROWING:
-        if getattr(sent, name) < getattr(since, name):
-            raise Conflict(
-                f"{name}: was {getattr(since, name):g} and is {getattr(sent, name):g} after more "
-                "iterations of the same run; count from the beginning of the run, and give a "
-                "restarted run another name"
-            )
-    new = sent.since(since)
-    total = new if before is None else new + before
-    # `fold` adds this entry to the one of the same version, so a version appears once.
-    plans = (*(before.plans if before else ()), Entry(**vars(new), version=version))
-    tally = Tally(
-        **{**shared(JobTelemetry, sent), **vars(total)},
-        iteration_s=new.mean_iteration_s,
-        power_w=new.mean_power_w,
-        observed_s=now_s,
-        latest=sent,
-        # without `latest`, which counts now
-        earlier=tuple(run for run in runs if run != sent.run)[-_RUNS:],
-        # one more than the versions apart: all that are older share one entry
-        plans=fold(plans, VERSIONS_APART + 1),
-    )
-    return replace(tally, points=with_point(before.points if before else (), tally))
-
-
-def with_point(points: tuple[Point, ...], tally: Tally) -> tuple[Point, ...]:
-    """Add the figures of `tally`. The last point moves along until it is far enough from the one
-    before.
-    """
-    saved_j = tally.saved_j if tally.is_judged else None
-    now = Point(tally.observed_s, tally.iteration_s, tally.power_w, saved_j)
-    # The spacing is a fixed share of the time covered, so it grows with the age of the job.
-    if len(points) > 1 and points[-1].at_s - points[-2].at_s < (now.at_s - points[0].at_s) / POINTS:
-        return (*points[:-1], now)
-    more = (*points, now)
-    return more if len(more) <= POINTS else (*more[:-1:2], now)
-
 
 WRITTEN_AFTER_S = 5.0
 """How long telemetry waits in memory before it is written."""
@@ -351,7 +242,7 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
         InfeasibleError: If no plan meets the job's deadline or switch budget.
     """
     curve = planning.curve(job.frontier, frontier)
-    check_places(job, curve.stages)
+    job.parts.check_places(curve.stages)
     check_deadline(job.deadline_s, curve)
     without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
@@ -368,6 +259,16 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
         planned=decision,
         promised=1,
     )
+
+
+def check_deadline(deadline_s: float | None, curve: Curve) -> None:
+    """Check that a plan can meet a deadline.
+
+    Raises:
+        InfeasibleDeadline: If none can; names the least deadline.
+    """
+    if deadline_s is not None and deadline_s < curve.min_time_s:
+        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
 
 
 def is_same(state: JobState, job: RegisteredJob) -> bool:
@@ -427,7 +328,7 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     """
     look = state.look
     if look is None or look.until_s <= now_s:
-        look = _look(state, now_s)
+        look = look_at(state, now_s)
     state = state.looked(look)
     # The policy asks for curves of slow stages. Until those are solved, the version is promised and
     # the decision stays as it is.
@@ -500,7 +401,7 @@ def prepare(state: JobState, planning: Planning, now_s: float) -> bool:
         Whether more is needed.
     """
     try:
-        decision = _decided(state, _look(state, now_s), planning, now_s)
+        decision = _decided(state, look_at(state, now_s), planning, now_s)
     except NotSolved as missing:
         planning.solve(state.job, missing.slow)
         return True
@@ -585,7 +486,8 @@ def next_look_s(state: JobState, now_s: float, wall_s: float) -> float:
     return min(state.decision.look_again_s, _next_beginning_s(state, now_s), budget_s)
 
 
-def _look(state: JobState, now_s: float) -> Look:
+def look_at(state: JobState, now_s: float) -> Look:
+    """Return a new look at the reports of a job."""
     reports = state.reports.values()
     iteration = _iteration(state, now_s)
     return Look.empty(now_s).with_reports(state.registered, reports, now_s, iteration)
@@ -665,100 +567,3 @@ def _effect(state: JobState) -> Effect:
         return "planning"
     is_taken = state.taken is not None and state.taken.version >= state.promised
     return "already" if is_taken else "next iteration"
-
-
-# Of a job: what one source sends leaves room
-_MOST_REPORTS = 8192
-_MOST_OF_A_SOURCE = 1024
-
-
-def check_deadline(deadline_s: float | None, curve: Curve) -> None:
-    """Check that a plan can meet a deadline.
-
-    Raises:
-        InfeasibleDeadline: If none can; names the least deadline.
-    """
-    if deadline_s is not None and deadline_s < curve.min_time_s:
-        raise InfeasibleDeadline(deadline_s, curve.min_time_s)
-
-
-def check_report(state: JobState, report: Report, now_s: float) -> None:
-    """Check a new report of a job.
-
-    Raises:
-        UsageError: If the job does not have the scope, or a time is not finite.
-        Conflict: If the job has too many reports, or too many of that source.
-    """
-    check_scope(state.registered, report.scope, state.curve.stages)
-    look = state.look or _look(state, now_s)
-    of_source = sum(map(len, look.lasting.get(report.source, {}).values()))
-    if of_source >= _MOST_OF_A_SOURCE or len(state.reports) >= _MOST_REPORTS:
-        raise Conflict(
-            f"job {shown(state.job.name)} has {len(state.reports)} reports, {of_source} of them by "
-            f"{shown(report.source)}; clear some"
-        )
-
-
-def check_same(known: Report, report: Report) -> None:
-    """Check that a report with a known key is the same report. Its times may differ, as they count
-    from its arrival.
-
-    Raises:
-        Conflict: If it is another report.
-    """
-    if any(
-        getattr(known, name) != getattr(report, name)
-        for name in ("source", "scope", "slowdown", "iteration_s", "cause")
-    ):
-        raise Conflict(
-            f"report {shown(report.key)} differs from what was received with that key; give "
-            "another report another key"
-        )
-
-
-def jobs_concerned(
-    jobs: Mapping[str, JobState], reports: Sequence[Report]
-) -> tuple[dict[str, list[Report]], dict[str, str]]:
-    """Return the reports that concern each job, and why the others concern none, by their keys."""
-    of_jobs: dict[str, list[Report]] = {}
-    for name, state in sorted(jobs.items()):
-        parts = state.registered.parts
-        concerned = [report for report in reports if parts.places_of(report.scope)]
-        if concerned:
-            of_jobs[name] = concerned
-    taken = {report.key for concerned in of_jobs.values() for report in concerned}
-    return of_jobs, {
-        report.key: f"no running job has {report.scope.kind} {shown(report.scope.value)}"
-        for report in reports
-        if report.key not in taken
-    }
-
-
-def with_alerts(
-    state: JobState, reports: Iterable[Report], now_s: float
-) -> tuple[JobState, dict[str, str]]:
-    """Add the reports of alerts to a job.
-
-    Returns:
-        The new state, and the reasons for the reports that the job refuses, by their keys.
-    """
-    refused = {}
-    for report in reports:
-        before = state.reports.get(report.key)
-        # Alertmanager repeats an alert until it is resolved: one that is over or withdrawn here
-        # must not come back to life.
-        if report.key in state.past or (before is not None and before.expires_s <= now_s):
-            continue
-        if before is None:
-            # One alert that does not fit this job must not keep the others from it.
-            try:
-                check_report(state, report, now_s)
-            except PlannerError as error:
-                refused[report.key] = str(error)
-                continue
-        elif report.expires_s > now_s:
-            # A repeated alert may be worse now. Its times stay those of its first arrival.
-            report = replace(before, slowdown=report.slowdown, cause=report.cause)
-        if report != before:
-            state = state.with_report(report, now_s)
-    return state, refused

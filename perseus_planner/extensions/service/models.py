@@ -18,9 +18,6 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     PlainSerializer,
@@ -29,14 +26,39 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from perseus_planner.base.errors import PlannerError, UsageError, shown
+from perseus_planner.base.errors import PlannerError, UsageError
 from perseus_planner.base.prefixes import counted
 from perseus_planner.base.units import ON_TIME
+from perseus_planner.extensions.service.kinds import (
+    MOST_S,
+    MOST_SLOWDOWN,
+    MOST_WHOLE,
+    STRICT,
+    JobName,
+    Key,
+    Line,
+    Moment,
+    Number,
+    Past,
+    Seconds,
+    SentStatus,
+    Share,
+    Span,
+    Text,
+    Watts,
+    Whole,
+)
+from perseus_planner.extensions.service.parts import (
+    MOST_PLACES,
+    MOST_PLACES_OF_A_PIPELINE,
+    Parts,
+    Places,
+)
+from perseus_planner.extensions.service.parts import Place as Place
+from perseus_planner.extensions.service.parts import Scope as Scope
 from perseus_planner.plans.plan import Plan
 from perseus_planner.runs.account import GROWING, SUMS, Account, Entry
-from perseus_planner.runs.status import DeciderStatus, upgraded
 
-ScopeKind = Literal["pipeline", "stage", "rank", "gpu", "node"]
 Cause = Literal["compute", "communication", "data", "thermal", "unknown"]
 Slowing = Literal["straggler", "job budget", "cluster budget", "GPU limit", "deadline"]
 """Why a pipeline is planned for another time than that of all clocks at maximum."""
@@ -46,6 +68,12 @@ REMEMBERED = 256
 """How many inactive reports of a job are kept, so that a report that is delivered again is
 recognized.
 """
+EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
+LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
+MOST_RANKS = 1_024  #: of which each one's waiting is sent
+_MOST_STEPS = 2_000  # of a schedule of twenty days by quarters of an hour; a job's row has them
+_MOST_PROFILE = 2**22  #: characters of a profile's rows, or of a schedule: some 70,000 of each
+_MOST_YAML = 2**18  #: characters of a profile.yaml, which has some 2,000
 
 
 class UnknownJob(PlannerError):
@@ -74,93 +102,6 @@ def shared(kind: type, value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _text_of_number(value: object) -> object:
-    return str(value) if type(value) is int and 0 <= value < 2**31 else value
-
-
-def _infinite_if_null(value: object) -> object:
-    return math.inf if value is None else value
-
-
-NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-KEY = r"^[!-.0-~]{1,256}$"  # printable ASCII without a blank and without /, as it is part of a path
-MOST_WHOLE = 2**53 - 1  #: the largest whole number that all JSON readers agree on
-MOST_SLOWDOWN = 1e6
-EPOCH = "Planner-Epoch"  #: the header that says in what versions are numbered
-LEASE = "Planner-Lease"  #: the header that says how long plans hold, seconds
-MOST_RANKS = 1_024  #: of which each one's waiting is sent
-_MOST_STEPS = 2_000  # of twenty days by quarters of an hour; a job's row has them
-_MOST_S = 1e9  # some thirty years; moments may have one more digit, which is enough until 2286
-
-JobName = Annotated[
-    str,
-    Field(pattern=NAME, description="1 to 128 letters, digits, `.`, `_` and `-`; not `.` first."),
-]
-Key = Annotated[
-    str,
-    Field(pattern=KEY, description="Up to 256 printable ASCII characters without blanks and `/`."),
-]
-Whole = Annotated[int, Strict(), Field(ge=0, le=MOST_WHOLE)]
-Span = Annotated[float, Strict(), Field(gt=0.0, le=_MOST_S)]
-Seconds = Annotated[float, Strict(), Field(ge=0.0, le=_MOST_S)]
-Text = Annotated[str, Field(max_length=2000)]
-
-
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
-Number = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
-_Share = Annotated[float, Strict(), Field(ge=0.0, le=1.0)]
-Watts = Annotated[float, Strict(), Field(gt=0.0, le=1e12)]
-Past = Annotated[float, Strict(), Field(ge=0.0, le=1e11)]
-"""A moment that has been, or one of a schedule: seconds since the epoch."""
-Moment = Annotated[
-    float,
-    BeforeValidator(_infinite_if_null),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
-]
-"""A moment, which may be infinite: null in JSON."""
-_ScopeValue = Annotated[
-    Line,
-    BeforeValidator(_text_of_number),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "integer", "minimum": 0}]},
-        "validation",
-    ),
-]
-_MOST_COLUMNS = 64
-_MOST_TEXT = 1_024  #: characters of a column, or of its name
-
-
-def _bounded(status: DeciderStatus) -> DeciderStatus:
-    texts = [status.phase, *status.columns]
-    texts += [value for value in status.columns.values() if isinstance(value, str)]
-    if len(status.columns) > _MOST_COLUMNS:
-        raise ValueError(f"more than {_MOST_COLUMNS} columns")
-    if max(map(len, texts)) > _MOST_TEXT or len(status.text) > 2 * _MOST_TEXT:
-        raise ValueError("a text is too long")
-    return status
-
-
-SentStatus = Annotated[DeciderStatus, BeforeValidator(upgraded), AfterValidator(_bounded)]
-"""What the decider of a job knows; 0.3 has sent it in another form."""
-STRICT = ConfigDict(extra="ignore", allow_inf_nan=False, val_json_bytes="base64")
-"""For values that clients send: numbers that are not finite are refused, and fields that a newer
-client may send are ignored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The location of one rank of a job."""
-
-    __pydantic_config__ = STRICT
-
-    rank: Number  #: Rank in the whole job, from 0.
-    pipeline: Number  #: Data-parallel pipeline of the rank, from 0.
-    #: Stages of that pipeline on this rank; [] if unknown.
-    stages: Annotated[tuple[Number, ...], FailFast(), Field(max_length=4096)]
-    node: Line = ""  #: Host name; empty if unknown.
-    gpu: Line = ""  #: UUID of the GPU; empty if unknown.
-
-
 @dataclass(frozen=True)
 class PowerStep:
     """A power budget that holds from a moment on."""
@@ -171,15 +112,7 @@ class PowerStep:
     power_w: Watts | None  #: Watts; null for no budget.
 
 
-MOST_PLACES = 2**17
-"""Ranks of a job whose places are taken; some 400 bytes of memory each. The largest clusters have
-fewer GPUs."""
-MOST_PLACES_OF_A_PIPELINE = 1024
-"""Ranks of one pipeline; the largest models are cut into some 16 stages of 8 to 64 GPUs each."""
-Places = Annotated[tuple[Place, ...], FailFast(), Field(max_length=MOST_PLACES)]
 Steps = Annotated[tuple[PowerStep, ...], FailFast(), Field(max_length=_MOST_STEPS)]
-_MOST_PROFILE = 2**22  #: characters of a profile's rows, or of a schedule: some 70,000 of each
-_MOST_YAML = 2**18  #: characters of a profile.yaml, which has some 2,000
 
 
 def split_at(
@@ -231,150 +164,6 @@ class RegisteredJob(_Job):
     def parts(self) -> Parts:
         """Its parts."""
         return Parts(self.name, self.pipelines, self.places)
-
-
-@dataclass(frozen=True)
-class Scope:
-    """The part of a job that is slow: pipeline 3, stage 2 of `pipeline`, rank 17, GPU
-    "GPU-8f6b…", node "node07".
-    """
-
-    __pydantic_config__ = STRICT
-
-    kind: ScopeKind
-    value: _ScopeValue  #: The number of the part, the UUID of the GPU or the node's name.
-    pipeline: Number | None = None  #: The pipeline of that part; null for all that have it.
-
-    @cached_property
-    def part(self) -> tuple[str, str, int | None]:
-        """All of it, to look it up."""
-        return self.kind, self.value, self.pipeline
-
-
-class Parts:
-    """The parts of a job, found once for each scope."""
-
-    def __init__(self, job: str, pipelines: int, places: tuple[Place, ...]) -> None:
-        self._job = job
-        self._pipelines = pipelines
-        self._places = places
-        self._known: dict[str, dict[str, list[Place]]] = {}
-        self._found: dict[tuple[str, str, int | None], dict[int, frozenset[int]]] = {}
-
-    def _of_kind(self, kind: str) -> dict[str, list[Place]]:
-        """Return the places of each rank, GPU or node."""
-        if kind not in self._known:
-            places_of: dict[str, list[Place]] = {}
-            for place in self._places:
-                places_of.setdefault(str(getattr(place, kind)), []).append(place)
-            self._known[kind] = places_of
-        return self._known[kind]
-
-    @cached_property
-    def _nodes(self) -> dict[str, list[str]]:
-        """Name of a node with all, a part or nothing of its domain -> nodes."""
-        nodes: dict[str, list[str]] = {}
-        for node in self._of_kind("node"):
-            for name in _names(node):
-                nodes.setdefault(name, []).append(node)
-        return nodes
-
-    def places_of(self, scope: Scope) -> list[Place]:
-        """Return the places of a rank, GPU or node, which has its name with a domain or without."""
-        values = {scope.value}
-        # Monitors name nodes with or without their domain, whatever the job was registered with.
-        if scope.kind == "node":
-            values = {*_names(scope.value), *self._nodes.get(scope.value, ())}
-        by_name = self._of_kind(scope.kind)
-        return [place for value in values for place in by_name.get(value, ())]
-
-    def of(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the pipelines in `scope`, each with its stages in `scope`; no stages if they are
-        unknown.
-
-        If a rank, GPU or node belongs to several pipelines, `scope.pipeline` restricts it to one
-        of them.
-
-        Raises:
-            UsageError: If the job has no such part.
-        """
-        parts = self._found.get(scope.part)
-        if parts is None:
-            parts = self._find(scope)
-            self._found[scope.part] = parts
-        return parts
-
-    def _find(self, scope: Scope) -> dict[int, frozenset[int]]:
-        if scope.kind == "pipeline":
-            parts = {self._pipeline(scope.value): frozenset[int]()}
-        elif scope.kind == "stage":
-            parts = {self._pipeline_of_stage(scope): frozenset({_number("stage", scope.value)})}
-        else:
-            parts = self._held_by(scope)
-        if scope.pipeline is not None:
-            parts = {
-                pipeline: stages for pipeline, stages in parts.items() if pipeline == scope.pipeline
-            }
-        if not parts:
-            raise UsageError(
-                f"scope: {scope.kind} {shown(scope.value)} is not in pipeline {scope.pipeline} of "
-                f"job {shown(self._job)}; correct one of them, or leave the pipeline out"
-            )
-        return parts
-
-    def _held_by(self, scope: Scope) -> dict[int, frozenset[int]]:
-        """Return the stages of the ranks in `scope` by pipeline; no stages for a pipeline in which
-        a rank's are unknown.
-        """
-        places = self.places_of(scope) if scope.value else []
-        if not places:
-            raise UsageError(
-                f"scope: job {shown(self._job)} has no known {scope.kind} "
-                f"{shown(scope.value)}; register it with the places of its ranks, or report the "
-                "pipeline"
-            )
-        held: dict[int, frozenset[int]] = {}
-        for place in places:
-            held[place.pipeline] = held.get(place.pipeline, frozenset()).union(place.stages)
-        # A rank without known stages may be in any stage of its pipeline, so the others say nothing
-        # about where it is slow.
-        return held | {place.pipeline: frozenset() for place in places if not place.stages}
-
-    def _pipeline_of_stage(self, scope: Scope) -> int:
-        if scope.pipeline is not None:
-            return self._pipeline(str(scope.pipeline))
-        if self._pipelines > 1:
-            raise UsageError(
-                f"scope: stage {shown(scope.value)} is in each of {self._pipelines} pipelines; "
-                "name the pipeline in which it is slow"
-            )
-        return 0
-
-    def _pipeline(self, value: str) -> int:
-        number = _number("pipeline", value)
-        count = self._pipelines
-        if number >= count:
-            raise UsageError(
-                f"scope: there is no pipeline {number}; pipelines are 0 to {count - 1}"
-            )
-        return number
-
-
-@lru_cache(maxsize=2**16)
-def _names(node: str) -> frozenset[str]:
-    """Return the names of a node with all of its domain, with a part of it, and without it."""
-    parts = node.split(".")
-    whole = len(parts) if parts[-1].isdigit() else 1  # an address has no domain
-    return frozenset(".".join(parts[:count]) for count in range(whole, len(parts) + 1))
-
-
-def _number(kind: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 9 and str(int(value)) == value):
-        raise UsageError(
-            f"scope: {kind} {shown(value)} is not a number; write 0 for the first one, 1 for the "
-            "next"
-        )
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -487,21 +276,6 @@ Name = TypeVar("Name")
 Value = TypeVar("Value")
 
 
-class Latest(dict[Name, Value]):
-    """A cache of the values that were put last, at most so many, for any thread."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def put(self, key: Name, value: Value) -> Value:
-        """Put and return a value; the oldest ones go if there are too many."""
-        self[key] = value
-        for old in [*self][: -self._most]:
-            self.pop(old, None)
-        return value
-
-
 FileBytes = Annotated[
     bytes,
     PlainSerializer(lambda content: base64.b64encode(content).decode(), str),
@@ -583,7 +357,7 @@ class ReportRequest:
     #: When the source observed it, seconds since the epoch; null for now. Of one source's reports
     #: about one scope the latest observation counts, in whatever order they arrive. A later moment
     #: than now counts as now.
-    observed_s: Annotated[float, Strict(), Field(ge=0.0, le=10 * _MOST_S)] | None = None
+    observed_s: Annotated[float, Strict(), Field(ge=0.0, le=10 * MOST_S)] | None = None
     #: Identifies the report: however often it is sent, it counts once. It may also be sent as the
     #: header `Idempotency-Key`. Without either, the service chooses one.
     key: Key | None = None
@@ -676,7 +450,7 @@ class Counters(_Running):
     unlike_plan: Text | None = None
     #: Share of the recent time in which each rank ran no computation, in order of ranks; [] if it
     #: is not known, and for more than 1,024 ranks.
-    waiting: Annotated[tuple[_Share, ...], FailFast(), Field(max_length=MOST_RANKS)] = ()
+    waiting: Annotated[tuple[Share, ...], FailFast(), Field(max_length=MOST_RANKS)] = ()
 
     def __post_init__(self) -> None:
         for name in SUMS:
@@ -739,10 +513,6 @@ def from_json(kind: type[Value], text: str | bytes | bytearray) -> Value:
     adapted: Any = kind
     value: Value = _adapter(adapted).validate_json(text)
     return value
-
-
-SLICE = 1000
-"""How many places are written at once: other threads get no turn meanwhile."""
 
 
 @lru_cache(maxsize=128)

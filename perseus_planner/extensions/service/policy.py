@@ -1,16 +1,5 @@
-"""The policy: which reports count at a given time, which pipelines and stages of a job they
-concern, and what the pipelines are to do while something in it is slow. Time is an argument.
-
-Which reports count
-
-| a report | counts |
-| --- | --- |
-| has not begun | not yet; at its iteration if it names one, else at its time |
-| has begun | until it expires, unless one of the next lines applies |
-| its source has observed it later | no more once the later one has begun, even after that expires |
-| expires before it begins | never |
-| has slowdown 1 | no; it ends earlier reports of its source about that scope |
-| others of the same pipeline differ | the worst one; slow stages each by their worst slowdown |
+"""The policy: what the pipelines of a job are to do while something in it is slow. `look` says
+which reports count. Time is an argument.
 
 What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at
 maximum, but at least `min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the
@@ -51,186 +40,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.errors import UsageError, shown
+from perseus_planner.base.errors import shown
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.models import (
-    Cause,
     Decision,
     RegisteredJob,
     Report,
-    Scope,
     Slowing,
     Target,
 )
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve, Numbers, Slow
-
-_FORGOTTEN_AFTER_S = 3600.0
-"""For so long a report that is over still keeps earlier observations that arrive late from
-counting.
-"""
-_LOOKED_AFTER_S = 60.0
-
-
-_What = tuple[float | None, float | None, Cause, frozenset[int]]
-"""What a report says of a pipeline: slowdown, iteration time, cause and stages."""
-_Said = tuple[_What, ...]
-"""By several reports, the one with the last key first."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """The reports of a job at one time.
-
-    Of the begun reports of one source about one scope, only those with the latest observation last,
-    even if they have expired or say that the scope has recovered: an older report that arrives late
-    must find them. So what one report changes is found among those about the same.
-    """
-
-    #: Those that count, may count later or keep older ones from it, by their source and scope
-    lasting: Mapping[str, Mapping[Any, tuple[Report, ...]]]
-    #: Pipelines that are slow now: what is said of them -> each with those that say it
-    active: Mapping[_Said, dict[int, tuple[Report, ...]]]
-    gone: tuple[Report, ...]  #: The others, which need not be looked at again
-    #: When time alone next makes a report begin or expire; infinite for never. Reports that begin
-    #: with an iteration are left out.
-    next_s: float
-    #: Until when `with_reports` may follow; -infinite if a report begins with an iteration
-    until_s: float
-
-    @classmethod
-    def empty(cls, now_s: float) -> Look:
-        """Return the look at no reports."""
-        return cls({}, {}, (), math.inf, now_s + _LOOKED_AFTER_S)
-
-    def with_reports(
-        self,
-        job: RegisteredJob,
-        reports: Iterable[Report],
-        now_s: float,
-        iteration: int | None = None,
-    ) -> Look:
-        """Return the look with more reports of a job, in any order.
-
-        Args:
-            job: The job, which has what they are about.
-            reports: The reports.
-            now_s: Seconds since the epoch.
-            iteration: The first iteration that can still be changed; None if unknown.
-
-        Raises:
-            UsageError: If a report is about what the job does not have; `check_scope` finds that
-                when it arrives.
-        """
-        lasting = {**self.lasting}
-        active = {**self.active}
-        gone = [*self.gone]
-        next_s = self.next_s
-        until_s = self.until_s
-        # Only what is about the same as a new report can change, so the reports are grouped by
-        # that.
-        changed: dict[tuple[Any, ...], list[Report]] = {}
-        of_pipelines: dict[int, list[tuple[_What, Report]]] = {}
-        for report in reports:
-            before = self.lasting.get(report.source, {}).get(report.scope.part, ())
-            changed.setdefault(report.about, [*before]).append(report)
-        for (source, *part), same in changed.items():
-            # Of one source about one scope the latest observation that has begun holds; one that
-            # begins later does not end it yet.
-            begun = [(_has_begun(report, now_s, iteration), report) for report in same]
-            newest_s = max((report.observed_s for has, report in begun if has), default=-math.inf)
-            slow = list[Report]()
-            others = list[Report]()
-            for has_begun, report in begun:
-                if has_begun is None or report.observed_s < newest_s:
-                    gone.append(report)
-                elif has_begun and now_s < report.expires_s and report.slowdown != 1.0:
-                    slow.append(report)
-                    next_s = min(next_s, report.expires_s)
-                elif is_over(report, now_s) and over_s(report) < now_s - _FORGOTTEN_AFTER_S:
-                    gone.append(report)  # by the service's clock: a source's may be hours behind
-                else:
-                    others.append(report)
-                    if not has_begun and report.begins_iteration is None:
-                        next_s = min(next_s, report.begins_s)
-                # Time does not say when an iteration comes, so the next look must be a new one.
-                if report.begins_iteration is not None:
-                    until_s = -math.inf
-            lasting[source] = {**lasting.get(source, {}), tuple(part): (*slow, *others)}
-            if slow or active:
-                for pipeline, stages in job.parts.of(same[0].scope).items():
-                    of_pipelines.setdefault(pipeline, []).extend(
-                        ((report.slowdown, report.iteration_s, report.cause, stages), report)
-                        for report in slow
-                    )
-        # A pipeline has one entry in `active`: it leaves that of what was said of it, and what
-        # others said goes along.
-        for pipeline, pairs in of_pipelines.items():
-            for said, those in self.active.items():
-                if pipeline in those:
-                    pairs_before = zip(said, those[pipeline], strict=True)
-                    pairs += [pair for pair in pairs_before if pair[1].about not in changed]
-                    rest = {**active.pop(said)}
-                    del rest[pipeline]
-                    active |= {said: rest} if rest else {}
-            if pairs:
-                # In one order, so that pipelines of which the same is said share an entry.
-                pairs.sort(key=lambda pair: pair[1].key, reverse=True)
-                said, reports_now = zip(*pairs, strict=True)
-                active[said] = {**active.get(said, {}), pipeline: reports_now}
-        return Look(lasting, active, tuple(gone), next_s, min(until_s, next_s))
-
-
-def _has_begun(report: Report, now_s: float, iteration: int | None) -> bool | None:
-    """Whether a report has begun; None if it never counts."""
-    if report.begins_iteration is not None:
-        return iteration is not None and iteration >= report.begins_iteration
-    return None if report.begins_s >= report.expires_s else now_s >= report.begins_s
-
-
-def check_scope(job: RegisteredJob, scope: Scope, stages: int) -> None:
-    """Check that a scope exists in a job whose pipelines have this many stages.
-
-    Raises:
-        UsageError: If it does not.
-    """
-    for stage in frozenset().union(*job.parts.of(scope).values()):
-        if stage >= stages:
-            raise UsageError(f"scope: there is no stage {stage}; stages are 0 to {stages - 1}")
-
-
-def check_places(job: RegisteredJob, stages: int) -> None:
-    """Check the locations of the ranks of a job whose pipelines have this many stages.
-
-    Raises:
-        UsageError: If a rank is listed twice, or its pipeline or stage does not exist.
-    """
-    ranks = [place.rank for place in job.places]
-    if len(set(ranks)) < len(ranks):
-        raise UsageError("places: a rank is listed twice; list each rank once")
-    for place in job.places:
-        _check_numbers(f"rank {place.rank}, pipeline", [place.pipeline], job.pipelines)
-        _check_numbers(f"rank {place.rank}, stage", place.stages, stages)
-
-
-def _check_numbers(what: str, numbers: Iterable[int], count: int) -> None:
-    for number in numbers:
-        if number not in range(count):
-            raise UsageError(f"places: {what} {number}: does not exist; they are 0 to {count - 1}")
-
-
-def is_over(report: Report, now_s: float) -> bool:
-    """Whether a report has expired, or says that its scope has recovered."""
-    has_begun = report.begins_iteration is None and report.begins_s <= now_s
-    return report.expires_s <= now_s or (report.slowdown == 1.0 and has_begun)
-
-
-def over_s(report: Report) -> float:
-    """Return when a report that is over ended."""
-    return report.begins_s if report.slowdown == 1.0 else report.expires_s
+    from perseus_planner.extensions.service.look import Look, Said
 
 
 _KEEPS = {
@@ -272,7 +96,7 @@ class _Kind:
     """Pipelines that are planned alike."""
 
     numbers: Curve  #: Their frontier, with their slow stages
-    slow_stages: Mapping[int, float]  #: Stage -> slowdown
+    slow: Slow  #: Their slow stages
     own_s: float  #: Time of their plan if they wait for no other pipeline
     #: Whether an iteration takes longer than that plan, by what no plan can take into account
     is_slower: bool = False
@@ -298,6 +122,13 @@ class _Reported(NamedTuple):
     takes_s: float  #: Time of their iteration with their own plan
     worst: int | None  #: Index of the report that counts; None if none makes them slow
     members: Mapping[int, tuple[Report, ...]]  #: Each with what is reported of it
+
+    def counting(self) -> Mapping[int, Report]:
+        """Return the report that counts for each of them; empty if none makes them slow."""
+        worst = self.worst
+        if worst is None:
+            return {}
+        return {number: reports[worst] for number, reports in self.members.items()}
 
 
 def decide(
@@ -329,7 +160,7 @@ def decide(
     """
     aim_s = target_s(job, numbers)
     calm_s = own_s(numbers, aim_s)
-    calm = _Kind(numbers, {}, calm_s)
+    calm = _Kind(numbers, (), calm_s)
     reported = _all_reported(look, numbers, calm, aim_s)
     # Pipelines that are planned alike are one case: thousands of pipelines are decided at the cost
     # of a few.
@@ -343,23 +174,12 @@ def decide(
     if sum(map(len, members_of.values())) < job.pipelines:
         takes_s.append(calm_s)
     time_s = max(takes_s)
-    power_w = None if job.power_w is None else job.power_w / job.pipelines
-    stragglers = {
-        number: reports[worst].key
-        for _, _, worst, members in reported
-        if worst is not None
-        for number, reports in members.items()
-    }
     # Only reports that set the time count here: when the last of them expires, slowing down ends.
     expire_s = [
-        reports[worst].expires_s
-        for _, slow_s, worst, members in reported
-        if worst is not None and slow_s == time_s
-        for reports in members.values()
-    ]
-    times_s = [
-        (group, group.kind.kept_s(group.planned_s, time_s), group.kind.wanted_s(time_s))
-        for group in groups
+        report.expires_s
+        for each in reported
+        if each.takes_s == time_s
+        for report in each.counting().values()
     ]
     pays_until_s = _pays_until_s(time_s, max(expire_s, default=math.inf), settings)
     # The first plans of a job hold nothing up: nothing was changed for them.
@@ -368,36 +188,26 @@ def decide(
         and before.since_s > job.since_s
         and now_s < before.since_s + settings.holding_s
     )
-    refusal = _refusal(times_s, settings.least_rise, now_s < pays_until_s, held)
-    target_of: dict[tuple[Any, ...], Target] = {}
-    asked_of_group: dict[Any, tuple[Any, ...]] = {}
-    has_moved = False
-    for group, kept_s, wanted_s in times_s:
-        time_is_s = kept_s if refusal else wanted_s
-        why = "straggler" if time_is_s > group.kind.own_s else reason
-        slow = group.kind.slow_stages
-        asked = (time_is_s, *slow.items())
-        asked_of_group[group.kind, group.earlier] = asked
-        target_of[asked] = Target(time_is_s, slow, power_w, job.gpu_power_limit_w, why)
-        has_moved |= time_is_s != group.planned_s
+    choices = [
+        _Choice(group, group.kind.kept_s(group.planned_s, time_s), group.kind.wanted_s(time_s))
+        for group in groups
+    ]
+    refusal = _refusal(choices, settings.least_rise, now_s < pays_until_s, held)
+    asked_of = {
+        each.group: _asked(each.group.kind, each.kept_s if refusal else each.wanted_s, reason)
+        for each in choices
+    }
     # Sorted by time, so that equal decisions compare equal whatever order their reports came in.
-    index_of = {asked: index for index, asked in enumerate(sorted(target_of))}
-    targets = tuple(map(target_of.__getitem__, index_of))
-    index_of_group = {group: index_of[asked] for group, asked in asked_of_group.items()}
-    # With one target every index is 0. Else all start as calm ones, by the target that they had
-    # before, and those with reports follow.
-    of_pipeline = [0] * job.pipelines
-    if len(targets) > 1:
-        of_calm = [
-            index_of_group.get((calm, index), 0)
-            for index in range(len(before.targets) if before else 1)
-        ]
-        of_pipeline = list(map(of_calm.__getitem__, earlier))
-        for kind, numbers_of in members_of.items():
-            of_members = [index_of_group.get((kind, index), 0) for index in range(len(of_calm))]
-            for number in numbers_of:
-                of_pipeline[number] = of_members[earlier[number]]
+    distinct = sorted({*asked_of.values()}, key=lambda asked: (asked.time_s, asked.slow))
+    targets = _targets(job, distinct)
+    index_of = {
+        (group.kind, group.earlier): distinct.index(asked) for group, asked in asked_of.items()
+    }
+    stragglers = {
+        number: report.key for each in reported for number, report in each.counting().items()
+    }
     since_s = job.since_s if before is None else before.since_s
+    has_moved = any(asked.time_s != group.planned_s for group, asked in asked_of.items())
     # not by a deadline of the job
     if before is not None and has_moved and (stragglers or before.stragglers):
         since_s = now_s
@@ -409,14 +219,60 @@ def decide(
     waits = any(target.reason == "straggler" for target in targets)
     return Decision(
         targets,
-        tuple(of_pipeline),
+        _indices(earlier, calm, members_of, index_of),
         time_s,
         stragglers,
         since_s,
         look_again_s,
         _reason(reported, time_s, calm_s, refusal, keeps(reason)),
-        Target(calm_s, {}, power_w, job.gpu_power_limit_w, reason) if waits else None,
+        *(_targets(job, [_asked(calm, calm_s, reason)]) if waits else ()),
     )
+
+
+class _Asked(NamedTuple):
+    """What pipelines are to be planned for: the same for all that share a target."""
+
+    time_s: float
+    slow: Slow
+    reason: Slowing | None
+
+
+def _asked(kind: _Kind, time_s: float, reason: Slowing | None) -> _Asked:
+    return _Asked(time_s, kind.slow, "straggler" if time_s > kind.own_s else reason)
+
+
+def _targets(job: RegisteredJob, distinct: Iterable[_Asked]) -> tuple[Target, ...]:
+    """Return a target for each, within the limits of the job."""
+    power_w = None if job.power_w is None else job.power_w / job.pipelines
+    return tuple(
+        Target(asked.time_s, dict(asked.slow), power_w, job.gpu_power_limit_w, asked.reason)
+        for asked in distinct
+    )
+
+
+def _indices(
+    earlier: Sequence[int],
+    calm: _Kind,
+    members_of: Mapping[_Kind, Sequence[int]],
+    index_of: Mapping[tuple[_Kind, int], int],
+) -> tuple[int, ...]:
+    """Return the index of the target of each pipeline.
+
+    Args:
+        earlier: The index of the target that each had before.
+        calm: The kind of pipelines of which nothing is reported.
+        members_of: The others of each kind.
+        index_of: The index by kind and earlier index.
+    """
+    if not any(index_of.values()):  # thousands of pipelines mostly do the same
+        return (0,) * len(earlier)
+    # All start as calm ones, and those with reports follow.
+    of_calm = {index: index_of.get((calm, index), 0) for index in {*earlier}}
+    of_pipeline = list(map(of_calm.__getitem__, earlier))
+    for kind, members in members_of.items():
+        for number in members:
+            of_pipeline[number] = index_of[kind, earlier[number]]
+    return tuple(of_pipeline)
 
 
 def saving_w(job: RegisteredJob, decision: Decision, numbers: Numbers) -> float:
@@ -450,6 +306,14 @@ class _Group(NamedTuple):
     size: int
 
 
+class _Choice(NamedTuple):
+    """What a group may be planned for."""
+
+    group: _Group
+    kept_s: float  #: If it is not slowed down to save energy
+    wanted_s: float
+
+
 def _groups(
     calm: _Kind,
     members_of: Mapping[_Kind, Sequence[int]],
@@ -472,23 +336,21 @@ def _groups(
     ]
 
 
-def _refusal(
-    times_s: Sequence[tuple[_Group, float, float]], least_rise: float, pays: bool, held: bool
-) -> str | None:
-    """Return why no pipeline is slowed down although some could be, from the kept and the wanted
-    time of each group; None to use the wanted times.
+def _refusal(choices: Sequence[_Choice], least_rise: float, pays: bool, held: bool) -> str | None:
+    """Return why no pipeline is slowed down although some could be; None to use the wanted
+    times.
     """
-    if all(kept_s == wanted_s for _, kept_s, wanted_s in times_s):
+    if all(each.kept_s == each.wanted_s for each in choices):
         return None
     spent_j = saved_j = 0.0  # of an iteration of all pipelines, without slowing down and with it
-    for group, kept_s, wanted_s in times_s:
-        numbers = group.kind.numbers
-        spent_j += group.size * numbers.bound_j(kept_s)
-        saved_j += group.size * _saved_j(numbers, kept_s, wanted_s)
+    for each in choices:
+        numbers = each.group.kind.numbers
+        spent_j += each.group.size * numbers.bound_j(each.kept_s)
+        saved_j += each.group.size * _saved_j(numbers, each.kept_s, each.wanted_s)
     # The first reason that holds is the one that people are told.
     if saved_j <= _ROUNDING * spent_j:
         return _SAVES_NOTHING
-    if all(wanted_s < kept_s * (1.0 + least_rise) for _, kept_s, wanted_s in times_s):
+    if all(each.wanted_s < each.kept_s * (1.0 + least_rise) for each in choices):
         return _HARDLY_LONGER
     if not pays:
         return _DOES_NOT_PAY
@@ -535,7 +397,7 @@ class _Worst(NamedTuple):
 
 
 @lru_cache(_SAYINGS)
-def _worst(said: _Said, calm_s: float) -> _Worst:
+def _worst(said: Said, calm_s: float) -> _Worst:
     """Return the worst of what is said of a pipeline; `calm_s` is its time if nothing is slow."""
     slow: dict[int, float] = {}
     of_stages: dict[int, float] = {}
@@ -565,7 +427,7 @@ def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> l
         slow = worst.slow
         if (slow, False) not in kinds:
             numbers = profiled.slowed(dict(slow))
-            kinds[slow, False] = _Kind(numbers, dict(slow), own_s(numbers, aim_s))
+            kinds[slow, False] = _Kind(numbers, slow, own_s(numbers, aim_s))
         kind = kinds[slow, False]
         if worst.all_s <= kind.own_s:
             reported.append(_Reported(kind, kind.own_s, worst.of_stages, members))
@@ -585,17 +447,11 @@ def _reason(
     # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
     # the decision does.
     slow = [each for each in reported if each.worst is not None]
-    slowest_s = max((each.takes_s for each in slow), default=0.0)
-    number, report = min(
-        [
-            (min(members), members[min(members)][worst])
-            for _, takes_s, worst, members in slow
-            if takes_s == slowest_s and worst is not None
-        ],
-        default=(0, None),
-    )
-    if report is None:
+    if not slow:
         return f"nothing is reported slow: iterations take {si(time_s, 's', 4)}{because}"
+    slowest_s = max(each.takes_s for each in slow)
+    slowest = [each for each in slow if each.takes_s == slowest_s]
+    number, report = min(min(each.counting().items()) for each in slowest)
     measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:

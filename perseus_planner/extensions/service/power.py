@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from perseus_planner.extensions.service.curve import Curve
-    from perseus_planner.extensions.service.store import Draft
+    from perseus_planner.extensions.service.draft import Draft
 
 Floats = NDArray[np.float64]
 

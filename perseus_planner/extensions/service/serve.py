@@ -42,7 +42,8 @@ from perseus_planner.extensions.service.access import (
     error_answer,
     read_tokens,
 )
-from perseus_planner.extensions.service.app import AsyncService, create_app
+from perseus_planner.extensions.service.app import create_app
+from perseus_planner.extensions.service.live import AsyncService
 from perseus_planner.extensions.service.service import Service
 
 _STAND_BY_S = 1.0  # between two tries to take the database over

@@ -99,6 +99,7 @@ def serve(
         raise UsageError("--unix: replaces --host and --port; give one or the other")
     try:
         from perseus_planner.extensions.service.access import read_tokens
+        from perseus_planner.extensions.service.database import StandBy
         from perseus_planner.extensions.service.models import StorageError
         from perseus_planner.extensions.service.serve import (
             Address,
@@ -108,7 +109,7 @@ def serve(
         )
         from perseus_planner.extensions.service.serve import serve as serve_at
         from perseus_planner.extensions.service.service import Service
-        from perseus_planner.extensions.service.store import StandBy, Storage
+        from perseus_planner.extensions.service.store import Storage
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed; {how_to_install('service')}") from error
     if lease < LEAST_LEASE_S:

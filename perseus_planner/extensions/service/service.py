@@ -21,18 +21,22 @@ from uuid import uuid4
 from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
+from perseus_planner.extensions.service.checks import (
+    check_report,
+    check_same,
+    jobs_concerned,
+    with_alerts,
+)
+from perseus_planner.extensions.service.draft import Draft, unknown_job
 from perseus_planner.extensions.service.jobs import (
     WRITTEN_AFTER_S,
     JobState,
     answer_to,
     check_deadline,
-    check_report,
-    check_same,
     first_state,
     give_up,
     is_other_limit,
     is_same,
-    jobs_concerned,
     lease_s,
     next_look_s,
     prepare,
@@ -40,7 +44,6 @@ from perseus_planner.extensions.service.jobs import (
     reconcile,
     take_over_job,
     until_it_begins,
-    with_alerts,
 )
 from perseus_planner.extensions.service.models import (
     Answer,
@@ -59,39 +62,28 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import (
-    Ending,
-    Planning,
-    Processes,
-    Replanner,
-    Unsolved,
-    solve_profile,
-)
+from perseus_planner.extensions.service.planning import Planning, Replanner
 from perseus_planner.extensions.service.power import (
     begin_budgets,
     set_budget,
     share_least_power,
     share_power,
 )
+from perseus_planner.extensions.service.processes import Ending, Processes
+from perseus_planner.extensions.service.solving import Unsolved, solve_profile
 from perseus_planner.extensions.service.statuses import (
     current_reports,
     pipeline_statuses,
     status_of,
     totals_of,
 )
-from perseus_planner.extensions.service.store import (
-    Draft,
-    Storage,
-    Stored,
-    Writer,
-    Writing,
-    unknown_job,
-)
 from perseus_planner.extensions.service.watch import Watchdog
+from perseus_planner.extensions.service.writer import Writer, Writing
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.curve import Curve
     from perseus_planner.extensions.service.models import Counters
+    from perseus_planner.extensions.service.store import Storage, Stored
 
 P = ParamSpec("P")
 R = TypeVar("R")

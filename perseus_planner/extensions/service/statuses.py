@@ -1,170 +1,32 @@
-"""What is said of a running job: its events, its status, its totals, and the status of each of its
-pipelines.
+"""What is said of a running job: its status, its totals, and the status of each of its pipelines.
+
+The newest plans predict energy. An iteration that lasts longer than its plan waits for the rest of
+the time: with `e` and `t` of the plan and `P` the power of the pipeline's GPUs while they wait, an
+iteration of T seconds takes e + P * max(0, T - t) joules. The same holds for the baseline, all
+clocks at maximum, so that a saving beside a straggler is not overstated.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress
-from operator import ne
 from typing import TYPE_CHECKING, NamedTuple
 
-from perseus_planner.base.prefixes import counted, si
-from perseus_planner.extensions.service.headline import headline, power_now_w, state_name
+from perseus_planner.extensions.service.headline import headline, power_now_w
+from perseus_planner.extensions.service.look import is_over
 from perseus_planner.extensions.service.models import (
-    Decision,
-    Event,
     Expected,
     JobStatus,
     JobTotals,
     PipelineStatus,
-    PowerStep,
     Report,
     shared,
 )
-from perseus_planner.extensions.service.policy import is_over
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.jobs import JobState
-
-EVENTS = 100
-"""How many events of a job are kept, the latest."""
-_NAMED = 3  #: pipelines that an event names; more are counted
-
-
-def with_events(before: JobState | None, after: JobState, now_s: float) -> JobState:
-    """Return the state `after` with an event for what differs from `before`, if that is worth
-    telling; with its power budget, if that is another one; and since when it is in its state.
-    """
-    name = state_name(after)
-    if name != after.noted:
-        after = replace(after, noted=name, noted_since_s=now_s)
-    before_w = None if before is None else before.job.power_w
-    if after.job.power_w != before_w:
-        budgets = (*after.budgets, PowerStep(now_s, after.job.power_w))[-EVENTS:]
-        after = replace(after, budgets=budgets)
-    text = "; ".join(_changes(before, after))
-    if not text:
-        return after
-    return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
-
-
-def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
-    job = after.job
-    if before is None or before.job.pipelines != job.pipelines:  # it was started again with others
-        yield (
-            f"registered with {counted(job.pipelines, 'pipeline')} of "
-            f"{counted(after.curve.gpus, 'GPU')}"
-        )
-        return
-    if job.deadline_s != before.job.deadline_s:
-        yield (
-            "deadline removed"
-            if job.deadline_s is None
-            else f"deadline set to {_time(job.deadline_s)}"
-        )
-    if job.power_w != before.job.power_w:
-        yield (
-            "power budget removed"
-            if job.power_w is None
-            else f"power budget {si(job.power_w, 'W')}"
-        )
-    if job.gpu_power_limit_w != before.job.gpu_power_limit_w:
-        limit_w = job.gpu_power_limit_w
-        yield (
-            f"GPUs are limited to {si(limit_w, 'W')}"
-            if limit_w
-            else "no power limit is set on the GPUs any more"
-        )
-    since_s = after.silent_since_s
-    if since_s != before.silent_since_s:
-        yield (
-            "heard of again"
-            if since_s is None
-            else "not heard of for its lease: it has no share of the power budget of all jobs"
-        )
-    if (after.over_budget_since_s is None) != (before.over_budget_since_s is None):
-        limit = f"its power budget of {si(after.power_limit_w or 0.0, 'W')}"
-        over = after.over_budget_since_s is not None
-        yield (f"over {limit} for a minute" if over else "within its power budget again")
-    # Stragglers are told by the decision, not by reports: most reports change nothing.
-    if after.decision is not before.decision:
-        yield from _stragglers(before, after)
-        if after.published.version > before.published.version and after.planned is before.planned:
-            yield (after.decision.reason)  # planning failed
-    if after.taken is not None and (
-        before.taken is None or after.taken.version > before.taken.version
-    ):
-        yield (
-            f"version {after.taken.version} of the plans runs from iteration "
-            f"{after.taken.iteration:,}"
-        )
-
-
-def _stragglers(before: JobState, after: JobState) -> list[str]:
-    """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
-    was = before.decision.stragglers
-    now = after.decision.stragglers
-    # Pipelines that are slow for the same reason are told together. Another report that says the
-    # same is no news.
-    slow: dict[tuple[str, str], list[int]] = {}
-    for pipeline in [number for number, key in now.items() if was.get(number) != key]:
-        what = _slow(after, now[pipeline])
-        old = was.get(pipeline)
-        if old is None or _slow(before, old) != what:
-            slow.setdefault(what, []).append(pipeline)
-    changes = [f"{part}{_pipelines(those)} slow{how}" for (part, how), those in slow.items()]
-    recovered = sorted(was.keys() - now.keys())
-    if recovered:
-        changes.append(f"{_pipelines(recovered)} not slow any more")
-    # Stragglers themselves are left out: their new time is what was just told.
-    moved: dict[float, list[int]] = {}
-    if before.decision.asked != after.decision.asked:
-        old_s, new_s = ([*_times_s(state.decision)] for state in (before, after))
-        for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
-            if pipeline not in now:
-                moved.setdefault(new_s[pipeline], []).append(pipeline)
-    for time_s, pipelines in moved.items():
-        whom = (
-            f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
-        )
-        changes.append(f"{whom} moved to {_time(time_s)}")
-    return [", ".join(changes)] if changes else []
-
-
-def _times_s(decision: Decision) -> Iterable[float]:
-    """Return the time that each pipeline aims for, in order."""
-    times_s = [target.time_s for target in decision.targets]
-    return map(times_s.__getitem__, decision.of_pipeline)
-
-
-def _slow(state: JobState, key: str) -> tuple[str, str]:
-    """Return what is said before and after pipelines that a report calls slow."""
-    report = state.reports.get(key)
-    if report is None:
-        return "", ""
-    measure = (
-        f"iterations of {_time(report.iteration_s)}"
-        if report.slowdown is None
-        else f"{report.slowdown:.4g}x"
-    )
-    part = "" if report.scope.kind == "pipeline" else f"{report.scope.kind} {report.scope.value}: "
-    return part, f" {measure} ({report.source})"
-
-
-def _pipelines(numbers: list[int]) -> str:
-    if len(numbers) > _NAMED:
-        return f"{len(numbers)} pipelines"
-    return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
-
-
-def _time(time_s: float | None) -> str:
-    return "-" if time_s is None else si(time_s, "s")
-
 
 _KEPT = 1024
 

@@ -77,17 +77,18 @@ def jobs_text(jobs: Sequence[JobStatus]) -> str:
 def together_text(all_jobs: Together) -> str:
     """Say what jobs draw and save together, whose power that is, and whose it is not."""
     by_plans = all_jobs.heard_of - all_jobs.measured
-    whose = [f"{all_jobs.measured} measured"] if all_jobs.measured else []
-    whose += [f"{by_plans} by plans"] if by_plans else []
-    text = f"Power of {counted(all_jobs.heard_of, 'job')}"
-    text += f" ({', '.join(whose)})" if whose else ""
-    text += f": {si(all_jobs.power_w, 'W')}"
+    whose = []
+    if all_jobs.measured:
+        whose.append(f"{all_jobs.measured} measured")
+    if by_plans:
+        whose.append(f"{by_plans} by plans")
+    origin = f" ({', '.join(whose)})" if whose else ""
+    power = f"Power of {counted(all_jobs.heard_of, 'job')}{origin}: {si(all_jobs.power_w, 'W')}"
     if all_jobs.compared:
-        of_some = (
-            "" if all_jobs.compared == all_jobs.heard_of else f" in {all_jobs.compared} of them"
-        )
-        text += f", {si(all_jobs.saves_w, 'W')} less than with {ALL_MAXIMUM}{of_some}"
-    text += f"; extra beside stragglers: {si(all_jobs.extra_w, 'W')}"
+        power += f", {si(all_jobs.saves_w, 'W')} less than with {ALL_MAXIMUM}"
+        if all_jobs.compared != all_jobs.heard_of:
+            power += f" in {all_jobs.compared} of them"
+    text = f"{power}; extra beside stragglers: {si(all_jobs.extra_w, 'W')}"
     if all_jobs.silent:
         text += f". Left out: {counted(all_jobs.silent, 'job')} not heard of"
     return f"{text}."
@@ -153,23 +154,17 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         f"State: {state_text(status)}",
         f"Plans: {_version(status)}",
         f"Power: {_power(status)}",
-        # Only lines that say something: most jobs have no verdict and no autopilot.
-        *([] if status.unlike_plan is None else [f"{status.unlike_plan}."]),
-        *([] if status.verdict is None else [status.verdict]),
-        *(
-            []
-            if status.telemetry is None
-            else [_telemetry(status.telemetry, saves=status.unlike_plan is None)]
-        ),
-        *(
-            []
-            if status.autopilot is None
-            else [f"{status.autopilot.name.capitalize()}: {status.autopilot}"]
-        ),
-        f"Decided: {decision.reason}",
-        "",
-        table(targets),
     ]
+    # Only lines that say something: most jobs have no verdict and no autopilot.
+    if status.unlike_plan is not None:
+        lines.append(f"{status.unlike_plan}.")
+    if status.verdict is not None:
+        lines.append(status.verdict)
+    if status.telemetry is not None:
+        lines.append(_telemetry(status.telemetry, saves=status.unlike_plan is None))
+    if status.autopilot is not None:
+        lines.append(f"{status.autopilot.name.capitalize()}: {status.autopilot}")
+    lines += [f"Decided: {decision.reason}", "", table(targets)]
     if status.reports:
         lines += ["", _reports(status)]
     if events:
@@ -213,72 +208,80 @@ def _version(job: JobStatus) -> str:
 
 
 def _power(job: JobStatus) -> str:
-    limit_w = job.power_limit_w
-    budget = "" if limit_w is None else f"; a power budget leaves it {si(limit_w, 'W')}"
+    parts = []
     if job.silent_since_s is not None:
-        return f"not known, as it is not heard of{budget}"
-    expected = job.expected
-    how = f"replayed from a {profile_of_origin(expected.origin)}"
-    how = "simulated" if expected.origin == "simulated" else how
-    of_plans = (
-        f"{si(expected.power_w, 'W')} with these plans, {si(expected.baseline_power_w, 'W')} with "
-        "all clocks at maximum"
-    )
-    recent = (
-        ""
-        if job.telemetry is None or job.telemetry.power_w is None
-        else (f"; recently {si(job.telemetry.power_w, 'W')}, {job.telemetry.energy_is}")
-    )
-    saves = "" if job.saves_w is None else f"; saves {si(job.saves_w, 'W')}"
-    # The figures by the plans are of the iterations that are planned, which may be shorter.
-    saves += f" against {ALL_MAXIMUM} in iterations as long" if saves and recent else ""
-    saves += f", extra beside stragglers: {si(job.expected_saving_w, 'W')}"
-    return f"{of_plans} and iterations as long, {how}{recent}{saves}{budget}"
+        parts.append("not known, as it is not heard of")
+    else:
+        expected = job.expected
+        how = f"replayed from a {profile_of_origin(expected.origin)}"
+        if expected.origin == "simulated":
+            how = "simulated"
+        parts.append(
+            f"{si(expected.power_w, 'W')} with these plans, "
+            f"{si(expected.baseline_power_w, 'W')} with {ALL_MAXIMUM} and iterations as long, {how}"
+        )
+        sent = job.telemetry
+        against = ""
+        if sent is not None and sent.power_w is not None:
+            parts.append(f"recently {si(sent.power_w, 'W')}, {sent.energy_is}")
+            # Those by the plans are of the iterations that are planned, which may be shorter.
+            against = f" against {ALL_MAXIMUM} in iterations as long"
+        extra = f"extra beside stragglers: {si(job.expected_saving_w, 'W')}"
+        if job.saves_w is None:
+            parts[-1] += f", {extra}"
+        else:
+            parts.append(f"saves {si(job.saves_w, 'W')}{against}, {extra}")
+    if job.power_limit_w is not None:
+        parts.append(f"a power budget leaves it {si(job.power_limit_w, 'W')}")
+    return "; ".join(parts)
 
 
 def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
-    recent = f"recently {si(sent.iteration_s, 's', 6)} each, until {_moment(sent.observed_s)}"
-    text = f"Ran: {sent.iterations} iterations, {recent}"
+    parts = [
+        f"Ran: {sent.iterations} iterations, recently {si(sent.iteration_s, 's', 6)} each, until "
+        f"{_moment(sent.observed_s)}"
+    ]
     if sent.energy_is is not None:
-        text += f"; {si(sent.energy_j, 'J')}, {sent.energy_is}"
-        text += f", {saved_text(sent)}" if saves else ""
+        saved = f", {saved_text(sent)}" if saves else ""
+        parts.append(f"{si(sent.energy_j, 'J')}, {sent.energy_is}{saved}")
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
-        text += (
-            f"; clocks set in {si(sent.set_p50_s, 's', 3)}, 99 % in {si(sent.set_p99_s, 's', 3)}"
-        )
-    text += f", {sent.changes_late} late"
+        p50 = si(sent.set_p50_s, "s", 3)
+        parts.append(f"clocks set in {p50}, 99 % in {si(sent.set_p99_s, 's', 3)}")
+    parts[-1] += f", {sent.changes_late} late"
     if sent.off_plan_since_s is not None:
         since = _moment(sent.off_plan_since_s)
-        text += f"; {sent.following} of {sent.ranks} ranks follow their plan, not all since {since}"
-    return text
+        parts.append(
+            f"{sent.following} of {sent.ranks} ranks follow their plan, not all since {since}"
+        )
+    return "; ".join(parts)
 
 
 def _settings(job: RegisteredJob) -> str:
-    text = (
-        "as fast as all clocks at maximum"
+    parts = [
+        f"as fast as {ALL_MAXIMUM}"
         if job.deadline_s is None
         else f"{si(job.deadline_s, 's', 6)} an iteration"
-    )
-    text += "" if job.power_w is None else f", at most {si(job.power_w, 'W', 6)}"
+    ]
+    if job.power_w is not None:
+        parts.append(f"at most {si(job.power_w, 'W', 6)}")
     step = job.next_power
     if step is not None:
-        budget = (
-            "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
-        )
-        text += f", {budget} from {_moment(step.start_s)}"
-    limit_w = job.gpu_power_limit_w
-    return text if limit_w is None else f"{text}, each GPU limited to {si(limit_w, 'W', 6)}"
+        most = "no power budget" if step.power_w is None else f"at most {si(step.power_w, 'W', 6)}"
+        parts.append(f"{most} from {_moment(step.start_s)}")
+    if job.gpu_power_limit_w is not None:
+        parts.append(f"each GPU limited to {si(job.gpu_power_limit_w, 'W', 6)}")
+    return ", ".join(parts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Write rising numbers, with runs of them as first to last."""
-    # A run begins where the number before is missing, and ends where the one behind is.
-    starts = [number for number in numbers if number - 1 not in numbers]
-    ends = [number for number in numbers if number + 1 not in numbers]
-    return ", ".join(
-        str(start) if start == end else f"{start} to {end}"
-        for start, end in zip(starts, ends, strict=True)
-    )
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
 
 
 def _scope(report: Report) -> str:

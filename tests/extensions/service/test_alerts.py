@@ -185,7 +185,7 @@ def test_a_job_that_has_too_many_reports_says_so_and_others_are_told(
     service, _, ask = running
     service.register(job("bloom"), frontier_file())
     service.report("gpt", report("one")).result()
-    monkeypatch.setattr("perseus_planner.extensions.service.jobs._MOST_REPORTS", 1)
+    monkeypatch.setattr("perseus_planner.extensions.service.checks._MOST_REPORTS", 1)
     found = posted(ask, FIRING)
     assert [each["problem"] for each in found["ignored"]] == [
         "job 'gpt' has 1 reports, 0 of them by 'alertmanager, bdb64e6c59aa1c2a'; clear some"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,8 +52,9 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.extensions.service import planning, store
+from perseus_planner.extensions.service import database, planning, rows
 from perseus_planner.extensions.service.curve import Curve
+from perseus_planner.extensions.service.draft import Draft
 from perseus_planner.extensions.service.models import (
     Conflict,
     Counters,
@@ -64,15 +65,10 @@ from perseus_planner.extensions.service.models import (
     UnknownJob,
     UnknownReport,
 )
-from perseus_planner.extensions.service.planning import (
-    NotPlanned,
-    PlanRequest,
-    Processes,
-    curve_of,
-    nearest_plan_text,
-)
+from perseus_planner.extensions.service.processes import NotPlanned, Processes
 from perseus_planner.extensions.service.service import Service
-from perseus_planner.extensions.service.store import Draft, Storage
+from perseus_planner.extensions.service.solving import PlanRequest, curve_of, nearest_plan_text
+from perseus_planner.extensions.service.store import Storage
 from perseus_planner.profiles.groups import slowed, within_power_limit
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.frontier import solve_dag
@@ -393,7 +389,7 @@ def test_a_report_that_says_nothing_of_the_job_is_refused(service: Service, wron
 def test_what_one_source_sends_leaves_room_for_the_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("perseus_planner.extensions.service.jobs._MOST_OF_A_SOURCE", 3)
+    monkeypatch.setattr("perseus_planner.extensions.service.checks._MOST_OF_A_SOURCE", 3)
     for number in range(3):
         service.report(
             "gpt", report(f"{number}", source="noisy", begins_s=NOW_S + 1e6 + number)
@@ -588,9 +584,9 @@ def test_of_a_job_that_is_there_the_registration_is_not_written_again(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ):
     written: list[Any] = []
-    write_json = store.write_json
+    write_json = rows.write_json
     monkeypatch.setattr(
-        store, "write_json", lambda value, **how: written.append(value) or write_json(value, **how)
+        rows, "write_json", lambda value, **how: written.append(value) or write_json(value, **how)
     )
     service.report("gpt", report("a")).result()
     assert written
@@ -732,7 +728,7 @@ def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_d
 ):
     with Storage(one.place):
         one.service.tick()  # something was written a moment ago
-        monkeypatch.setattr(store, "CHECKED_AFTER_S", -1.0)
+        monkeypatch.setattr(database, "CHECKED_AFTER_S", -1.0)
         with pytest.raises(Fenced, match="another service has opened it"):
             one.service.tick()
         assert "another service has opened it" in str(one.service.problem)
@@ -1228,6 +1224,25 @@ def test_errors_come_back_from_another_process_as_they_are():
         processes.run(curve_of, "digest", (), None, b"no frontier")
     with pytest.raises(NotPlanned, match="the service is ending"):
         processes.run(curve_of, "digest", (), None, b"")
+
+
+def test_a_call_goes_to_the_new_pool_if_another_thread_ends_the_old_one_before_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    submit = ProcessPoolExecutor.submit
+    pools: list[ProcessPoolExecutor] = []
+
+    def ended_before(pool: ProcessPoolExecutor, *call: Any) -> Any:
+        pools.append(pool)
+        if len(pools) == 1:
+            processes.restart()  # as another thread does after a call that took too long
+        return submit(pool, *call)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", ended_before)
+    with Processes(1) as processes:
+        assert processes.run(abs, -3) == 3
+    first, second = pools
+    assert first is not second
 
 
 @settings(max_examples=50)

@@ -16,16 +16,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
 
-from perseus_planner.extensions.service.jobs import (  # noqa: E402
-    POINTS,
-    Tally,
-    add_counters,
-    with_point,
-)
+from perseus_planner.extensions.service.events import EVENTS, with_events  # noqa: E402
 from perseus_planner.extensions.service.metrics import Metrics  # noqa: E402
 from perseus_planner.extensions.service.models import Counters, PowerStep  # noqa: E402
 from perseus_planner.extensions.service.service import Service  # noqa: E402
-from perseus_planner.extensions.service.statuses import EVENTS, with_events  # noqa: E402
+from perseus_planner.extensions.service.tally import POINTS, Tally, add_counters, with_point  # noqa: E402
 
 
 def texts(service: Service) -> list[str]:

@@ -21,18 +21,17 @@ from strategies import fixed, smooth_profile
 from perseus_planner import schedules
 from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.service.curve import Numbers
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     Cause,
     Decision,
     RegisteredJob,
     Report,
     Scope,
-    ScopeKind,
 )
+from perseus_planner.extensions.service.parts import ScopeKind
 from perseus_planner.extensions.service.policy import (
-    Look,
     PolicySettings,
-    check_scope,
     decide,
     saving_w,
 )
@@ -621,13 +620,13 @@ _ELSEWHERE = "is not in pipeline 2 of job 'train'; correct one of them, or leave
 )
 def test_a_scope_that_means_nothing_is_refused(scope: Scope, message: str):
     with pytest.raises(UsageError) as refused:
-        check_scope(JOB, scope, STAGES)
+        JOB.parts.check(scope, STAGES)
     assert str(refused.value) == f"scope: {message}"
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_scope_that_means_something_is_not(scope: Scope):
-    check_scope(JOB, scope, STAGES)
+    JOB.parts.check(scope, STAGES)
     assert JOB.parts.of(scope) == {p: hit(scope, p) for p in range(3) if hit(scope, p) is not None}
 
 

@@ -19,9 +19,10 @@ from postgres import postgres
 from services import NOW_S, Clock, at_once, frontier_file, job, planned, report
 from waiting import LONG_S, eventually
 
+from perseus_planner.extensions.service.database import LATE_S, StandBy
 from perseus_planner.extensions.service.models import Fenced
 from perseus_planner.extensions.service.service import Service
-from perseus_planner.extensions.service.store import LATE_S, StandBy, Storage
+from perseus_planner.extensions.service.store import Storage
 
 httpx = pytest.importorskip("httpx")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from service_stand_in import StandIn, asking
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.service import access, app
+from perseus_planner.extensions.service import access, calls
 from perseus_planner.extensions.service.access import ROLES, Access, Limits, read_tokens
 
 httpx = pytest.importorskip("httpx")
@@ -160,13 +160,13 @@ def test_how_large_a_body_may_be_depends_on_the_role(role, path, most):
 
 
 def test_a_large_body_is_parsed_by_a_thread_and_taken_or_refused_as_a_small_one_is(monkeypatch):
-    threads, read_registration = [], app.read_registration
+    threads, read_registration = [], calls.read_registration
 
     def parsed(text):
         threads.append(threading.current_thread())
         return read_registration(text)
 
-    monkeypatch.setattr(app, "read_registration", parsed)
+    monkeypatch.setattr(calls, "read_registration", parsed)
     places = [
         {"rank": number, "pipeline": number % 2, "stages": [0], "node": "node" * 9}
         for number in range(2000)

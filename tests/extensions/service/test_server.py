@@ -44,10 +44,11 @@ from perseus_planner.base.files import sha256
 from perseus_planner.extensions.service import planning
 from perseus_planner.extensions.service import serve as server
 from perseus_planner.extensions.service.access import TOKENS_VARIABLE, Access, Limits, read_tokens
-from perseus_planner.extensions.service.app import AsyncService, create_app
+from perseus_planner.extensions.service.app import create_app
 from perseus_planner.extensions.service.client import Client
+from perseus_planner.extensions.service.database import without_password
+from perseus_planner.extensions.service.live import AsyncService
 from perseus_planner.extensions.service.models import Place, RegisteredJob, Registration, to_json
-from perseus_planner.extensions.service.planning import Unsolved
 from perseus_planner.extensions.service.serve import Address, listening
 from perseus_planner.extensions.service.serve_command import (
     JsonLine,
@@ -56,7 +57,8 @@ from perseus_planner.extensions.service.serve_command import (
     serve,
 )
 from perseus_planner.extensions.service.service import Service
-from perseus_planner.extensions.service.store import Storage, without_password
+from perseus_planner.extensions.service.solving import Unsolved
+from perseus_planner.extensions.service.store import Storage
 
 httpx = pytest.importorskip("httpx")
 

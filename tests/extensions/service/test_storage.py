@@ -24,7 +24,9 @@ from services import (
 )
 
 from perseus_planner.extensions.service.curve import Curve
+from perseus_planner.extensions.service.draft import Draft
 from perseus_planner.extensions.service.jobs import JobState, Share
+from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
     Counters,
@@ -36,8 +38,7 @@ from perseus_planner.extensions.service.models import (
     Taken,
     Target,
 )
-from perseus_planner.extensions.service.policy import Look
-from perseus_planner.extensions.service.store import Draft, Storage
+from perseus_planner.extensions.service.store import Storage
 
 DIGEST = "f" * 64
 

@@ -33,10 +33,11 @@ from services import (
 )
 
 from perseus_planner.extensions.service.client import Client
-from perseus_planner.extensions.service.jobs import WRITTEN_AFTER_S, Tally, add_counters
+from perseus_planner.extensions.service.jobs import WRITTEN_AFTER_S
 from perseus_planner.extensions.service.models import Conflict, Counters, Scope, UnknownJob
 from perseus_planner.extensions.service.serve import Address
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.tally import Tally, add_counters
 from perseus_planner.extensions.service.text import jobs_text, status_text, totals_text
 from perseus_planner.runs import Account
 from perseus_planner.runs.status import DeciderStatus, read_status, save_status
