@@ -11,7 +11,8 @@ import numpy as np
 from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.extensions.autopilot.job import time_at_last_clock
 from perseus_planner.extensions.autopilot.planning import Costs
-from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows, TimeTables
+from perseus_planner.extensions.autopilot.power_rows import PowerRows
+from perseus_planner.extensions.autopilot.time_rows import TimeRows, TimeTables
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
