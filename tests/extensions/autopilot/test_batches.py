@@ -679,7 +679,7 @@ def test_laws_that_the_store_does_not_take_are_told_in_the_next_round(
 
     monkeypatch.setattr(batches._exchange, "tell_laws", tell_laws)
     monkeypatch.setattr(batches, "_follow", lambda _: None)
-    batches._laws = laws
+    batches._learner.laws = laws
     for iteration in range(3):
         batches._asked = _Asked(iteration)
         batches._round()
