@@ -139,7 +139,7 @@ def test_the_service_and_what_is_shown_and_reported_of_a_run_are_one_account(tmp
     (saving,) = savings_of(sources, EnergyRates(), IterationSize())
     assert saving.saved_share == pytest.approx(tally.saved_share)
     assert saving.energy_j * tally.iterations == pytest.approx(tally.energy_j)
-    assert (saving.time_s + saving.between_s) * tally.iterations == pytest.approx(tally.time_s)
+    assert saving.window_s * tally.iterations == pytest.approx(tally.time_s)
     assert f" {100 * tally.saved_share:.2f}\n" in run_text(shown)
     assert f"({100 * tally.saved_share:.2f} % ± " in run_text(shown)
     assert tally.saving == shown.saving
