@@ -230,8 +230,8 @@ class TimeRows:
         return _Told(mean, error, enough, bound, excess, known, usable)
 
     def _most(self, told: _Told) -> Floats:
-        """Return the longest that rows may be expected to be by the process or the bound, whichever
-        is less, logarithms.
+        """Return the longest that rows are most likely by the process or the bound, whichever is
+        less, logarithms: what is safe to try of an unmeasured row.
         """
         by_bound = told.bound + np.log(told.excess)
         by_process = np.minimum(told.mean + 3 * told.error, by_bound)
@@ -271,7 +271,8 @@ class TimeRows:
         measured = int(self.known.sum())
         # Scales are found again only when there are notably more rows, as that tries all pairs of
         # them.
-        if refit := abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows:
+        refit = abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows
+        if refit:
             self._fitted_rows = measured
         mean = np.empty_like(self.mean)
         error = np.empty_like(self.mean)

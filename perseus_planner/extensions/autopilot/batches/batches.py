@@ -137,12 +137,12 @@ class Batches:
         self._leader: Leader | None = None
         if seat.leads:
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
-        # Each of these is changed by one thread: by the background thread, and by that of the
-        # exchange.
+        # The background thread changes orders and what is learnt; that of the exchange reads them.
         self._orders = Orders(profile)
         self._learner = BatchLearner(
             profile, self._orders, seat, self._leader, is_whole=self._is_whole
         )
+        # The thread of the exchange makes programs.
         self._programs = Programs(profile, seat.rank, self._learner, is_whole=self._is_whole)
         # Written by the training thread:
         self._iteration = -1  #: that has begun last
