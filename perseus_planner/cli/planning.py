@@ -43,7 +43,7 @@ from perseus_planner.schedules import NAMES, schedule_names
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from perseus_planner import Plan, Replicas
+    from perseus_planner import Frontier, Plan, Replicas
     from perseus_planner.plans.job import Settings
 
 _COMPLETED = complete(schedule_names)
@@ -349,52 +349,82 @@ def _refuse_unfit(target: Target, limits: PlanLimits, *, several: bool) -> None:
 
 
 def _make_plans(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
-    frontier, *others = pipelines.frontiers
+    if len(pipelines.frontiers) > 1:
+        return _plans_of_several(pipelines, target, limits)
+    return (_plan_of_one(pipelines.frontiers[0], target, limits),)
+
+
+def _plan_of_one(frontier: Frontier, target: Target, limits: PlanLimits) -> Plan:
+    """Return the plan of a single frontier, by what was asked for."""
     arguments = limits.arguments()
-    # A budget has no time to meet, so nothing below applies to it.
     if target.power_budget_w is not None:
-        return (frontier.plan_within_power(target.power_budget_w, **arguments),)
+        return frontier.plan_within_power(target.power_budget_w, **arguments)
+    if target.straggler_time_s is not None:
+        return frontier.plan_beside_straggler(target.straggler_time_s, **arguments)
+    wanted_s = _wanted_s(frontier, target)
+    if wanted_s is None:
+        return frontier.plan_for_least_energy(**arguments)
+    # Tied modes are chosen for the time that was asked for, whatever needs the least energy.
+    if not frontier.dag.has_tied_modes:
+        _tell_if_longer(wanted_s, _least_energy_s(frontier))
+    return frontier.plan_for(wanted_s, **arguments)
+
+
+def _plans_of_several(pipelines: Replicas, target: Target, limits: PlanLimits) -> tuple[Plan, ...]:
+    """Return the plans of pipelines of different kinds, for one time that all of them can meet.
+
+    Raises:
+        UsageError: If one of them has tied modes.
+    """
     # Tied modes are chosen on one frontier, so several cannot be matched in time.
-    has_tied_modes = any(
-        pipeline_frontier.dag.has_tied_modes for pipeline_frontier in pipelines.frontiers
-    )
-    if has_tied_modes and others:
+    if any(frontier.dag.has_tied_modes for frontier in pipelines.frontiers):
         raise UsageError(
             "modes that are tied to each other are planned for one kind of pipeline; give one "
             "frontier"
         )
-    source = pipelines if others else frontier
-    # More, as rounding may refuse exactly that time.
-    least_s = max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
-    wanted_s = target.deadline_s
+    arguments = limits.arguments()
+    least_s = _least_energy_s(pipelines)
+    wanted_s = _wanted_s(pipelines, target)
+    if wanted_s is not None:
+        _tell_if_longer(wanted_s, least_s)
+    fastest_s = pipelines.least_deadline_s(arguments.get("on_time", ON_TIME))
+    # None can be made to wait for less than the slowest takes.
+    if target.straggler_time_s is not None:
+        common_s = max(target.straggler_time_s, fastest_s)
+    elif wanted_s is None or wanted_s > least_s:
+        common_s = max(least_s, fastest_s)
+    else:
+        common_s = wanted_s
+    return pipelines.plans_for(common_s, **arguments)
+
+
+def _wanted_s(source: Frontier | Replicas, target: Target) -> float | None:
+    """Return the longest that an iteration may take; None if no such time was asked for."""
     # A slowdown counts from the slowest pipeline, as all wait for it.
     if target.slowdown is not None:
-        wanted_s = target.slowdown * source.baseline_time_s
-    # More time than that of least energy costs more, which few mean.
-    if wanted_s is not None and wanted_s > least_s and not has_tied_modes:
-        from perseus_planner.base.prefixes import si
+        return target.slowdown * source.baseline_time_s
+    return target.deadline_s
 
-        click.echo(
-            f"planner: the plan takes {si(least_s, 's', 6)}, where an iteration needs the least "
-            f"energy: {si(wanted_s, 's', 6)} would be slower and cost more; if others wait "
-            "until then anyway, give --straggler-time",
-            err=True,
-        )
-    # Several pipelines need one common time that all of them can meet.
-    if others:
-        fastest_s = source.least_deadline_s(arguments.get("on_time", ON_TIME))
-        # None can be made to wait for less than the slowest takes.
-        if target.straggler_time_s is not None:
-            wanted_s = max(target.straggler_time_s, fastest_s)
-        elif wanted_s is None or wanted_s > least_s:
-            wanted_s = max(least_s, fastest_s)
-        return pipelines.plans_for(wanted_s, **arguments)
-    # The choice of a single frontier, by what was asked for.
-    if target.straggler_time_s is not None:
-        return (frontier.plan_beside_straggler(target.straggler_time_s, **arguments),)
-    if wanted_s is None:
-        return (frontier.plan_for_least_energy(**arguments),)
-    return (frontier.plan_for(wanted_s, **arguments),)
+
+def _least_energy_s(source: Frontier | Replicas) -> float:
+    """Return the iteration time of least energy, seconds: more, as rounding may refuse exactly that
+    time.
+    """
+    return max(source.least_energy_time_s * (1 + 1e-9), source.min_time_s)
+
+
+def _tell_if_longer(wanted_s: float, least_s: float) -> None:
+    """Say that more time than that of least energy costs more, which few mean."""
+    if wanted_s <= least_s:
+        return
+    from perseus_planner.base.prefixes import si
+
+    click.echo(
+        f"planner: the plan takes {si(least_s, 's', 6)}, where an iteration needs the least "
+        f"energy: {si(wanted_s, 's', 6)} would be slower and cost more; if others wait "
+        "until then anyway, give --straggler-time",
+        err=True,
+    )
 
 
 def _given(options: DataclassInstance) -> dict[str, Any]:

@@ -279,13 +279,9 @@ def _run_view(folder: Path) -> _View:
     from perseus_planner import Run
     from perseus_planner.runs.values import values_csv
     from perseus_planner.views.figures import chart_run_beside_plan
-    from perseus_planner.views.run import (
-        run_text,
-        summarize_run,
-        summarize_unplanned,
-        unplanned_text,
-    )
+    from perseus_planner.views.run import run_text, summarize_run
     from perseus_planner.views.traces import trace_run
+    from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
 
     run = Run.load(folder)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -94,27 +95,41 @@ _MODE_NAME = Text(
 
 def csv_bytes(rows: Sequence[Row], control: str = "clock") -> bytes:
     """Return the CSV file that holds `rows`; reading it gives the same floats."""
-    # Columns that no row would fill are left out, so that a plain profile has a plain table.
-    has_evidence = any(row.evidence is not None for row in rows)
-    has_order = any(row.evidence and row.evidence.order is not None for row in rows)
-    has_modes = any(row.key.mode != OWN for row in rows)
-    header = ["stage", "instruction", *[_MODE] * has_modes, CONTROLS[control], "time", "energy"]
-    # The order of measuring comes last, as older files do not have it.
-    lines: list[list[object]] = [[*header, *(_EVIDENCE.values() if has_evidence else [])]]
-    lines[0] += [_ORDER] * has_order
-    for row in rows:
-        # A mode has a column of its own.
-        mode = [row.key.mode] if has_modes else []
-        cells = [row.key.stage, word_of(row.key.kind), *mode, *row[1:4]]
-        lines.append([*cells, *(_evidence_cells(row.evidence) if has_evidence else [])])
-        lines[-1] += [row.evidence.order if row.evidence else None] * has_order
+    columns = _columns(rows, control)
+    lines: list[list[object]] = [list(columns)]
+    lines += [[cell(row) for cell in columns.values()] for row in rows]
     return csv_text(lines).encode()
 
 
-def _evidence_cells(evidence: Evidence | None) -> list[object]:
-    if evidence is None:
-        return [None] * len(_EVIDENCE)
-    return [*(getattr(evidence, name) for name in rules(Evidence)), "+".join(evidence.throttle)]
+def _columns(rows: Sequence[Row], control: str) -> dict[str, Callable[[Row], object]]:
+    """Return the columns of the file, in their order: the name of each, and what a row has there.
+
+    Columns that no row would fill are left out, so that a plain profile has a plain table.
+    """
+    columns: dict[str, Callable[[Row], object]] = {
+        "stage": lambda row: row.key.stage,
+        "instruction": lambda row: word_of(row.key.kind),
+    }
+    if any(row.key.mode != OWN for row in rows):
+        columns[_MODE] = lambda row: row.key.mode
+    columns[CONTROLS[control]] = lambda row: row.clock_mhz
+    columns["time"] = lambda row: row.time_s
+    columns["energy"] = lambda row: row.energy_j
+    if any(row.evidence is not None for row in rows):
+        for field, column in _EVIDENCE.items():
+            columns[column] = partial(_evidence_cell, field)
+    # The order of measuring comes last, as older files do not have it.
+    if any(row.evidence and row.evidence.order is not None for row in rows):
+        columns[_ORDER] = partial(_evidence_cell, "order")
+    return columns
+
+
+def _evidence_cell(field: str, row: Row) -> object:
+    if row.evidence is None:
+        return None
+    if field == "throttle":
+        return "+".join(row.evidence.throttle)
+    return getattr(row.evidence, field)
 
 
 def read_table(path: Path) -> Table:
@@ -176,7 +191,7 @@ def _row(cells: CsvRow, setting: str) -> Row:
     )
     # Zero seconds are allowed for computations without work alone.
     if energy_j:
-        cells.read("time", TIME)  # only a computation without work takes no time
+        cells.read("time", TIME)
     kind = cells.read("instruction", _INSTRUCTION)
     mode = cells.read(_MODE, _MODE_NAME) if cells.cells.get(_MODE) else OWN
     return Row(Key(stage, kind, mode), value, time_s, energy_j, _evidence(cells))

@@ -194,6 +194,11 @@ class Run:
         return any(rank.iterations[-1].is_dry_run for rank in self.ranks)
 
     @property
+    def disagreements(self) -> tuple[str, ...]:
+        """On which ranks the energy counter and the power sensor disagree, in sentences."""
+        return tuple(rank.disagreement for rank in self.ranks if rank.disagreement is not None)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the plans that iterations ran by, oldest first; without plans that are no
         longer kept.

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+#: vertex times, ticks, slowest first; and the slope from the next slower vertex to each, watts
+_Hull = tuple[list[int], list[Fraction]]
+
 UNLIMITED = 2**62  #: more than any flow or time, which are at most 2**60
 _TIME_BITS = 60  #: all durations together are at most 2**60 ticks, and so is any time
 _POWER_BITS = 60  #: all slopes together are at most 2**60 units, and so is any flow
@@ -102,60 +105,77 @@ def scaled_network(dag: PipelineDag) -> ScaledNetwork:
     """
     members = [dag.keys[place] for place in dag.order]
     try:
-        longest_s = [dag.points[key][-1].time_s for key in members]
-        # No path is longer than all that there is, so no event time overflows.
-        tick_s = _power_of_two(
-            math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)]), _TIME_BITS
-        )
-        hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
-        # Nor does a flow: a cut carries at most the steepest slope of every arc.
-        steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
-        power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
-        # Coarse slopes from below keep every bound a bound, and the walk has fewer steps.
-        if len(members) > _MOST_EXACT:
-            power_unit_w = max(power_unit_w, _coarse_unit_w(hulls, Counter(members)))
-            hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
-        # An overflow of this sum is refused here, not later.
-        math.fsum(dag.points[key][0].energy_j for key in members)
+        hulls, tick_s, power_unit_w = _hulls_and_units(dag, members)
     except (OverflowError, ZeroDivisionError) as error:
         raise ProfileError(
             "measurements: are too large or too small to plan with; give seconds and joules"
         ) from error
 
-    # The curve of a wait without a lag
+    tail, head, lags = _ends(dag, tick_s)
+    # The vertices of all curves, one curve after the other. The first is a wait without a lag.
     times = [0]
     slopes = [0]
-    span: dict[Key, tuple[int, int]] = {}
+    spans: dict[Key, tuple[int, int]] = {}
     for key, (hull_times, hull_slopes) in hulls.items():
-        span[key] = (len(times), len(times) + len(hull_times) - 1)
+        spans[key] = (len(times), len(times) + len(hull_times) - 1)
         times += hull_times
         slopes += [round(slope / Fraction(power_unit_w)) for slope in hull_slopes]
-
-    tail, head, lags = _ends(dag, tick_s)
-    waits = {}
     # A wait is an arc of one vertex, its lag; equal lags share it.
-    for ticks in sorted(set(lags)):
-        waits[ticks] = len(times) if ticks else 0
-        times += [ticks] if ticks else []
-        slopes += [0] if ticks else []
+    waits = {0: 0}
+    for ticks in sorted(set(lags) - {0}):
+        waits[ticks] = len(times)
+        times.append(ticks)
+        slopes.append(0)
     # In the order of `_ends`: nodes, waits, and the arcs of source and sink.
-    first = [span[key][0] for key in members] + [waits[ticks] for ticks in lags]
-    last = [span[key][1] for key in members] + [waits[ticks] for ticks in lags]
-    as_array = [
-        np.array(values, dtype=np.int64) for values in (tail, head, first, last, times, slopes)
-    ]
-    ends = as_array[0:2]
-    spans = as_array[2:4]
-    curves = as_array[4:6]
+    first = [spans[key][0] for key in members] + [waits[ticks] for ticks in lags]
+    last = [spans[key][1] for key in members] + [waits[ticks] for ticks in lags]
+
     source = 2 * len(members)
     network = make_network(
-        source, source + 1, (ends[0], ends[1]), (spans[0], spans[1]), (curves[0], curves[1])
+        source,
+        source + 1,
+        ends=(_integers(tail), _integers(head)),
+        span=(_integers(first), _integers(last)),
+        curves=(_integers(times), _integers(slopes)),
     )
     return ScaledNetwork(network, tick_s, power_unit_w)
 
 
+def _hulls_and_units(
+    dag: PipelineDag, members: Sequence[Key]
+) -> tuple[dict[Key, _Hull], float, float]:
+    """Return the curve of each key, the seconds of a tick and the watts of a unit of slope.
+
+    Args:
+        dag: The iteration.
+        members: The key of each node of `dag.order`.
+
+    Raises:
+        OverflowError, ZeroDivisionError: If floats cannot hold a sum or a unit.
+    """
+    longest_s = [dag.points[key][-1].time_s for key in members]
+    # No path is longer than all that there is, so no event time overflows.
+    all_s = math.fsum([*longest_s, *map(math.fsum, dag.iteration.lags_s)])
+    tick_s = _power_of_two(all_s, _TIME_BITS)
+    hulls = {key: _hull(dag.points[key], tick_s) for key in dict.fromkeys(members)}
+    # Nor does a flow: a cut carries at most the steepest slope of every arc.
+    steepest_w = math.fsum(float(hulls[key][1][-1]) for key in members)
+    power_unit_w = _power_of_two(steepest_w, _POWER_BITS) if steepest_w else 1.0
+    # Coarse slopes from below keep every bound a bound, and the walk has fewer steps.
+    if len(members) > _MOST_EXACT:
+        power_unit_w = max(power_unit_w, _coarse_unit_w(hulls, Counter(members)))
+        hulls = {key: _below(hull, Fraction(power_unit_w)) for key, hull in hulls.items()}
+    # An overflow of this sum is refused here, not later.
+    math.fsum(dag.points[key][0].energy_j for key in members)
+    return hulls, tick_s, power_unit_w
+
+
+def _integers(values: Sequence[int]) -> Integers:
+    return np.array(values, dtype=np.int64)
+
+
 def _coarse_unit_w(
-    hulls: Mapping[Key, tuple[list[int], list[Fraction]]],
+    hulls: Mapping[Key, _Hull],
     counts: Mapping[Key, int],
 ) -> float:
     """Return the largest power of two that is at most 2**-_COARSE of the mean slope of all
@@ -172,15 +192,23 @@ def _coarse_unit_w(
     return math.ldexp(1.0, math.frexp(mean_w)[1] - 1 - _COARSE) if mean_w else 0.0
 
 
-def _below(
-    hull: tuple[list[int], list[Fraction]], unit_w: Fraction
-) -> tuple[list[int], list[Fraction]]:
+def _below(hull: _Hull, unit_w: Fraction) -> _Hull:
     """Return the highest convex curve below a hull whose slopes are whole multiples of `unit_w`,
     watts.
 
     It consists of the lines that touch the hull and have such slopes. So the least cost on it is a
     lower bound of the least cost on the hull, and they differ by the square of the unit, not by the
     unit.
+
+    An example: a hull from 4 ticks to 0 whose slope is 1.5 units costs 6 at its end. The lines of
+    slope 1 from its slow end and of slope 2 through its fast end meet at 2 ticks. So the lower
+    curve costs 2 there, and not 3, and as much as the hull at both ends.
+
+    ```
+    ticks        4    2    0     vertices                  slopes
+    hull         0    3    6     4 and 0                   -, 1.5
+    lower curve  0    2    6     4, 2 (added) and 0        -, 1, 2
+    ```
     """
     times, slopes = hull
     steep = [slope / unit_w for slope in slopes]
@@ -196,8 +224,9 @@ def _below(
         flattest = math.ceil(steep[vertex])
         steepest = math.floor(steep[vertex + 1]) if vertex + 1 < len(times) else None
         if steepest is not None and flattest > steepest:
-            continue  # no such line touches the hull here
-        if flattest > line:  # the line so far meets the first one that touches here
+            continue  # no such line touches the hull here: the slopes lie between two multiples
+        # The line so far meets the first one that touches here, which adds a vertex.
+        if flattest > line:
             meeting = cost - touched[0] + flattest * time - line * touched[1]
             lower_times.append(round(meeting / (flattest - line)))
             lower_slopes.append(line * unit_w)
@@ -216,7 +245,7 @@ def _power_of_two(total: float, bits: int) -> float:
     return math.ldexp(1.0, exponent - bits - (mantissa == 0.5))
 
 
-def _hull(front: Sequence[OperatingPoint], tick_s: float) -> tuple[list[int], list[Fraction]]:
+def _hull(front: Sequence[OperatingPoint], tick_s: float) -> _Hull:
     """Return vertex times (ticks, slowest first), and the exact slope (watts) from the next
     slower vertex to each.
     """

@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.tables import Column, Sheet, lay_out
-from perseus_planner.views.run import summarize_run, summarize_unplanned
+from perseus_planner.views.run import summarize_run
+from perseus_planner.views.unplanned import summarize_unplanned
 
 if TYPE_CHECKING:
     from perseus_planner.runs.account import Account

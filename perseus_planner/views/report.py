@@ -25,6 +25,7 @@ from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, html_table, lay_out, table
 from perseus_planner.plans.replay import ALL_MAXIMUM
 from perseus_planner.profiles.csv_file import unit_of
+from perseus_planner.views.accounts import account_text
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.course import RunCourse, course_of
 from perseus_planner.views.curves import MeasuredCurve, curves_of
@@ -39,14 +40,7 @@ from perseus_planner.views.figures import (
 )
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
-from perseus_planner.views.run import (
-    account_text,
-    decider_text,
-    tables_of_run,
-    tables_of_unplanned,
-    time_and_saving,
-    unplanned_text,
-)
+from perseus_planner.views.run import tables_of_run, time_and_saving
 from perseus_planner.views.sources import (
     PHASES,
     EnergyRates,
@@ -56,14 +50,16 @@ from perseus_planner.views.sources import (
     savings_of,
     where_energy_goes,
 )
+from perseus_planner.views.unplanned import decider_text, tables_of_unplanned, unplanned_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perseus_planner.base.tables import Sheet
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.views.run import RunSummary, UnplannedRun
+    from perseus_planner.views.run import RunSummary
     from perseus_planner.views.sources import Sources
+    from perseus_planner.views.unplanned import UnplannedRun
 
 _NOT_KNOWN = "\u2013"
 _MINUS = "\u2212"

@@ -1,5 +1,5 @@
-"""A training run beside its plans: the summary of what its ranks recorded, the records that a plan
-predicts, and what `planner show` prints of a run, by plans or without one.
+"""A training run beside its plans: the summary of what its ranks recorded, and what `planner show`
+and a page say of it.
 """
 
 from __future__ import annotations
@@ -7,19 +7,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
-from perseus_planner.plans.replay import ALL_MAXIMUM, clock_calls, profile_of_origin
+from perseus_planner.plans.replay import profile_of_origin
 from perseus_planner.profiles.csv_file import unit_of
 from perseus_planner.profiles.sharding import difference
-from perseus_planner.runs.account import Account, Entry, SavedInterval, fold
-from perseus_planner.runs.recording import attempt_path
-from perseus_planner.runs.records import LATE, SetCall, change_statistics, match_changes
+from perseus_planner.runs.account import Account, Entry, SavedInterval
+from perseus_planner.runs.records import LATE, change_statistics
 from perseus_planner.runs.verdict import (
     OFF,
     Verdict,
@@ -28,20 +25,26 @@ from perseus_planner.runs.verdict import (
     verdict_of,
     why_no_saving,
 )
+from perseus_planner.views.accounts import (
+    NOTHING_SET,
+    clocked,
+    off_clock_share,
+    throttled,
+    totals_text,
+)
 from perseus_planner.views.context import Context, context_of_plan, pipeline_text, saved_text
 from perseus_planner.views.plan import summarize_plan
+from perseus_planner.views.predicted import predict_records
 
 if TYPE_CHECKING:
-    from perseus_planner.plans.clock_replay import Call
     from perseus_planner.plans.plan import Plan
-    from perseus_planner.runs.records import ComputationRecord
     from perseus_planner.runs.run import Run
-    from perseus_planner.runs.status import DeciderStatus
-
-_NOTHING_SET = "Dry run: no clock was set, so nothing was saved"
 
 NO_PLAN = "no plan was in force"
 """Why an iteration without a plan did not run as planned."""
+
+_SAME_TIME = 0.0005  #: times that differ by less, relative to each other, are called the same
+_MOST_REASONS = 10  #: why iterations did not run as planned that are listed
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ def summarize_run(run: Run) -> RunSummary:
         saving=run.total.saving,
         foreseen_share=foreseen_share,
         verdict=verdict_of(accounts, _torch_difference(run, plan), run.folder),
-        disagreements=_disagreements(run),
+        disagreements=run.disagreements,
         unlike_plan=why_no_saving(
             accounts, plan.gpu, [rank.iterations[-1].gpu for rank in run.ranks]
         ),
@@ -221,7 +224,7 @@ def _dry_run_text(plan: Plan, name: str, foreseen_share: float) -> str:
     unit = unit_of(plan.control)
     span = f"{clocks[0]} {unit}" if len(clocks) == 1 else f"{clocks[0]} to {clocks[-1]} {unit}"
     return (
-        f"{_NOTHING_SET}. Plan {name} would have set {span}, in "
+        f"{NOTHING_SET}. Plan {name} would have set {span}, in "
         f"{counted(sum(plan.changes), 'change')} per iteration, to save "
         f"{100 * foreseen_share:.1f} % at {si(plan.time_s, 's', 3)}"
     )
@@ -314,57 +317,12 @@ def _deviations(run: Run) -> tuple[Deviation, ...]:
                 by_reason.setdefault(row.deviation or NO_PLAN, []).append(
                     (row.iteration, rank.rank)
                 )
-    counted = (
+    deviations = (
         Deviation(reason, len(rows), tuple(sorted({rank for _, rank in rows})), min(rows)[0])
         for reason, rows in by_reason.items()
     )
     # The most frequent first, and of equals the earliest.
-    return tuple(sorted(counted, key=lambda entry: (-entry.times, entry.first_iteration)))
-
-
-def predict_records(plan: Plan) -> tuple[tuple[ComputationRecord, ...], ...]:
-    """Predict the computations of each rank; times are seconds after the start of the iteration,
-    number 0.
-    """
-    spans = plan.timeline.spans
-    # Calls are those that a rank would make, with what each takes.
-    calls = clock_calls(plan)
-    ranks = []
-    for number, program in enumerate(plan.schedule.ranks):
-        spans_s = [
-            (spans[str(computation)].start_s, spans[str(computation)].end_s)
-            for computation in program
-        ]
-        clocks = [plan.clocks[str(computation)] for computation in program]
-        of_rank = [call for call in calls if call.rank == number]
-        # The clock of the iteration before is that of its last computation, as iterations repeat.
-        previous = [clocks[-1], *(call.clock_mhz for call in of_rank)]
-        changes = [
-            _change(call, spans_s, before) for call, before in zip(of_rank, previous, strict=False)
-        ]
-        # The first request may come before the iteration begins.
-        asked_s = min([0.0, *(call.requested_s for call in of_rank)])
-        ranks.append(
-            match_changes(
-                0, program, clocks, spans_s, changes, first_asked_s=asked_s, in_force=clocks[-1]
-            )
-        )
-    return tuple(ranks)
-
-
-def _change(call: Call, spans_s: Sequence[tuple[float, float]], before: int) -> SetCall:
-    # A rank asks for the clock of its next computation.
-    position = next(
-        position for position, (start_s, _) in enumerate(spans_s) if start_s >= call.requested_s
-    )
-    return SetCall(position, call.clock_mhz, call.requested_s, call.start_s, call.end_s, before)
-
-
-_SAME_TIME = 0.0005  #: times that differ by less, relative to each other, are called the same
-_MOST_REASONS = 10  #: why iterations did not run as planned
-_MOSTLY = 0.5  #: share of the time of which an energy must be known for a mean of all of it
-_ALL_JUDGED = 0.995  #: share of the energy of which it is known what was saved that counts as all
-_MOST_ATTEMPTS = 10  #: in a table; older ones are added up
+    return tuple(sorted(deviations, key=lambda entry: (-entry.times, entry.first_iteration)))
 
 
 def _sheet(summary: RunSummary) -> Sheet:
@@ -437,39 +395,46 @@ def run_text(summary: RunSummary) -> str:
     """Return the text that `planner show` prints: the run by plan, its ranks, their clock
     changes, and deviations.
     """
+    # What every reader wants comes first, and all else behind details.
+    return "\n\n".join([*_first_texts(summary), "Details", *_detail_texts(summary)]) + "\n"
+
+
+def _first_texts(summary: RunSummary) -> Iterator[str]:
+    """Say what every reader wants to know."""
+    if summary.dry_run is not None:
+        yield f"{summary.dry_run}."
+    if summary.unlike_plan is not None:
+        yield f"{summary.unlike_plan}."
+    if summary.current.time_s is not None:
+        yield f"{time_and_saving(summary)}."
+    if summary.verdict is not None:
+        yield str(summary.verdict)
+
+
+def _detail_texts(summary: RunSummary) -> Iterator[str]:
+    """Say all else: tables of plans and ranks, deviations, and what was saved."""
     count = max((rank.ran.windows for rank in summary.ranks), default=0)
     several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
     rank_columns = [Column("rank", "rank"), *several]
-    # What every reader wants comes first, and all else behind details.
-    first_parts = [
-        *([] if summary.dry_run is None else [f"{summary.dry_run}."]),
-        *([] if summary.unlike_plan is None else [f"{summary.unlike_plan}."]),
-        *([] if summary.current.time_s is None else [f"{time_and_saving(summary)}."]),
-        *([] if summary.verdict is None else [str(summary.verdict)]),
-        "Details",
-    ]
-    parts = [
-        f"{_sheet(summary).text()}Ranks by plan {summary.current.name}, per iteration:",
-        table(lay_out(summary.ranks, *rank_columns, *_LOAD)),
-        f"{_changes_heading(summary)}, in all {count} iterations that count:",
-        table(lay_out(summary.ranks, *rank_columns, *_clock_columns(summary))),
-        # A dry run set nothing, so terms of setting have no meaning.
-        *([] if summary.dry_run else [_CHANGE_TERMS]),
-        *_deviations_text(summary),
-        *_cut_off_text(summary.cut_off),
-        *([] if not summary.disagreements else ["\n".join(summary.disagreements)]),
-        # Without a comparison there is nothing that was foreseen for this run.
-        *(
-            []
-            if summary.unlike_plan
-            else [
-                f"Foreseen by plan {summary.current.name}: {100 * summary.foreseen_share:.2f} %, "
-                "of an iteration as planned, without what passes between iterations."
-            ]
-        ),
-        totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None),
-    ]
-    return "\n\n".join([*first_parts, *parts]) + "\n"
+    yield f"{_sheet(summary).text()}Ranks by plan {summary.current.name}, per iteration:"
+    yield table(lay_out(summary.ranks, *rank_columns, *_LOAD))
+    yield f"{_changes_heading(summary)}, in all {count} iterations that count:"
+    yield table(lay_out(summary.ranks, *rank_columns, *_clock_columns(summary)))
+    # A dry run set nothing, so terms of setting have no meaning.
+    if not summary.dry_run:
+        yield _CHANGE_TERMS
+    yield _deviations_text(summary)
+    if summary.cut_off:
+        yield f"Not counted: the last row of {rank_names(summary.cut_off)}, which was cut off."
+    if summary.disagreements:
+        yield "\n".join(summary.disagreements)
+    # Without a comparison there is nothing that was foreseen for this run.
+    if not summary.unlike_plan:
+        yield (
+            f"Foreseen by plan {summary.current.name}: {100 * summary.foreseen_share:.2f} %, of an "
+            "iteration as planned, without what passes between iterations."
+        )
+    yield totals_text(summary.totals, summary.total, saves=summary.unlike_plan is None)
 
 
 def run_origin_text(summary: RunSummary) -> str:
@@ -499,17 +464,6 @@ def _off(name: str) -> Callable[[Any], str | None]:
     return write
 
 
-def _throttled(rank: RankOfRun | UnplannedRank) -> str | None:
-    return (
-        ", ".join(
-            f"{reason} {si(seconds / rank.ran.windows, 's', 3)}"
-            for reason, seconds in rank.ran.throttled_s.items()
-            if seconds > 0.0
-        )
-        or None
-    )
-
-
 _ENERGY = (
     Column("energy {}", "energy_j", "J"),
     Column("planned", "planned_energy_j", "J"),
@@ -530,7 +484,7 @@ _LOAD = (
     Column("off %", _off("busy_s")),
     *_ENERGY,
     Column("deg C", "ran.temperature_c", ".0f"),
-    Column("  throttled", _throttled, "<"),
+    Column("  throttled", throttled, "<"),
 )
 
 
@@ -540,8 +494,8 @@ def _changes_heading(summary: RunSummary) -> str:
 
 def _clock_columns(summary: RunSummary) -> list[Column]:
     asked = [
-        Column(f"{unit_of(summary.context.control)} requested", _clocked("clock_s"), ".0f"),
-        Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
+        Column(f"{unit_of(summary.context.control)} requested", clocked("clock_s"), ".0f"),
+        Column("MHz achieved", clocked("achieved_mhz_s"), ".0f"),
         Column("changes", "ran.changes_asked"),
     ]
     # A dry run has requests alone.
@@ -554,33 +508,24 @@ def _clock_columns(summary: RunSummary) -> list[Column]:
         # The plan expects late changes too, of which each counted iteration has as many.
         Column("planned", lambda rank: rank.planned.changes_late * rank.ran.windows),
         Column("overtaken", "ran.changes_overtaken"),
-        Column("off clock %", lambda rank: _share(rank.ran.off_clock_s, rank.ran.busy_s), "%"),
-        Column("planned", lambda rank: _share(rank.planned.off_clock_s, rank.planned.busy_s), "%"),
+        Column("off clock %", lambda rank: off_clock_share(rank.ran), "%"),
+        Column("planned", lambda rank: off_clock_share(rank.planned), "%"),
         Column("delay ms p50", lambda rank: _ms(rank.latency_p50_s), ".2f"),
         Column("p99", lambda rank: _ms(rank.latency_p99_s), ".2f"),
     ]
-
-
-def _clocked(name: str) -> Callable[[RankOfRun | UnplannedRank], float | None]:
-    return lambda rank: _share(getattr(rank.ran, name), rank.ran.clocked_s)
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
 
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
 
 
-def _deviations_text(summary: RunSummary) -> Iterator[str]:
+def _deviations_text(summary: RunSummary) -> str:
     """Say what ran, and in what time: two statements."""
     deviations = summary.deviations
     if not deviations:
         in_time = summary.verdict is None and summary.current.time_s is not None
         time = f" They took the planned time, up to {100 * OFF:.0f} %." if in_time else ""
-        yield f"Every iteration ran in the planned order.{time}"
-        return
+        return f"Every iteration ran in the planned order.{time}"
     lines = [
         f"{deviation.times} on {rank_names(deviation.ranks)}, first iteration "
         f"{deviation.first_iteration}: {deviation.reason}"
@@ -591,232 +536,4 @@ def _deviations_text(summary: RunSummary) -> Iterator[str]:
         lines.append(
             f"and {sum(deviation.times for deviation in others)} for {len(others)} more reasons"
         )
-    yield "\n".join(["Not as planned:", *lines])
-
-
-def _cut_off_text(ranks: tuple[int, ...]) -> Iterator[str]:
-    if ranks:
-        yield (f"Not counted: the last row of {rank_names(ranks)}, which was cut off.")
-
-
-def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
-    """Return a table of what each attempt ran and, if it `saves`, what it saved, with their sum at
-    the end.
-    """
-    shown, columns = _attempts(totals, saves=saves)
-    saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
-    lines = [
-        f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
-        table(lay_out(shown, *columns)),
-        "\nThese are all iterations, each with what passes until the next.\n"
-        f"{account_text(total, saves=saves)}",
-    ]
-    return "\n".join(lines)
-
-
-def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], list[Column]]:
-    """Return the rows and the columns of the table of `totals_text`."""
-    # Attempts are told without their plans, which are told elsewhere.
-    attempts = list(fold(replace(entry, version=None) for entry in totals))
-    shown = attempts[-_MOST_ATTEMPTS:]
-    # Old attempts are added up, so that the table stays short.
-    older = attempts[:-_MOST_ATTEMPTS]
-    if older:
-        shown.insert(0, reduce(Entry.__add__, older))
-    # A single attempt is its own sum.
-    whole = reduce(Entry.__add__, shown) if len(shown) > 1 else None
-    if whole is not None:
-        shown.append(whole)
-
-    def name(entry: Entry) -> str:
-        if entry is whole:
-            return "all"
-        return "older" if entry.attempt == 0 else attempt_path(Path(), entry.attempt).name
-
-    # An energy that is known of a part of the time would look like all of it.
-    def if_known(field: str) -> Callable[[Entry], float | None]:
-        return lambda entry: getattr(entry, field) if entry.energy_is else None
-
-    def if_judged(field: str) -> Callable[[Entry], float | None]:
-        return lambda entry: getattr(entry, field) if entry.is_judged else None
-
-    columns = [
-        Column("attempt", name, "<"),
-        Column("iterations", "iterations"),
-        Column("time {}", "time_s", "s"),
-        Column("energy {}", if_known("energy_j"), "J"),
-    ]
-    if saves:
-        columns.append(Column("saved {}", if_judged("saved_j"), "J"))
-        columns.append(Column("saved %", if_judged("saved_share"), "%"))
-    return shown, columns
-
-
-def account_text(account: Account, *, saves: bool) -> str:
-    """Say what the table of an account leaves out: how sure a saving is, what passed between
-    iterations, and what is not known.
-    """
-    parts = []
-    if saves and account.energy_is is not None:
-        text = saved_text(account)
-        parts.append(f"{text[0].upper()}{text[1:]}.")
-        # A part that was not judged may have saved something else.
-        if account.is_judged and account.judged_j < _ALL_JUDGED * account.energy_j:
-            known_share = 100 * account.judged_j / account.energy_j
-            parts.append(f"What was saved is known of {known_share:.1f} % of the energy.")
-    # What passes between iterations belongs to the run, and to no iteration.
-    if account.gpu_s:
-        share = 100 * account.between_s / account.gpu_s
-        text = f"Between iterations, as for the optimizer and data: {share:.1f} % of the time"
-        if account.energy_j:
-            text += f", {100 * account.between_j / account.energy_j:.1f} % of the energy"
-        parts.append(f"{text}.")
-    # Pauses are told apart, as a mean over them would say nothing.
-    if account.pause_s:
-        used = f", {si(account.pause_j, 'J')}" if account.energy_is else ""
-        parts.append(
-            f"Pauses, which are in no other figure: {si(account.pause_s, 's')} of GPUs{used}."
-        )
-    # Counters may have been read in a part of the time only.
-    if account.metered_s < (1 - 1e-9) * account.gpu_s:
-        known_share = 100 * account.metered_s / account.gpu_s
-        parts.append(f"The energy of {known_share:.1f} % of the time is known.")
-    return "\n".join(parts)
-
-
-def _disagreements(run: Run) -> tuple[str, ...]:
-    return tuple(rank.disagreement for rank in run.ranks if rank.disagreement is not None)
-
-
-@dataclass(frozen=True)
-class UnplannedRank:
-    """One rank of a run without a plan: the account of its iterations in the folder."""
-
-    rank: int  #: number of the rank in the job
-    pipeline: int  #: number of its pipeline
-    pipeline_rank: int  #: number of the rank in that pipeline
-    ran: Account  #: its iterations, without the first one and those that follow evaluations
-
-    def mean(self, name: str) -> float | None:
-        """Return the mean of a sum of the account over its iterations; None without any."""
-        return getattr(self.ran, name) / self.ran.windows if self.ran.windows else None
-
-    @property
-    def energy_j(self) -> float | None:
-        """Energy of the GPU in an iteration, with what passes until the next, joules, if it is
-        known for most of the time.
-        """
-        ran = self.ran
-        if not ran.windows or ran.metered_s < _MOSTLY * ran.gpu_s:
-            return None
-        return ran.energy_j * ran.gpu_s / ran.metered_s / ran.windows
-
-
-@dataclass(frozen=True)
-class UnplannedRun:
-    """A run without a plan, as it ran."""
-
-    ranks: int  #: number of ranks
-    pipelines: int  #: number of pipelines
-    #: what its decider knew last; None if it has recorded nothing yet
-    decider: DeciderStatus | None
-    gpu: str | None  #: name of the first rank's GPU; None if it is not known
-    gpu_origin: str | None  #: as in `RunSummary`
-    total: Account  #: the sum of all totals
-    saving: SavedInterval | None  #: what was saved in all; None if that is not known
-    totals: tuple[Entry, ...]  #: what ran in each attempt, and what that saved, oldest first
-    disagreements: tuple[str, ...]  #: as in `RunSummary`
-    per_rank: tuple[UnplannedRank, ...]  #: what each rank ran in the newest attempt
-    #: that no clock was set, in a sentence; None if it was no dry run.
-    dry_run: str | None = None
-
-
-def summarize_unplanned(run: Run) -> UnplannedRun:
-    """Return the summary of a run without a plan."""
-    # One origin can be named only if all ranks have it.
-    origins = {rank.iterations[-1].origin for rank in run.ranks}
-    return UnplannedRun(
-        dry_run=f"{_NOTHING_SET}; it learns full clocks alone" if run.is_dry_run else None,
-        ranks=len(run.ranks),
-        pipelines=len({rank.pipeline for rank in run.ranks}),
-        decider=run.decider,
-        gpu=next((rank.iterations[-1].gpu for rank in run.ranks), None),
-        gpu_origin=origins.pop() if len(origins) == 1 else None,
-        total=run.total,
-        saving=run.total.saving,
-        totals=run.totals,
-        disagreements=_disagreements(run),
-        per_rank=tuple(
-            UnplannedRank(
-                rank.rank,
-                rank.pipeline,
-                rank.pipeline_rank,
-                # The first iteration and those after evaluations are not typical.
-                sum(
-                    (Account.of(row, is_first=rank.rank == 0) for row in rank.typical),
-                    Account(),
-                ),
-            )
-            for rank in run.ranks
-        ),
-    )
-
-
-def decider_text(status: DeciderStatus | None) -> str:
-    """Say what a decider knew last, after its name."""
-    if status is None:
-        return "Nothing is known of what decides the clocks"
-    return f"{status.name[:1].upper()}{status.name[1:]}: {status}"
-
-
-def unplanned_text(summary: UnplannedRun) -> str:
-    """Return the text that `planner show` prints of it."""
-    status = summary.decider
-    pipelines = f", {summary.pipelines} pipelines" if summary.pipelines > 1 else ""
-    lines = [
-        *([] if summary.dry_run is None else [f"{summary.dry_run}.", ""]),
-        f"Run of {counted(summary.ranks, 'rank')}{pipelines}, without a plan.",
-        "",
-        f"{decider_text(status)}.",
-    ]
-    if status is not None and status.reference_s is not None:
-        lines.append(
-            f"Reference: {si(status.reference_s, 's', 6)} for an iteration at full clocks."
-        )
-    text = totals_text(summary.totals, summary.total, saves=True)
-    lines += summary.disagreements
-    return "\n".join([*lines, "", text]) + "\n"
-
-
-def tables_of_unplanned(summary: UnplannedRun, unit: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield the tables of a run without a plan for a page, to three digits: headings and columns.
-
-    Args:
-        summary: The run.
-        unit: The unit of its clocks.
-    """
-    # Only jobs of several pipelines need a column for them.
-    several = [Column("pipeline", "pipeline")] if summary.pipelines > 1 else []
-    rank = [Column("rank", "rank"), *several]
-    mean = [
-        Column("window {}", lambda row: row.mean("gpu_s"), "s"),
-        Column("busy {}", lambda row: row.mean("busy_s"), "s"),
-        Column("energy {}", "energy_j", "J"),
-        Column("deg C", "ran.temperature_c", ".0f"),
-        Column("  throttled", _throttled, "<"),
-    ]
-    # Without a plan there is nothing beside which these could stand.
-    changes = [
-        Column(f"{unit} requested", _clocked("clock_s"), ".0f"),
-        Column("MHz achieved", _clocked("achieved_mhz_s"), ".0f"),
-        Column("iterations with lower clocks", "ran.lowered"),
-        Column("changes", "ran.changes_asked"),
-        Column("set", "ran.changes_set"),
-        Column("late", "ran.changes_late"),
-        Column("overtaken", "ran.changes_overtaken"),
-        Column("off clock %", lambda row: _share(row.ran.off_clock_s, row.ran.busy_s), "%"),
-    ]
-    yield "Ranks, per iteration", lay_out(summary.per_rank, *rank, *mean, digits=3)
-    yield "Clocks and their changes", lay_out(summary.per_rank, *rank, *changes, digits=3)
-    attempts, columns = _attempts(summary.totals, saves=True)
-    yield "All attempts", lay_out(attempts, *columns, digits=3)
+    return "\n".join(["Not as planned:", *lines])

@@ -40,13 +40,8 @@ from perseus_planner.views.context import (
     origin_label,
     share,
 )
-from perseus_planner.views.run import (
-    RunSummary,
-    UnplannedRun,
-    summarize_run,
-    summarize_unplanned,
-    time_text,
-)
+from perseus_planner.views.run import RunSummary, summarize_run, time_text
+from perseus_planner.views.unplanned import UnplannedRun, summarize_unplanned
 
 if TYPE_CHECKING:
     from perseus_planner.plans.replay import Span

@@ -27,7 +27,8 @@ from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.sending import Plans
 from perseus_planner.views.figures import chart_run_beside_plan, draw_gantt
-from perseus_planner.views.run import predict_records, run_text, summarize_run
+from perseus_planner.views.predicted import predict_records
+from perseus_planner.views.run import run_text, summarize_run
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ from perseus_planner.runs.run import calibration_of
 from perseus_planner.runs.status import DeciderStatus, read_status, save_status
 from perseus_planner.runtime.controller.protocol import ControlChange
 from perseus_planner.schedules import Computation
-from perseus_planner.views.run import predict_records, summarize_run
+from perseus_planner.views.predicted import predict_records
+from perseus_planner.views.run import summarize_run
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 WHOLE = st.integers(0, 10**12)

@@ -29,8 +29,9 @@ from perseus_planner.runtime.controller.protocol import AttachReply, GpuSample
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.runtime.telemetry import Telemetry, common_checkpoint
-from perseus_planner.views.run import run_text, summarize_run, summarize_unplanned, unplanned_text
+from perseus_planner.views.run import run_text, summarize_run
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
+from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
 
 NOTHING_SAVED = "o clock was lowered, nothing was saved"
 QUICK, MANY = 50, 500

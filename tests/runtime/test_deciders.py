@@ -10,7 +10,7 @@ import pytest
 from launching import by_themselves
 
 from perseus_planner.runs.status import read_status
-from perseus_planner.views.run import decider_text
+from perseus_planner.views.unplanned import decider_text
 
 pytest.importorskip("torch")
 

@@ -18,6 +18,7 @@ from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.autopilot.job import AutopilotJob, Decision, Phase, RankRow
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import LATE, Costs, Searcher
+from perseus_planner.extensions.autopilot.tuning import PlanTuning
 from perseus_planner.runtime.guarantee import Guarantee, Judged
 from perseus_planner.runtime.options import AutopilotSettings
 
@@ -32,42 +33,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
-# All by hand. Numbers 22 and 31 of `benchmarks/run.py` show what the autopilot saves with them.
-
-#: how much longer than agreed an iteration of a plan may be, as a share of the reference
-_TIGHT = 0.0005
-#: how much longer than agreed an iteration with trials may be while it is early, as a share of the
-#: reference
-_TRIAL = 0.0028
-#: how much longer than agreed an iteration with trials may be later, as a share of the reference
-_LATE_TRIAL = 0.0014
-#: iterations of one pipeline, in one mode, that are early; replicas share what they learn
-_EARLY = 36
-#: share of rows that may be planned on, from which an iteration is no longer early
-_ENOUGH = 0.75
-#: how much longer than with trials an iteration may be if rows are over the physical bound, as a
-#: share of the reference: only if all trials so far were observed
-_DOUBT = 0.01
-#: how much longer it may be while some trials were not observed yet, as a share of the reference
-_MORE_DOUBT = 0.002
-#: iterations between two solutions for the same rows, whose powers are known better by then
-_AGAIN = 4
-#: a search for the same costs waits for the next iteration; later for that share of all of them,
-#: so that searching takes a bounded part of the time
-_REST = 1 / 200
-#: costs are the same if no row's time differs by more, relative
-_SAME = 0.001
-_FRESH = 2  #: how often a fresh plan is polished before it is compared with the running one
-#: each so many iterations a rank whose plan has no full clocks runs some computations at them, to
-#: compare lower ones with; half as often later
-_CHECK = 4
-_REPEAT = 6  #: iterations before a trial is tried again
-#: how many times as many measured rows as at the last solution are worth a new one
-_GROWTH = 1.25
-#: how many times as many measured rows as at the last target are worth a new one: it says which
-#: rows to try first, for which a rough one is enough
-_TARGET_GROWTH = 1.6
-
 
 class _Ran(NamedTuple):
     """What was decided for an iteration that was not observed yet."""
@@ -76,6 +41,14 @@ class _Ran(NamedTuple):
     programs: tuple[Integers, ...]
     slowdown: float
     is_planned: bool  #: Whether its clocks are those of a plan, which may be full ones
+
+
+class _Searched(NamedTuple):
+    """When plans were searched, and for what."""
+
+    iteration: int
+    rows: float = 0.0  #: how many rows were known
+    times_s: Floats | None = None  #: (pipelines, classes, options) seconds of rows
 
 
 class Autopilot:
@@ -90,6 +63,7 @@ class Autopilot:
         prior: a profile of its stages, whose rows are taken as measured until iterations tell
             otherwise.
         tuning: constants of its guarantee on time.
+        plan_tuning: constants of its plans and trials.
     """
 
     tells_busy = True  #: whether `rank_costs` tells computing from waiting
@@ -100,6 +74,7 @@ class Autopilot:
         settings: AutopilotSettings | None = None,
         prior: Profile | None = None,
         tuning: Tuning | None = None,
+        plan_tuning: PlanTuning | None = None,
     ) -> None:
         self.job = job
         self.settings = settings or AutopilotSettings()
@@ -107,46 +82,45 @@ class Autopilot:
         self._learner = Learner(
             job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
         )
-        self._early = max(
-            1, round(_EARLY * len(job.modes) / math.sqrt(job.pipelines))
-        )  # replicas share what they learn
         self._random = np.random.default_rng([self.settings.seed, 1])
         self._guarantee = Guarantee(
             self.settings.slowdown, self.settings.max_slowdown, self._random, tuning
         )
-        self._plan: dict[
-            tuple[float, ...], Integers
-        ] = {}  # the running plan of each group of equal pipelines
-        self._target: Integers | None = (
-            None  # what the plan would be if all rows cost what is hoped
-        )
-        self._solved_rows = self._target_rows = (
-            0.0  # how many rows were known when they were solved for
-        )
-        self._solved = self._searched = -_AGAIN  # iterations
-        self._searched_s: Floats | None = None  # seconds of rows for which it was searched
-        self._last = (self._search.full(),) * job.pipelines
+        self._tuning = plan_tuning or PlanTuning()
+        #: iterations that are early; replicas share what they learn
+        self._early = max(1, round(self._tuning.early * len(job.modes) / math.sqrt(job.pipelines)))
+
+        # Plans.
+        #: the running plan of each group of equal pipelines
+        self._plan: dict[tuple[float, ...], Integers] = {}
+        #: when fresh plans were solved for last
+        self._solved = _Searched(-self._tuning.again)
+        #: when plans were polished or solved for last
+        self._searched = _Searched(-self._tuning.again)
+        #: what the plan would be if all rows cost what is hoped
+        self._target: Integers | None = None
+        #: how many rows were known when the target was solved for
+        self._target_rows = 0.0
+
+        # Trials.
+        #: (rank, option) -> the iteration of its last trial
+        self._tried: dict[tuple[int, int], int] = {}
+        #: the last iteration in which a mode was tried for the first time
+        self._costly = -1
+
+        # Decisions and observations.
+        self._last = (self._search.full(),) * job.pipelines  #: programs of the last decision
         self._version = 0
         self._ahead: dict[int, _Ran] = {}
-        self._tried: dict[
-            tuple[int, int], int
-        ] = {}  # (rank, option) -> the iteration of its last trial
-        self._costly = -1  # the last iteration in which a mode was tried for the first time
-        self._replayed_s = 0.0  # the replayed time at full clocks
-        self._waits_s = (
-            0.0,
-        ) * job.pipelines  # how long each pipeline may take beside a slower one
-        self._observed = -1
+        self._observed = -1  #: the last iteration that was observed
+        self._replayed_s = 0.0  #: the replayed time at full clocks
+        #: how long each pipeline may take beside a slower one
+        self._waits_s = (0.0,) * job.pipelines
         #: whether a profile is given, so that nothing has to be measured before a plan
         self._is_given = self._learner.is_ready
         # A prior tells full clocks too, so the first decision may be a plan, and needs a reference.
         if self._is_given:
-            self._guarantee.begin(
-                max(
-                    self._search.replay(self._search.full(), costs)[0]
-                    for costs in self._learner.costs()
-                )
-            )
+            self._guarantee.begin(self._at_full_clocks_s())
 
     def observe(self, observations: Sequence[RankObservation]) -> None:
         """Learn from what ranks observed of one iteration; ranks that observed nothing may be left
@@ -308,11 +282,12 @@ class Autopilot:
     def _planned(self, iteration: int) -> Decision:
         settings = self.settings
         search = self._search
+        tuning = self._tuning
+        rows = float(self._learner.times.known.sum())
+        is_early = iteration < self._early and self._learner.planned_share() < tuning.enough
         # While few rows are known, the doubt of a row's power counts in its favour, so that it is
         # tried.
-        rows = float(self._learner.times.known.sum())
-        is_early = iteration < self._early and self._learner.planned_share() < _ENOUGH
-        optimism = 1.0 if is_early else 0.3
+        optimism = tuning.early_optimism if is_early else tuning.late_optimism
         # Times spread, and the plan must hold in spite of it, so lower clocks are planned longer.
         margin = self._guarantee.margin.start(self._learner.times.spread)
         mean = self._learner.costs()
@@ -321,7 +296,7 @@ class Autopilot:
         # cancels.
         full = search.full()
         reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
-        agreed_s = reference_s * (settings.slowdown + _TIGHT)
+        agreed_s = reference_s * (settings.slowdown + tuning.tight)
         # A pipeline beside a slower one may take as long as that one, which costs nobody time.
         deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
         programs, is_due = self._searched_programs(iteration, rows, plan, mean, deadlines_s)
@@ -330,7 +305,7 @@ class Autopilot:
         if settings.learn:
             # The best that rows may hope for tells which of them to try.
             if is_due:
-                self._aim(mean, rows, programs[0], max(deadlines_s), iteration)
+                self._aim(rows, programs[0], max(deadlines_s), iteration)
             run, trials = self._with_trials(
                 iteration, programs, reference_s, margin, is_early=is_early
             )
@@ -365,9 +340,11 @@ class Autopilot:
         programs: list[Integers] = []
         # Later iterations rest longer, so that searching takes a bounded share of the process'
         # time.
-        rest = max(1, int(iteration * _REST))
-        solve = rows >= _GROWTH * self._solved_rows or iteration - self._solved >= _AGAIN * rest
-        is_due = solve or iteration - self._searched >= rest or self._is_new(plan)
+        tuning = self._tuning
+        rest = max(1, int(iteration * tuning.rest))
+        is_grown = rows >= tuning.growth * self._solved.rows
+        solve = is_grown or iteration - self._solved.iteration >= tuning.again * rest
+        is_due = solve or iteration - self._searched.iteration >= rest or self._is_new(plan)
         # Equal pipelines share a plan, so each group is searched once.
         plans: dict[tuple[float, ...], Integers] = {}
         for pipeline, costs in enumerate(plan):
@@ -381,12 +358,11 @@ class Autopilot:
                 )
             programs.append(plans[group])
         self._plan = plans
-        if solve:
-            self._solved_rows = rows
-            self._solved = iteration
         if is_due:
-            self._searched = iteration
-            self._searched_s = np.array([costs.time_s for costs in plan])
+            times_s = np.array([costs.time_s for costs in plan])
+            self._searched = _Searched(iteration, rows, times_s)
+        if solve:
+            self._solved = self._searched
         return programs, is_due
 
     def _with_trials(
@@ -401,7 +377,8 @@ class Autopilot:
         """Return the programs with trials of rows that are not settled, and how many these are."""
         search = self._search
         # A trial may be longer than a plan, as it runs once and the ledger charges it.
-        more = _TRIAL if is_early else _LATE_TRIAL
+        tuning = self._tuning
+        more = tuning.trial if is_early else tuning.late_trial
         trials = 0
         limit_s = reference_s * (self.settings.slowdown + more)
         run = list(programs)
@@ -410,11 +387,11 @@ class Autopilot:
         # bound fails.
         safe = self._learner.costs("safe", margin=max(margin, 0.0))
         doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
-        doubt_s = reference_s * (_DOUBT if self._trials_seen() else _MORE_DOUBT)
+        doubt_s = reference_s * (tuning.doubt if self._trials_seen() else tuning.more_doubt)
         # Full clocks count as settled but in one iteration of so many, which checks them for
         # comparisons.
         settled = self._learner.settled()
-        settled[:, 0] = iteration % (_CHECK if is_early else 2 * _CHECK) > 0
+        settled[:, 0] = iteration % (tuning.check if is_early else 2 * tuning.check) > 0
         for pipeline, program in enumerate(programs):
             wanted, is_open = self._wanted(program, settled, iteration, pipeline, is_early=is_early)
             # A mode is measured alone, because nothing is known of what it costs.
@@ -446,7 +423,7 @@ class Autopilot:
             for mode, classes in enumerate(untried)
             for rank in ranks
             if classes[self._search.classes[rank]].any()
-            and iteration - self._tried.get((rank, mode), -_REPEAT) >= _REPEAT
+            and not self._was_tried_lately(rank, mode, iteration)
         ]
         # Nothing new before the last costly one was observed, as what it owed is not known until
         # then.
@@ -463,9 +440,15 @@ class Autopilot:
     def _is_new(self, plan: Sequence[Costs]) -> bool:
         """Whether a row costs something else than when plans were last searched."""
         times_s = np.array([each.time_s for each in plan])
-        return self._searched_s is None or not np.allclose(
-            times_s, self._searched_s, rtol=_SAME, atol=0.0
+        before_s = self._searched.times_s
+        return before_s is None or not np.allclose(
+            times_s, before_s, rtol=self._tuning.same, atol=0.0
         )
+
+    def _was_tried_lately(self, rank: int, option: int, iteration: int) -> bool:
+        """Whether a rank tried an option so lately that it is not to be tried again yet."""
+        last = self._tried.get((rank, option))
+        return last is not None and iteration - last < self._tuning.repeat
 
     def _trials_seen(self) -> bool:
         """Whether all trials so far were observed."""
@@ -501,9 +484,10 @@ class Autopilot:
             if fresh is not None:
                 # The fresh plan knows nothing of clock changes, so it is polished before it is
                 # compared.
-                for again in range(_FRESH):
+                fresh_polishes = self._tuning.fresh
+                for again in range(fresh_polishes):
                     fresh, _, _ = search.polish(
-                        fresh, costs, deadline_s, _FRESH * iteration + again
+                        fresh, costs, deadline_s, fresh_polishes * iteration + again
                     )
                 starts.append(fresh)
         best, worth_j = self._polished(starts, costs, deadline_s)
@@ -528,21 +512,14 @@ class Autopilot:
         best = worths_j.index(min(worths_j))
         return polished[best][0], worths_j[best]
 
-    def _aim(
-        self,
-        mean: Sequence[Costs],
-        rows: float,
-        program: Integers,
-        deadline_s: float,
-        iteration: int,
-    ) -> None:
+    def _aim(self, rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
         """Find what the plan would be if all rows cost what is expected of them, or a little
         less.
         """
         # The target names rows worth a trial, so the doubt of each row's power counts in its
         # favour.
         hopeful = self._learner.costs("mean", 1.0, self._guarantee.margin.value or 0.0)[0]
-        if self._target is None or rows >= _TARGET_GROWTH * self._target_rows:
+        if self._target is None or rows >= self._tuning.target_growth * self._target_rows:
             self._target_rows = rows
             self._target = self._search.solve(hopeful, deadline_s, iteration)
         # Rows change between solutions, so the target follows them by polishing.
@@ -571,8 +548,8 @@ class Autopilot:
             is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
             for option in range(1, options):
                 # A clock that was tried lately may not be observed yet.
-                recent = iteration - self._tried.get((rank, option), -_REPEAT) < _REPEAT
-                is_open[rank, option] = not recent and not settled[classes, option].all()
+                was_tried = self._was_tried_lately(rank, option, iteration)
+                is_open[rank, option] = not was_tried and not settled[classes, option].all()
             # Ranks, pipelines and iterations begin elsewhere in the sweep, so that they measure
             # different rows.
             begin = rank * 5 + pipeline * 3 + iteration

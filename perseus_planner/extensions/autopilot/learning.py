@@ -11,7 +11,8 @@ import numpy as np
 from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.extensions.autopilot.job import time_at_last_clock
 from perseus_planner.extensions.autopilot.planning import Costs
-from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows, TimeTables
+from perseus_planner.extensions.autopilot.power_rows import PowerRows
+from perseus_planner.extensions.autopilot.time_rows import TimeRows, TimeTables
 from perseus_planner.profiles.measurement import Evidence, Measurement
 from perseus_planner.profiles.profiles import Profile
 
@@ -42,6 +43,19 @@ _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say no
 _LAST = 12  #: as many as `_FEW` has, where a few times are much longer
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
+
+#: what a computation tells: which GPU ran it, in which pipeline, of which microbatch; its class, in
+#: its mode; the number of its clock; and how long it took
+_TOLD = np.dtype(
+    [
+        ("gpu", np.int64),
+        ("pipeline", np.int64),
+        ("microbatch", np.int64),
+        ("row", np.int64),
+        ("clock", np.int64),
+        ("time_s", np.float64),
+    ]
+)
 
 
 class Learner:
@@ -101,13 +115,17 @@ class Learner:
             )
         ]
         self._tables: TimeTables | None = None
-        # by how much each GPU seems slower than others, in iterations one after the other, and
-        # by how much the last computations of each row were longer than it, logarithms
-        self._apart: dict[int, tuple[float, ...]] = {}
-        self._last: dict[tuple[int, int], Floats] = {}
-        #: by how much all times of the last iteration were longer than at first, logarithm
-        self.common = self._level = 0.0
-        top_j = top_s = 0.0
+        # All three are logarithms.
+        #: GPU -> by how much it seems slower than others, in iterations one after the other
+        self._gpu_misses: dict[int, tuple[float, ...]] = {}
+        #: (row, clock) -> by how much its last computations were longer than it
+        self._row_misses: dict[tuple[int, int], Floats] = {}
+        #: by how much all times of the last iteration were longer than at first
+        self.common = 0.0
+        #: by how much rows have followed what iterations had in common
+        self._level = 0.0
+        top_j = 0.0
+        top_s = 0.0
         # The prior's full clocks tell the scale of powers, as the first iterations do without one.
         for row, clock, measurement in self._prior_rows():
             self.times.add(row, clock, np.full(_PRIOR_COUNT, math.log(measurement.time_s)))
@@ -255,33 +273,40 @@ class Learner:
         microbatch had in common.
         """
         times = self.times
-        told = [
-            (self._gpu(seen), seen.pipeline, *each)
-            for seen in observations
-            for each in self._told(seen)
-        ]
-        if not told:
+        told = np.array(
+            [
+                (self._gpu(seen), seen.pipeline, *each)
+                for seen in observations
+                for each in self._told(seen)
+            ],
+            dtype=_TOLD,
+        )
+        if not len(told):
             return
-        gpu, pipeline, microbatch, row, clock = np.array([each[:5] for each in told]).T
+        row = told["row"]
+        clock = told["clock"]
         # Logarithms, in which factors of a GPU, an iteration and a row add up.
-        value = np.log([each[5] for each in told]) - np.log(times.factor[gpu])
+        value = np.log(told["time_s"]) - np.log(times.factor[told["gpu"]])
         # A row of few times is no measure of others.
         known = times.count[row, clock] >= _FEW
         miss = np.where(known, value - times.mean[row, clock], np.nan)
-        well = times.count[row, clock] >= self._enough
-        usual = self._follow_gpus(gpu, value, miss, well)
-        top = known & self._is_full(row, clock)
-        self.common = usual if self._apart or top.sum() < _TOPS else float(np.median(miss[top]))
+        well_known = times.count[row, clock] >= self._enough
+        usual = self._follow_gpus(told["gpu"], value, miss, well_known)
+        # Full clocks tell what the iteration has in common, unless a GPU seems to have changed.
+        full = known & self._is_full(row, clock)
+        is_told = not self._gpu_misses and full.sum() >= _TOPS
+        self.common = float(np.median(miss[full])) if is_told else usual
         value -= self.common
         # Rows that were learnt anew cannot tell what a microbatch had in common.
-        known &= ~self._changed(row, clock, value, known)
+        known &= ~self._relearn_changed(row, clock, value, known)
         # Computations of a microbatch have its work in common, which is no cost of clocks.
-        of_work = pipeline * (1 + microbatch.max()) + microbatch
+        microbatch = told["microbatch"]
+        of_work = told["pipeline"] * (1 + microbatch.max()) + microbatch
         value -= self._shared_work(of_work, value - times.mean[row, clock], known)
         # Before the rows take up the times, as afterwards nothing is missed.
         self._level_with_top(row[known], clock[known], value[known])
-        for r, c in sorted(set(zip(row.tolist(), clock.tolist(), strict=True))):
-            self._learn_row(r, c, value[(row == r) & (clock == c)])
+        for one_row, one_clock in _each(row, clock):
+            self._learn_row(one_row, one_clock, value[(row == one_row) & (clock == one_clock)])
         # Rows of few times miss less than the noise, as they have followed it.
         many = times.count[row, clock] >= 2 * _FEW
         times.add_noise((value - times.mean[row, clock])[many])
@@ -289,10 +314,11 @@ class Learner:
         follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
         times.mean[times.known] += follows
         # Told as by how much longer than at first, as rows have followed some of it.
-        self.common, self._level = self.common + self._level, self._level + follows
+        self.common += self._level
+        self._level += follows
 
     def _follow_gpus(
-        self, gpu: Integers, value: Floats, miss: Floats, well: NDArray[np.bool_]
+        self, gpu: Integers, value: Floats, miss: Floats, well_known: NDArray[np.bool_]
     ) -> float:
         """Have the factors of GPUs that have changed follow, take this out of `value`, and return
         what is usual of all GPUs.
@@ -301,30 +327,36 @@ class Learner:
             gpu: (times,) number of the GPU of each.
             value: (times,) their logarithms, without the factor of the GPU.
             miss: (times,) by how much they miss the mean of their row.
-            well: (times,) whether that row is known well.
+            well_known: (times,) whether that row is known well.
         """
         times = self.times
         # A GPU's own factor moves all of its rows alike, so the median of their misses tells it.
-        of_gpus = {int(g): miss[well & (gpu == g)] for g in np.unique(gpu)}
-        medians = {g: float(np.median(m)) for g, m in of_gpus.items() if len(m) >= _FEW}
+        misses = {number: miss[well_known & (gpu == number)] for number in np.unique(gpu).tolist()}
+        medians = {
+            number: float(np.median(of_gpu))
+            for number, of_gpu in misses.items()
+            if len(of_gpu) >= _FEW
+        }
         # What has become slower is told from others by all rows, the faster GPUs being as before;
         # what an iteration has in common is told by full clocks, as lower ones may be wrong alike.
         usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
-        self._apart = {
-            g: (*self._apart.get(g, ()), m - usual)
-            for g, m in medians.items()
-            if abs(m - usual) > max(_OUTLIER, 6 * times.noise / math.sqrt(len(of_gpus[g])))
+        noise_of = {number: times.noise / math.sqrt(len(misses[number])) for number in medians}
+        self._gpu_misses = {
+            number: (*self._gpu_misses.get(number, ()), of_gpu - usual)
+            for number, of_gpu in medians.items()
+            if abs(of_gpu - usual) > max(_OUTLIER, 6 * noise_of[number])
         }
         # One iteration tells that a GPU has changed if it does so by far, or if times have no
         # tails; else several must.
-        for g, more in self._apart.items():
-            is_sure = abs(more[-1]) > _FAR_OVER or not times.has_tails
-            if (is_sure and len(of_gpus.get(g, ())) >= self._enough) or len(more) >= _FEW:
+        for number, slower in self._gpu_misses.items():
+            is_sure = abs(slower[-1]) > _FAR_OVER or not times.has_tails
+            if (is_sure and len(misses[number]) >= self._enough) or len(slower) >= _FEW:
                 # The factor takes the change over, so that the rows of all other GPUs stay as they
                 # are.
-                times.factor[g] *= math.exp(float(np.median(more)))
-                value[gpu == g] -= float(np.median(more))
-                self._apart[g] = ()
+                change = float(np.median(slower))
+                times.factor[number] *= math.exp(change)
+                value[gpu == number] -= change
+                self._gpu_misses[number] = ()
         return usual
 
     def _shared_work(self, of_work: Integers, miss: Floats, known: NDArray[np.bool_]) -> Floats:
@@ -358,8 +390,8 @@ class Learner:
         # The difference is shrunk by its own variance, so that noise alone moves rows little.
         variance = spread**2 * (1 / low.sum() + 1 / (~low).sum())
         off *= _LEVELS / (1 + variance / _LEVEL**2)
-        for r, c in set(zip(row[low].tolist(), clock[low].tolist(), strict=True)):
-            self.times.mean[r, c] += off
+        for one_row, one_clock in _each(row[low], clock[low]):
+            self.times.mean[one_row, one_clock] += off
 
     def _learn_row(self, row: int, clock: int, values: Floats) -> None:
         times = self.times
@@ -378,40 +410,56 @@ class Learner:
                 values = np.sort(np.concatenate([before, values]))[: len(values)]
         times.add(row, clock, values)
 
-    def _changed(
+    def _relearn_changed(
         self, row: Integers, clock: Integers, value: Floats, known: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
         """Learn anew the rows that changed while others did not, as after a change of the power
-        limit, and return whose times are of one.
+        limit, and return which times are of one.
 
+        Args:
+            row: (times,) class of each, in its mode.
+            clock: (times,) number of its clock.
+            value: (times,) their logarithms, without what the GPU and the iteration explain.
+            known: (times,) whether the row is known.
         """
         times = self.times
-        changed = np.zeros(len(row), dtype=bool)
+        is_of_changed = np.zeros(len(row), dtype=bool)
+        if not known.any():
+            return is_of_changed
         miss = value - times.mean[row, clock]
         # Beside the usual miss, as a change of the whole iteration is not one of a row.
-        usual = np.median(miss[known]) if known.any() else 0.0
-        spread = 1.48 * float(np.median(np.abs(miss[known] - usual))) if known.any() else 0.0
-        # Rows in a fixed order, so that equal observations give equal decisions.
-        for r, c in sorted(set(zip(row[known].tolist(), clock[known].tolist(), strict=True))):
-            same = (row == r) & (clock == c)
+        usual = np.median(miss[known])
+        spread = 1.48 * float(np.median(np.abs(miss[known] - usual)))
+        for one_row, one_clock in _each(row[known], clock[known]):
+            is_same = (row == one_row) & (clock == one_clock)
             # Where a few times are much longer, one iteration says too little, so the last ones are
             # kept.
-            before = self._last.get((r, c), np.empty(0))
-            last = np.append(before if times.has_tails else before[:0], miss[same])[-_LAST:]
-            self._last[r, c] = last
-            error = math.sqrt(1 / len(last) + 1 / times.count[r, c])
-            # Large enough not to be noise, of the times and of the row itself.
-            limit = max(_OUTLIER, 4 * max(times.noise, spread) * error)
-            # A quarter of the times may be outliers on either side, and the rest must still agree.
-            low, high = np.quantile(last, (0.25, 0.75))
-            if len(last) >= self._enough and (low > limit or high < -limit):
+            before = np.empty(0)
+            if times.has_tails:
+                before = self._row_misses.get((one_row, one_clock), before)
+            last = np.append(before, miss[is_same])[-_LAST:]
+            self._row_misses[one_row, one_clock] = last
+            if self._has_changed(last, float(times.count[one_row, one_clock]), spread):
                 # Older times are of another regime, so the row begins again with what was seen
                 # last.
-                mean = times.mean[r, c]
-                times.forget(r, c)
-                times.add(r, c, mean + self._last.pop((r, c)))
-                changed |= same
-        return changed
+                mean = times.mean[one_row, one_clock]
+                times.forget(one_row, one_clock)
+                times.add(one_row, one_clock, mean + self._row_misses.pop((one_row, one_clock)))
+                is_of_changed |= is_same
+        return is_of_changed
+
+    def _has_changed(self, last: Floats, count: float, spread: float) -> bool:
+        """Whether the last misses of a row of so many times tell that it has changed, where those
+        of an iteration spread by so much.
+        """
+        if len(last) < self._enough:
+            return False
+        # Large enough not to be noise, of the times and of the row itself.
+        error = math.sqrt(1 / len(last) + 1 / count)
+        limit = max(_OUTLIER, 4 * max(self.times.noise, spread) * error)
+        # A quarter of the times may be outliers on either side, and the rest must still agree.
+        low, high = np.quantile(last, (0.25, 0.75))
+        return bool(low > limit or high < -limit)
 
     def _start_powers(self, observations: Sequence[RankObservation]) -> None:
         counted = [seen for seen in observations if seen.energy_j and seen.computations]
@@ -496,8 +544,8 @@ class Learner:
         power_w, error_w, waiting_w = self.powers.tables()
         variance = self.times.variance()
         table = {}
-        #: a mode in which not every class was measured is not part of it
-        # Rows of a mode follow those of the modes before it, so the profile ends at the first gap.
+        # A mode in which not every class was measured is not part of the profile. Rows of a mode
+        # follow those of the modes before it, so the profile ends at the first gap.
         lacking = np.append(self.untried().any(axis=1), True)
         measured = self._classes * int(np.argmax(lacking))
         for key, row in list(self._class_of.items())[:measured]:
@@ -531,6 +579,13 @@ class Learner:
             raise AssertionError(
                 f"a learnt profile is refused: {error}; please report this"
             ) from error
+
+
+def _each(row: Integers, clock: Integers) -> list[tuple[int, int]]:
+    """Return the rows that times are of, each once and in order, so that equal observations give
+    equal decisions.
+    """
+    return sorted(set(zip(row.tolist(), clock.tolist(), strict=True)))
 
 
 def _unknown_power(table: Floats) -> tuple[Floats, Floats, Floats]:

@@ -16,7 +16,7 @@ from virtual_training import job_of, train
 from perseus_planner.extensions.autopilot import Autopilot
 from perseus_planner.extensions.autopilot.learning import Learner
 from perseus_planner.extensions.autopilot.planning import Searcher
-from perseus_planner.extensions.autopilot.rows import TimeRows
+from perseus_planner.extensions.autopilot.time_rows import TimeRows
 from perseus_planner.profiles.keys import Key
 from perseus_planner.runtime.guarantee import Audits
 from perseus_planner.runtime.options import AutopilotSettings

@@ -11,7 +11,8 @@ from perseus_planner import schedules
 from perseus_planner.extensions.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.extensions.autopilot.job import time_at_last_clock
 from perseus_planner.extensions.autopilot.planning import Costs, Searcher
-from perseus_planner.extensions.autopilot.rows import PowerRows, TimeRows
+from perseus_planner.extensions.autopilot.power_rows import PowerRows
+from perseus_planner.extensions.autopilot.time_rows import TimeRows
 from perseus_planner.profiles.keys import Key
 from perseus_planner.schedules.pipeline import pipeline_iteration
 

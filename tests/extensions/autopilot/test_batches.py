@@ -52,6 +52,7 @@ from perseus_planner.extensions.service.agent.outbox import (
 )
 from perseus_planner.extensions.service.client import Client
 from perseus_planner.extensions.service.models import ReportRequest, Scope
+from perseus_planner.profiles.keys import Key
 from perseus_planner.runs import IterationRecord
 from perseus_planner.runs.verdict import StragglerDetector
 from perseus_planner.runtime import planner_runtime
@@ -445,7 +446,7 @@ def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
     leader, paid = Leader(PROFILE, SETTINGS, is_whole=False), 0
     other = np.random.default_rng(2)
     laws = {
-        (s, kind): Law(fixed * mean_s(kind), (slope * mean_s(kind),))
+        Key(s, kind): Law(fixed * mean_s(kind), (slope * mean_s(kind),))
         for s in range(2)
         for kind, (fixed, slope) in KINDS.items()
     }
@@ -457,7 +458,7 @@ def test_work_that_is_told_wrong_is_not_charged_to_clocks(is_known: bool):
         slowest = Slowest(own.time_s, True, own.pays, came=own.came)
         leader.decide(each, slowest)
         wrong = np.exp(0.05 * rng.normal(size=MICROBATCHES))
-        by_law = [laws[c.stage, c.kind].full_s(each[c.microbatch]) for c in SCHEDULE.ranks[0]]
+        by_law = [laws[Key(c.stage, c.kind)].full_s(each[c.microbatch]) for c in SCHEDULE.ranks[0]]
         jitter = np.exp(0.02 * other.normal(size=len(by_law)))
         as_came = [
             jitter[i] * wrong[c.microbatch] * s
@@ -679,7 +680,7 @@ def test_laws_that_the_store_does_not_take_are_told_in_the_next_round(
 
     monkeypatch.setattr(batches._exchange, "tell_laws", tell_laws)
     monkeypatch.setattr(batches, "_follow", lambda _: None)
-    batches._laws = laws
+    batches._learner.laws = laws
     for iteration in range(3):
         batches._asked = _Asked(iteration)
         batches._round()

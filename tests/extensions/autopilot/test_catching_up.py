@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_planner import schedules
-from perseus_planner.extensions.autopilot.batches.batches import CatchingUp
+from perseus_planner.extensions.autopilot.batches.catching_up import CatchingUp
 from perseus_planner.extensions.autopilot.batches.exchange import RankPlan
 from perseus_planner.runtime.controller.protocol import (
     LATEST_BYTES,

@@ -12,9 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,23 +22,18 @@ from perseus_planner.base.loops import Loop
 from perseus_planner.extensions.autopilot.batches.exchange import (
     Batch,
     Exchange,
-    LawLearner,
     OwnTime,
     RankLaws,
-    RankPlan,
     Seat,
     Slowest,
 )
-from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
+from perseus_planner.extensions.autopilot.batches.leader import Leader
+from perseus_planner.extensions.autopilot.batches.learning import KEPT, BatchLearner, Known
+from perseus_planner.extensions.autopilot.batches.orders import Orders
+from perseus_planner.extensions.autopilot.batches.programs import Programs
 from perseus_planner.extensions.autopilot.batches.work import work_of
 from perseus_planner.extensions.autopilot.ranks.messages import order_of
-from perseus_planner.profiles.keys import Key
-from perseus_planner.profiles.measurement import nearest_clock
-from perseus_planner.runs.savings import Cost, RankCosts, profile_costs
-from perseus_planner.runtime.controller.protocol import SETTLE_NS, ControlChange
-from perseus_planner.runtime.program import Expected, Program, Table
-from perseus_planner.runtime.sending import values_of
-from perseus_planner.schedules import WHOLE, cell_of
+from perseus_planner.schedules import WHOLE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,124 +45,11 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.decider import ServiceExchange
     from perseus_planner.runtime.marks import IterationTimes
     from perseus_planner.runtime.options import AutopilotSettings, WorkFunction
-    from perseus_planner.runtime.program import Order
+    from perseus_planner.runtime.program import Order, Program
     from perseus_planner.schedules import Computation
 
     Floats = NDArray[np.float64]
 
-#: the last iterations at full clocks that tell how much longer one is than its plan; by hand
-_REMEMBERED = 20
-#: how many of them are needed, before a rank catches up; by hand
-_NEEDED = 3
-_LATE_NS = 1_000_000  #: by which a controller may see a request late
-_CHANGES = 4096  #: that are remembered
-
-
-class CatchingUp:
-    """The latest starts of one rank, in its own time.
-
-    The plan knows computations only. What comes between them, such as transfers, is the time from
-    the begin of the first to the end of the last one at full clocks, less that of the plan, for
-    each computation; it is taken to be spread evenly over the time of an iteration.
-
-    Args:
-        profile: The cost of clocks.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self._ratios = {
-            key: {
-                row.clock_mhz: row.time_s / rows[0].time_s if row.has_work else 1.0
-                for row in reversed(rows)
-            }
-            for key, rows in profile.measurements.items()
-        }
-        self._longer_s: tuple[float, ...] = ()
-        self._changes: deque[tuple[int, int]] = deque(maxlen=_CHANGES)  #: since when, which clock
-
-    def see_full_clocks(self, times: IterationTimes, plan: RankPlan) -> None:
-        """Learn from an iteration at full clocks how much longer it is than its plan."""
-        ran_ns = times.spans_ns[-1][1] - times.spans_ns[0][0]
-        longer_s = ran_ns / 1e9 - (plan.full_us[1] - plan.full_us[0]) / 1e6
-        self._longer_s = (*self._longer_s, longer_s / len(times.spans_ns))[-_REMEMBERED:]
-
-    def rows(
-        self, program: Program, full_s: Sequence[float], plan: RankPlan, *, has_begun: bool
-    ) -> list[list[tuple[int, int]]]:
-        """Return the rows of `LatestStarts`; none before enough iterations ran at full clocks.
-
-        Args:
-            program: What the rank runs, at planned clocks.
-            full_s: Seconds of each computation at full clocks.
-            plan: What the rank was told.
-            has_begun: Whether the iteration has begun already, at full clocks.
-        """
-        # Without a few iterations at full clocks it is not known how much longer than its plan one
-        # is.
-        if len(self._longer_s) < _NEEDED or not plan.latest_us:
-            return []
-        # Before the begin the first computation is still ahead; after it, it runs at full clocks
-        # already.
-        first_us = plan.full_us[0] if has_begun else plan.first_us
-        # What lies between computations, such as transfers, is not in the plan, so its times are
-        # stretched.
-        longer_us = 1e6 * median(self._longer_s) * len(full_s)
-        stretch = 1.0 + longer_us / max(plan.latest_us[-1] - first_us, 1)
-        found = []
-        for c, clock, each_s, latest_us in zip(
-            program.computations, program.clocks, full_s, plan.latest_us, strict=True
-        ):
-            # Latest ends count from the rank's first computation, as ranks share no clock.
-            end_ns = round(1e3 * stretch * (latest_us - first_us))
-            row = list[tuple[int, int]]()
-            for faster, ratio in self._ratios[Key(c.stage, c.kind)].items():
-                start_ns = end_ns - round(1e9 * each_s * ratio) + _LATE_NS
-                # A faster clock is of use only if it may start later than the one before it.
-                if faster >= clock and (not row or start_ns > row[-1][1]):
-                    row.append((faster, start_ns))
-            # Where no clock that was measured is as fast as the planned one, the fastest runs.
-            if not row:
-                ratio = self._ratios[c.stage, c.kind][max(self._ratios[c.stage, c.kind])]
-                row.append((clock, end_ns - round(1e9 * each_s * ratio) + _LATE_NS))
-            found.append(row)
-        return found
-
-    def take(self, messages: Iterable[ToRank]) -> None:
-        """Take in the changes that the controller has made."""
-        for message in messages:
-            if isinstance(message, ControlChange):
-                self._changes.append((message.ended_ns + SETTLE_NS, message.value))
-
-    def at_full_clocks_s(self, times: IterationTimes, program: Program) -> list[float]:
-        """Return how long the computations of an iteration had taken at full clocks, as they came.
-
-        Args:
-            times: When they ran.
-            program: By what, whose clocks count where nothing was set.
-        """
-        # Changes that are older than this iteration are dropped, but for the one still in force.
-        changes = list(self._changes)
-        while len(self._changes) > 1 and self._changes[1][0] <= times.begin_ns:
-            self._changes.popleft()
-        found = []
-        for c, clock, (begin_ns, end_ns) in zip(
-            program.computations, program.clocks, times.spans_ns, strict=True
-        ):
-            ratios = self._ratios[Key(c.stage, c.kind)]
-            # The clock at the begin is the last one set before it, or the planned one if none was.
-            since = [(begin_ns, clock)]
-            for at_ns, value in changes:
-                if at_ns <= begin_ns:
-                    since = [(begin_ns, value)]
-                elif at_ns < end_ns:
-                    since.append((at_ns, value))
-            # Each part of a computation counts by the ratio of the clock that it ran at.
-            parts = pairwise([*since, (end_ns, 0)])
-            found.append(sum((b - a) / ratios.get(each, 1.0) for (a, each), (b, _) in parts) / 1e9)
-        return found
-
-
-_SETTLING = 2  #: iterations until clocks are locked and the training runs as usual
 _AGAIN = 8  #: iterations between two looks at what the ranks have learnt
 _SLICE_S = 0.2  #: the longest wait at a time, so that the end of training is seen
 #: how long other pipelines are waited for, as a share of the iteration; by hand
@@ -183,12 +62,9 @@ _MOST_TIMEOUT_S = 1.0
 _WAIT = 0.01
 #: how long it waits for it at most, seconds; by hand
 _MOST_WAIT_S = 0.02
-_KEPT = 64  #: iterations whose end may become known late
-_LOWERED = "lowered"  #: noted with a program that has a clock below the highest one
 
 
-# The way of one iteration through the three threads. "Told" has two senses: `_told_of` is what the
-# leader told this rank of an iteration ahead; `_told` is what one that ended tells of the laws.
+# The way of one iteration through the three threads:
 #
 # | value              | written by          | read by    | meaning
 # |--------------------|---------------------|------------|---------------------------------------
@@ -197,10 +73,10 @@ _LOWERED = "lowered"  #: noted with a program that has a clock below the highest
 # |                    | `program_for`       |            |
 # | `_handled`         | exchange: `_round`  | exchange   | the `_Asked` that a round was for
 # | `_decided`         | exchange: `_decide` | training   | its program, at the clocks told
-# | `_known`: `_Known` | exchange: `_decide` | background | what was known of it then; `plan` and
-# |                    |                     |            | `full_s` come from `_told_of`
+# | `_known`: `Known`  | exchange: `_decide` | background | what was known of it then
 # | `_ended`           | training: `on_end`  | background | its program; None if it deviated
-# | from `_told`       | background: `_learn`| background | times at full clocks, for the learner
+# | `_learner.laws`    | background:         | exchange   | what computations take at full clocks,
+# |                    | `observe`           |            | for the other ranks
 #
 # `_Asked`:
 #
@@ -210,15 +86,6 @@ _LOWERED = "lowered"  #: noted with a program that has a clock below the highest
 # | given | None     | None    | the work itself, as the user gave it
 # | None  | None     | None    | a rank that follows; for one that leads, the engine shows nothing
 # | None  | None     | given   | reading the microbatches failed; full clocks
-#
-# `_Known`:
-#
-# | work  | plan  | full_s | then
-# |-------|-------|--------|------------------------------------------------------------------
-# | None  | None  | empty  | the batch is not known: full clocks, and no law is learnt from it
-# | given | None  | empty  | no clocks were told: full clocks, of which laws are learnt
-# | given | given | empty  | this rank has no laws yet: clocks as told, but no catching up
-# | given | given | given  | all is known: it is also compared how the computations came
 
 
 class _Asked(NamedTuple):
@@ -230,16 +97,6 @@ class _Asked(NamedTuple):
     function: WorkFunction | None = None  #: returns the work of a microbatch; None if it is given
     runs: int | None = None  #: microbatches in the engine; None if that is not known
     problem: str | None = None  #: why the batch is not known
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What this rank was told of an iteration."""
-
-    work: Floats | None  #: of its batch
-    slowest: Slowest
-    plan: RankPlan | None = None
-    full_s: tuple[float, ...] = ()  #: of each computation at full clocks; empty without laws
 
 
 class Batches:
@@ -276,15 +133,17 @@ class Batches:
         self._warn = warn
         self._function = function
         self._is_whole = order == WHOLE.ranks[0]
-        #: for each number of microbatches, what is run until more is known; replaced, never changed
-        self._first: dict[int, Program] = {}
+        self._service: ServiceExchange | None = None
         self._leader: Leader | None = None
         if seat.leads:
             self._leader = Leader(profile, settings, is_whole=self._is_whole)
-        self._learner = LawLearner()
-        self._catching_up = CatchingUp(profile)
-        self._latest: LatestStarts | None = None
-        self._service: ServiceExchange | None = None
+        # The background thread changes orders and what is learnt; that of the exchange reads them.
+        self._orders = Orders(profile)
+        self._learner = BatchLearner(
+            profile, self._orders, seat, self._leader, is_whole=self._is_whole
+        )
+        # The thread of the exchange makes programs.
+        self._programs = Programs(profile, seat.rank, self._learner, is_whole=self._is_whole)
         # Written by the training thread:
         self._iteration = -1  #: that has begun last
         self._asked = _Asked(-1)
@@ -295,18 +154,15 @@ class Batches:
         self._decided: dict[int, Program] = {}
         self._is_decided = threading.Event()
         self._handled = self._asked
-        self._known: dict[int, _Known] = {}
-        # Written by the background thread:
-        self._times: deque[IterationTimes] = deque(maxlen=_KEPT)
-        self._clock = 0  #: of the last computation of the iteration before
-        self._lasts_s = 0.0
-        self._laws: RankLaws | None = None  #: the newest; the background thread writes it
+        self._known: dict[int, Known] = {}
         self._sent: RankLaws | None = None  #: those that the other ranks have
-        self._busy_s: dict[int, float] = {}
+        # Written by the background thread:
+        #: of iterations whose end is not known yet
+        self._times: deque[IterationTimes] = deque(maxlen=KEPT)
         self._loop = Loop(self._round, "perseus-planner batches")
         self._is_stopped = False
         if order is not None:
-            self._add(order)
+            self._learner.add_order(order)
 
     def check_gpu(self, name: str, control: str) -> None:
         """Refuse a profile of another kind of GPU, or of another control.
@@ -347,7 +203,7 @@ class Batches:
         """Start the thread of the exchange; write latest starts, if there is a controller, and
         tell a service, if there is one.
         """
-        self._latest = latest
+        self._programs.latest = latest
         self._service = service
         self._loop.start()
 
@@ -415,18 +271,16 @@ class Batches:
                 self._ask(_Asked(iteration))
             # One computation cannot take its clock up while it runs, so a moment's wait is worth
             # it.
-            if self._is_whole and self._lasts_s:
+            lasts_s = self._learner.lasts_s
+            if self._is_whole and lasts_s:
                 self._is_decided.clear()
                 if iteration not in self._decided:
-                    self._is_decided.wait(min(_WAIT * self._lasts_s, _MOST_WAIT_S))
+                    self._is_decided.wait(min(_WAIT * lasts_s, _MOST_WAIT_S))
         count = self._microbatches
         decided = self._decided.get(iteration)
         if decided is not None and count in (None, decided.microbatches):
             return decided
-        # If only one order is known, it is what runs, whatever the engine tells.
-        if count is None and len(self._first) == 1:
-            return next(iter(self._first.values()))
-        return None if count is None else self._first.get(count)
+        return self._orders.of(count)
 
     def on_end(
         self, iteration: int, program: Program | None, deviation: str | None, order: Order | None
@@ -435,22 +289,22 @@ class Batches:
         if order and program is None:
             self._ran.append(order)
         self._ended[iteration] = None if deviation else program
-        self._ended.pop(iteration - _KEPT, None)
+        self._ended.pop(iteration - KEPT, None)
 
     def planned_busy_s(self, iteration: int) -> float | None:
         """Return how long the rank had computed in an iteration that was observed, were its GPU as
         fast as at first, at the clocks that it had; None if that is not known.
         """
-        return self._busy_s.get(iteration)
+        return self._learner.busy_s(iteration)
 
     def observe(self, times: Iterable[IterationTimes], messages: Iterable[ToRank] = ()) -> None:
         """Learn from the times of iterations, and what the controller says of clocks."""
-        self._catching_up.take(messages)
+        self._learner.catching_up.take(messages)
         # The background thread adds orders, as the training thread must not wait for what that
         # takes.
         while self._ran:
             try:
-                self._add(order_of(self._ran.popleft()))
+                self._learner.add_order(order_of(self._ran.popleft()))
             except ProfileError as error:
                 self._say("profile", str(error))
         self._times.extend(times)
@@ -460,118 +314,8 @@ class Batches:
             number = self._times[0].number
             if number not in self._ended and number >= max(self._ended, default=-1):
                 return  # the training thread has yet to say how it ended
-            seen = self._times.popleft()
-            self._learn(seen, self._ended.get(number))
-
-    def _add(self, order: tuple[Computation, ...]) -> None:
-        """Add what the rank runs with another number of microbatches.
-
-        Raises:
-            ProfileError: If the profile does not have it all.
-        """
-        # The profile must cover the order, because clocks are chosen by its rows.
-        rows = self._profile.measurements
-        pair = next((each for each in order if len(cell_of(each)) > 1), None)
-        if pair is not None:
-            raise ProfileError(
-                f"{pair} is a pair of two microbatches, and what a pair needs is not known from "
-                "the work of each; leave work= out"
-            )
-        missing = next((c for c in order if Key(c.stage, c.kind) not in rows), None)
-        if missing is not None:
-            raise ProfileError(
-                f"the profile has no {missing.kind} of stage {missing.stage}, which this training "
-                "runs; profile the stages that you train"
-            )
-        # The highest clock that was measured counts as full clocks.
-        top = max(each[0].clock_mhz for each in rows.values())
-        clocks = (top,) * len(order)
-        program = Program(1, order, clocks, awaits=True, expected=Expected(top=top))
-        if len(self._first) < MOST_COUNTS:
-            # Replaced and not changed, as the training thread reads it meanwhile.
-            self._first = {program.microbatches: program, **self._first}
-        # Other ranks plan by the orders told, so a new one is told again with the laws.
-        if self._learner.laws is not None:
-            self._laws = RankLaws.of(self._orders, self._learner.laws)
-
-    @property
-    def _orders(self) -> list[tuple[Computation, ...]]:
-        return [program.computations for program in self._first.values()]
-
-    def _learn(self, seen: IterationTimes, program: Program | None) -> None:
-        known = self._known.get(seen.number, _Known(None, Slowest()))
-        work = known.work
-        slowest = known.slowest
-        # An iteration that is not understood leaves no known clock to the next one's first
-        # computation.
-        before = self._clock
-        self._clock = 0
-        if program is None or len(seen.spans_ns) != len(program.computations):
-            return
-        if seen.follows_evaluation:  # its times tell nothing
-            return
-        # The next iteration's first computation begins at this clock.
-        self._clock = program.clocks[-1]
-        time_s = (seen.end_ns - seen.begin_ns) / 1e9
-        # The first iterations lock clocks and warm up, so their times tell nothing.
-        if seen.number < _SETTLING:
-            return
-        self._lasts_s = time_s
-        ran = Ran(seen.number, time_s, slowest)
-        if known.full_s and not self._is_whole:
-            ran = self._compared(ran, seen, program, known, before)
-        if self._leader is not None:
-            self._leader.account(ran)
-        # Only one rank of a seat learns, as the others observe the same.
-        if work is None or not self._seat.is_first:
-            return
-        told = self._told(seen, program, work, before)
-        if self._is_whole:  # its end is that of the slowest rank, whose clock is not lower
-            # Without a pipeline the time includes waiting, so only full clocks tell the law, of the
-            # slowest.
-            is_full = slowest.pays or not slowest.time_s
-            told = []
-            if is_full and slowest.work:
-                told = [(Key(0, "F"), np.array(slowest.work), time_s)]
-        if self._learner.add(told) and self._learner.laws is not None:
-            self._laws = RankLaws.of(self._orders, self._learner.laws)
-
-    def _compared(
-        self, ran: Ran, seen: IterationTimes, program: Program, known: _Known, before: int
-    ) -> Ran:
-        """Return with it how its computations came."""
-        top = program.expected.top
-        came_s = self._catching_up.at_full_clocks_s(seen, program)
-        # Only an iteration that began and ran at full clocks tells what lies between its
-        # computations.
-        if known.plan is not None and program.note != _LOWERED and before == top:
-            self._catching_up.see_full_clocks(seen, known.plan)
-        busy_s = sum(end_ns - begin_ns for begin_ns, end_ns in seen.spans_ns) / 1e9
-        # The ratio takes out how fast the GPU was, so that what the work and the clocks cost is
-        # left.
-        self._busy_s[seen.number] = busy_s * sum(known.full_s) / max(sum(came_s), 1e-9)
-        self._busy_s.pop(seen.number - _KEPT, None)
-        pairs = tuple(zip(came_s, known.full_s, strict=True))
-        return replace(ran, work=known.work, at_full_clocks_s=pairs)
-
-    def _told(
-        self, seen: IterationTimes, program: Program, work: Floats, before: int
-    ) -> list[tuple[Key, Floats, float]]:
-        """Return what the computations of an iteration tell of their laws.
-
-        A clock comes into force some time after it is set, so after a lower one nothing is told.
-        """
-        return [
-            (Key(c.stage, c.kind), work[c.microbatch], (end_ns - begin_ns) / 1e9)
-            for c, (begin_ns, end_ns), clock, last in zip(
-                program.computations,
-                seen.spans_ns,
-                program.clocks,
-                (before, *program.clocks[:-1]),
-                strict=True,
-            )
-            if clock == last == program.expected.top
-        ]
+            known = self._known.get(number, Known(None, Slowest()))
+            self._learner.learn(self._times.popleft(), self._ended.get(number), known)
 
     def _round(self) -> None:
         """Do what is to be done for the iteration that is asked for."""
@@ -582,7 +326,7 @@ class Batches:
         self._handled = asked
         try:
             # Read once, as the background thread may put newer ones there meanwhile.
-            laws = self._laws
+            laws = self._learner.laws
             if laws is not None and laws is not self._sent:
                 self._exchange.tell_laws(laws)
                 # Only now: if the store has failed, they are sent in the next round.
@@ -623,7 +367,7 @@ class Batches:
             work = None
             problem = str(error)
         # The wait is a share of the iteration, so that most of it still runs by the decision.
-        timeout_s = min(max(_TIMEOUT * self._lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
+        timeout_s = min(max(_TIMEOUT * self._learner.lasts_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         slowest = self._exchange.slowest(iteration, own, timeout_s, self._slowdown())
         if not own.time_s:  # it does not know how it compares
             slowest = msgspec.structs.replace(slowest, time_s=0.0)
@@ -679,75 +423,17 @@ class Batches:
     def _decide(self, iteration: int, batch: Batch, work: Floats | None, slowest: Slowest) -> None:
         # Without work, the engine's own number of microbatches says which order runs.
         count = self._microbatches if work is None else len(work)
-        first = self._first.get(count) if count else next(iter(self._first.values()), None)
-        known = _Known(work, slowest)
-        if first is not None:
-            expected = replace(first.expected, time_s=batch.time_s)
-            program = replace(first, awaits=False, expected=expected)
-            if batch.ranks and work is not None:
-                known = self._told_of(batch.ranks[self._seat.rank], program, known)
-                program = self._planned(iteration, program, known)
+        full = self._orders.of(count) if count else self._orders.newest
+        known = Known(work, slowest)
+        if full is not None:
+            program, known = self._programs.made(
+                iteration, full, batch, known, has_begun=lambda: self._iteration >= iteration
+            )
             # Computed here and cached, because the training thread would spend time on it.
-            _ = program.requests  # not on the training thread
+            _ = program.requests
             self._decided[iteration] = program
         self._known[iteration] = known
-        self._known.pop(iteration - _KEPT, None)
-        self._decided.pop(iteration - _KEPT, None)
+        self._known.pop(iteration - KEPT, None)
+        self._decided.pop(iteration - KEPT, None)
         # Set last, so that whoever waits finds the program.
         self._is_decided.set()
-
-    def _told_of(self, plan: RankPlan, program: Program, known: _Known) -> _Known:
-        laws = self._learner.laws
-        if known.work is None or laws is None:
-            return replace(known, plan=plan)
-        rows = known.work.tolist()
-        order = program.computations
-        full_s = tuple(laws[Key(c.stage, c.kind)].full_s(rows[c.microbatch]) for c in order)
-        return replace(known, plan=plan, full_s=full_s)
-
-    def _costs(
-        self, program: Program, clocks: tuple[int, ...], full_s: tuple[float, ...]
-    ) -> RankCosts | None:
-        """Return what the profile says of computations that take `full_s` at full clocks."""
-        if not full_s:
-            return None
-        profile = self._profile
-        each = []
-        # Rows are of a stage, and an account is of one GPU.
-        gpus = profile.gpus_per_stage
-        for c, clock, seconds in zip(program.computations, clocks, full_s, strict=True):
-            # A planned clock that was not measured takes the nearest measured one, as the planner
-            # did.
-            rows = {row.clock_mhz: row for row in profile.measurements[Key(c.stage, c.kind)]}
-            top = rows[max(rows)]
-            row = rows[nearest_clock(rows, clock)]
-            # Time and energy of a row scale alike with work, as the plan assumes.
-            work = seconds / top.time_s
-            row_j = work * row.energy_j / gpus
-            top_j = work * top.energy_j / gpus
-            each.append(Cost(work * row.time_s, row_j, seconds, top_j))
-        waiting_w = fmean(profile.blocking_w(c.stage) for c in program.computations) / gpus
-        return profile_costs(tuple(each), waiting_w, program.expected.time_s)
-
-    def _planned(self, iteration: int, program: Program, known: _Known) -> Program:
-        """Return the program at the clocks that this rank was told, and write its latest starts."""
-        plan = known.plan
-        assert plan is not None
-        # Clocks of another number of computations are for another order, and full clocks need no
-        # program.
-        clocks = values_of(plan.clocks)
-        top = program.expected.top
-        if len(clocks) != len(program.clocks) or min(clocks) == top:
-            return program
-        costs = self._costs(program, clocks, known.full_s)
-        program = replace(program.at(clocks, costs=costs), then=top, note=_LOWERED)
-        # Without a controller, laws or a pipeline, nothing can catch up within the iteration.
-        if self._latest is None or not known.full_s or self._is_whole:
-            return program
-        # Begun iterations run at full clocks until now, so their latest starts count from
-        # elsewhere.
-        has_begun = self._iteration >= iteration
-        rows = self._catching_up.rows(program, known.full_s, plan, has_begun=has_begun)
-        if not rows:
-            return program
-        return replace(program, table=Table(self._latest.write(iteration, rows)))

@@ -140,32 +140,46 @@ def _scaled(row: Measurement, time: float, energy: float) -> Measurement:
 def _path_to_write(
     path: Path, job: AutopilotJob, found: dict[Path, Profile], problem: PlannerError | None
 ) -> tuple[Path | None, list[Note]]:
-    """Return the file to write, and what there is to say of the one at `path`."""
-    # The file may be one of a newer version, so it is left and another is written.
+    """Return the file to write, and what there is to say of the one at `path`.
+
+    Args:
+        path: The file of what was learnt.
+        job: The job.
+        found: The profiles of `path` and the files beside it.
+        problem: Why the file at `path` cannot be read; None if it can, or there is none.
+    """
     if problem is not None:
-        own = next(
-            (file for file, profile in found.items() if difference(profile, job) is None),
-            None,
-        )
-        own = own or next(file for file in _names(path, _stages(job), job.gpu) if _is_free(file))
-        text = (
-            f"what was learnt before is not used: {problem}; it is left as it is, and what this "
-            f"job learns is written to {own}"
-        )
-        return own, [Note(text, is_warning=True)]
+        return _path_beside_unread(path, job, found, problem)
     profile = found.get(path)
-    other = None if profile is None else difference(profile, job)
     if profile is None:
         return path, []
-    if other is None:
-        modes = (OWN,) if profile.modes is None else tuple(profile.modes.ways)
-        if set(modes) != set(job.modes):
-            # The job goes on from it, with modes that the job as it was could not use.
-            with suppress(PlannerError):
-                _keep(path, profile)
-        return path, []
-    # What another job learnt is moved aside before its place is taken.
-    text = f"what was learnt before is not used: {path} {other}"
+    why_other = difference(profile, job)
+    if why_other is not None:
+        return _path_of_other(path, profile, why_other)
+    _keep_other_modes(path, profile, job)
+    return path, []
+
+
+def _path_beside_unread(
+    path: Path, job: AutopilotJob, found: dict[Path, Profile], problem: PlannerError
+) -> tuple[Path, list[Note]]:
+    """Leave a file that cannot be read, as it may be one of a newer version: write the one of this
+    job beside it, or a new one.
+    """
+    of_job = (file for file, profile in found.items() if difference(profile, job) is None)
+    own = next(of_job, None)
+    if own is None:
+        own = next(file for file in _names(path, _stages(job), job.gpu) if _is_free(file))
+    text = (
+        f"what was learnt before is not used: {problem}; it is left as it is, and what this "
+        f"job learns is written to {own}"
+    )
+    return own, [Note(text, is_warning=True)]
+
+
+def _path_of_other(path: Path, profile: Profile, why_other: str) -> tuple[Path | None, list[Note]]:
+    """Move what another job learnt aside, before its place is taken."""
+    text = f"what was learnt before is not used: {path} {why_other}"
     try:
         kept = _keep(path, profile)
     # It must not be lost, so this job writes nothing rather than replace it.
@@ -174,6 +188,17 @@ def _path_to_write(
         return None, [note]
     text = f"{text}; it is kept in {kept}, for when the job is resumed as before"
     return path, [Note(text, is_warning=True)]
+
+
+def _keep_other_modes(path: Path, profile: Profile, job: AutopilotJob) -> None:
+    """Keep what this job learnt with other modes than it has now: it goes on from there, with modes
+    that the job as it was could not use.
+    """
+    modes = (OWN,) if profile.modes is None else tuple(profile.modes.ways)
+    if set(modes) != set(job.modes):
+        # The job goes on from it in any case, so a copy that cannot be kept stops nothing.
+        with suppress(PlannerError):
+            _keep(path, profile)
 
 
 def _keep(path: Path, profile: Profile) -> Path:
