@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# zeus 0.16.0 (PyPI): its pipeline frequency controller lifts the power limit of the GPU that it is
-# given, and does not put it back.
+# zeus 0.16.0 (PyPI, extra `pfo-server`): its pipeline frequency controller lifts the power limit of
+# the GPU that it is given, and does not put it back.
 #
 # Behaviour: the process of `FrequencyController` first resets the power limit to the board's default
 # and locks the memory clock and the SM clock at their highest; at its end it resets both locks. A cap
 # that an operator has set before (`nvidia-smi -pl`) is gone from then on, and nothing says so. The
-# calls are recorded by a stand-in for the GPUs; no GPU is needed.
+# calls are recorded by a stand-in for the GPUs; no GPU is needed. The extra `pfo`, meant for
+# trainings, does not install aiofiles, without which its modules cannot be imported.
 #
 # Seen: "reset_power_management_limit(0)" as the first call that changes something, and no call of
 # set_power_management_limit before or after it.
@@ -15,7 +16,7 @@ set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" -q --disable-pip-version-check install "zeus[pfo]==0.16.0" torch
+"$work/venv/bin/pip" -q --disable-pip-version-check install "zeus[pfo-server]==0.16.0" fastapi==0.125.0 pydantic==1.10.27 torch
 cd "$work"
 venv/bin/python - <<'PROGRAM' | tee seen
 from unittest import mock
