@@ -320,9 +320,10 @@ class RowMeter:
                 # of this part.
                 middle_s = begin_s + (launched + part / 2) * time_s
                 launched += part
-                is_launched_ahead = self._gpu.now_s() < middle_s
+                ahead_s = middle_s - self._gpu.now_s()
+                is_launched_ahead = ahead_s > 0
                 if is_launched_ahead:
-                    self._gpu.wait(middle_s - self._gpu.now_s())
+                    self._gpu.wait(ahead_s)
                 samples.append(
                     (self._gpu.clock_mhz(), self._gpu.temperature_c(), self._throttle_reasons())
                 )

@@ -264,9 +264,13 @@ def pair_kind(forward: Computation, backward: Computation) -> str:
 
 
 def _add(waits: list[tuple[int, float]], other: int, lag_s: float) -> None:
-    # A computation may be both the one before on its rank and the one whose output is needed.
-    if other not in [already for already, _ in waits]:
-        waits.append((other, lag_s))
+    # A node may be needed twice: as the one before on the rank and for its output, or for both
+    # outputs of a pair. Then the longer lag counts.
+    for place, (already, already_s) in enumerate(waits):
+        if already == other:
+            waits[place] = (other, max(already_s, lag_s))
+            return
+    waits.append((other, lag_s))
 
 
 def _program(

@@ -185,10 +185,11 @@ class Rank:
         """
         locks = () if self._has_told_memory else gpu.foreign_locks(is_leased=True)
         if locks:
-            self._has_told_memory = True
             modes = f"{gpu.uuid}-memory"  # under which they lease it
             if not any(record.uuid == modes and record.is_living for record in read_records()[0]):
                 self.send(ClockOverridden("memory", f"{gpu.text}: {locks[0]}"))
+            # Last: records that cannot be read now are read with the next sample.
+            self._has_told_memory = True
 
     def sample(self, seen_ns: int, overtaken: int) -> None:
         """Read the GPU, and send the sample to the rank."""

@@ -25,7 +25,8 @@ from perseus_planner.schedules import (
 )
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.generators import combined_1f1b, overlapped_dualpipe_v
-from perseus_planner.schedules.pipeline import pair_kind, pipeline_iteration
+from perseus_planner.schedules.pipeline import Transfer, pair_kind, pipeline_iteration
+from perseus_planner.schedules.schedule import dependency_of
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.views.plan import summarize_timeline
 
@@ -184,3 +185,25 @@ def test_a_pair_is_one_node_of_the_frontier_and_of_plans(folder: Path):
     assert again.schedule.pairs == schedule.pairs
     shown = {each.computation for each in summarize_timeline(again).computations}
     assert "(0F4;0B0)OVERLAP_F_B" in shown
+
+
+@pytest.mark.parametrize("backward_s", [0.0, 0.001, 0.02])
+def test_a_pair_waits_for_the_longer_of_two_transfers_from_one_pair(backward_s: float):
+    schedule = overlapped_dualpipe_v(4, 10)
+    transfer = Transfer(forward_s=0.005, backward_s=backward_s)
+    iteration = pipeline_iteration(schedule, transfer=transfer)
+    places = {c: place for place, c in enumerate(schedule.computations())}
+    place_of = places | {forward: places[backward] for forward, backward in schedule.pairs}
+    twice = 0
+    for pair in schedule.pairs:
+        wanted: dict[int, list[float]] = {}
+        for computation in pair:
+            needed = dependency_of(computation, set(place_of), schedule.stages - 1)
+            if needed is not None:
+                lag_s = transfer.lag_s(schedule, needed, computation)
+                wanted.setdefault(place_of[needed], []).append(lag_s)
+        place = places[pair[1]]
+        lags_s = dict(zip(iteration.predecessors[place], iteration.lags_s[place], strict=True))
+        assert all(lags_s[other] == max(own_s) for other, own_s in wanted.items())
+        twice += any(len(own_s) == 2 for own_s in wanted.values())
+    assert twice > 0

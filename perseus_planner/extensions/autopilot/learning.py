@@ -298,14 +298,15 @@ class Learner:
         self.common = float(np.median(miss[full])) if is_told else usual
         value -= self.common
         # Rows that were learnt anew cannot tell what a microbatch had in common.
-        known &= ~self._relearn_changed(row, clock, value, known)
+        is_learnt_anew = self._relearn_changed(row, clock, value, known)
+        known &= ~is_learnt_anew
         # Computations of a microbatch have its work in common, which is no cost of clocks.
         microbatch = told["microbatch"]
         of_work = told["pipeline"] * (1 + microbatch.max()) + microbatch
         value -= self._shared_work(of_work, value - times.mean[row, clock], known)
         # Before the rows take up the times, as afterwards nothing is missed.
         self._level_with_top(row[known], clock[known], value[known])
-        for one_row, one_clock in _each(row, clock):
+        for one_row, one_clock in _each(row[~is_learnt_anew], clock[~is_learnt_anew]):
             self._learn_row(one_row, one_clock, value[(row == one_row) & (clock == one_clock)])
         # Rows of few times miss less than the noise, as they have followed it.
         many = times.count[row, clock] >= 2 * _FEW

@@ -246,8 +246,10 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
         parts.append(f"{si(sent.energy_j, 'J')}, {sent.energy_is}{saved}")
     if sent.set_p50_s is not None and sent.set_p99_s is not None:
         p50 = si(sent.set_p50_s, "s", 3)
-        parts.append(f"clocks set in {p50}, 99 % in {si(sent.set_p99_s, 's', 3)}")
-    parts[-1] += f", {sent.changes_late} late"
+        p99 = si(sent.set_p99_s, "s", 3)
+        parts.append(f"clocks set in {p50}, 99 % in {p99}, {sent.changes_late} late")
+    elif sent.changes_late:
+        parts.append(f"{sent.changes_late} changes of clocks late")
     if sent.off_plan_since_s is not None:
         since = _moment(sent.off_plan_since_s)
         parts.append(

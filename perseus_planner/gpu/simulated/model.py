@@ -180,7 +180,6 @@ class GpuModel:
                 (assumed).
             idle_s: Seconds in which the GPU waits for its host, at its static power.
             intensity: Power of the arithmetic above static power, as a share of that of products.
-        # What does not follow the clock: the memory's part of the roofline.
         """
         # What does not follow the clock: the memory's part of the roofline.
         fixed_s = memory_s + exchange_s + idle_s
