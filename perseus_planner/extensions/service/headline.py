@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.models import Headline, JobStatus, StateName, Together
-from perseus_planner.extensions.service.policy import keeps
+from perseus_planner.extensions.service.policy import keeps, past_least_energy_s
 from perseus_planner.runs.verdict import OFF
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def _text(name: StateName, state: JobState, status: JobStatus) -> str:
     """Say in a sentence without its full stop what a state comes from."""
     decision = status.decision
     sent = status.telemetry
-    because = keeps(decision.targets[0].reason)
+    reason = decision.targets[0].reason
+    because = keeps(reason, past_least_energy_s(state.job, reason, state.curve))
     if name == "not heard of":
         return "it has no share of the power budget of all jobs, and its power is not known"
     if name == "over budget":
