@@ -118,7 +118,10 @@ def _text(name: StateName, state: JobState, status: JobStatus) -> str:
         return decision.reason
     if sent is None:
         planned = si(decision.straggler_time_s, "s", 4)
-        return f"it sends no telemetry; its plans are for iterations of {planned}{because}"
+        what = "its plans are for"
+        if status.promised > status.version:
+            what = f"version {status.promised} of its plans is being made for"
+        return f"it sends no telemetry; {what} iterations of {planned}{because}"
     if status.autopilot is not None:
         return f"{status.autopilot.name}: {status.autopilot}"
     return f"iterations take {si(sent.iteration_s, 's', 4)}{because}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.service.curve import Curve, NotSolved
+from perseus_planner.extensions.service.curve import Curve, NotSolved, Slow
 from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
@@ -100,6 +100,9 @@ class JobState:
     noted: StateName | None = None  #: Its state when something was last changed
     noted_since_s: float | None = None  #: Since when it is in that state; None if not known
     look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
+    #: What has to be solved before the policy can decide again: slow stages, or none of them under
+    #: the power limit of the GPUs; None if nothing has to be.
+    unsolved: Slow | None = field(default=None, compare=False)
 
     @property
     def is_planned(self) -> bool:
@@ -349,8 +352,9 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     # the decision stays as it is.
     try:
         decision = _decided(state, look, planning, now_s)
-    except NotSolved:
-        return replace(state, promised=state.published.version + 1)
+    except NotSolved as missing:
+        return replace(state, promised=state.published.version + 1, unsolved=missing.slow)
+    state = state if state.unsolved is None else replace(state, unsolved=None)
     if decision != state.decision:
         numbers = planning.numbers(state.job, state.curve)
         job = _within_budgets(state.job, state.share, numbers)
@@ -447,15 +451,18 @@ def answer_to(
     before: JobState, after: JobState, report: Report | None = None, reason: str = ""
 ) -> Answer:
     """Return the answer to a change; `reason` replaces that of the decision."""
-    unsolved = not after.is_planned and after.decision is before.decision
-    decided = (
-        "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
-    )
+    unsolved = not after.is_planned and after.unsolved is not None
+    decided = after.decision.reason
+    if unsolved:
+        what = "slow stages are" if after.unsolved else "the limited pipeline is"
+        decided = f"{what} solved anew before it is decided"
     return Answer(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised or after.decision.asked != before.decision.asked,
+        changed=after.promised > before.promised
+        or after.decision.asked != before.decision.asked
+        or (unsolved and after is not before),
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,

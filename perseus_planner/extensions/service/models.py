@@ -541,6 +541,8 @@ class Expected:
     power_w: float  #: With these plans, all pipelines waiting for the slowest, watts.
     baseline_power_w: float  #: With all clocks at maximum and iterations as long, watts.
     origin: ProfileOrigin  #: Origin of the profile from which it is replayed.
+    #: The iteration to which both belong, seconds; null from services that do not say it.
+    iteration_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,6 +243,7 @@ def decide(
     if refusal == _HELD:
         look_again_s = min(look_again_s, since_s + settings.holding_s, pays_until_s)
     waits = any(target.reason == "straggler" for target in targets)
+    is_followed = waits or any(target.time_s == time_s for target in targets)
     return Decision(
         targets,
         _indices(earlier, calm, members_of, index_of),
@@ -250,7 +251,7 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, time_s, calm_s, refusal, keeps(reason, past_s)),
+        _reason(reported, time_s, calm_s, refusal, keeps(reason, past_s), is_followed),
         *(_targets(job, [_asked(calm, calm_s, reason)]) if waits else ()),
     )
 
@@ -467,9 +468,17 @@ def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> l
 
 
 def _reason(
-    reported: Sequence[_Reported], time_s: float, calm_s: float, refusal: str | None, because: str
+    reported: Sequence[_Reported],
+    time_s: float,
+    calm_s: float,
+    refusal: str | None,
+    because: str,
+    is_followed: bool,
 ) -> str:
-    """Explain a decision to people, by nothing that changes while the decision does not."""
+    """Explain a decision to people, by nothing that changes while the decision does not.
+
+    `is_followed` says whether any plan is for the time of the slowest pipeline.
+    """
     # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
     # the decision does.
     slow = [each for each in reported if each.worst is not None]
@@ -478,11 +487,16 @@ def _reason(
     slowest_s = max(each.takes_s for each in slow)
     slowest = [each for each in slow if each.takes_s == slowest_s]
     number, report = min(min(each.counting().items()) for each in slowest)
-    measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
+    # What is slow may be a small part of the pipeline, which is slower by less.
+    scope = report.scope
+    part = "" if scope.kind == "pipeline" else f"{scope.kind} {scope.value}: "
+    measure = part if report.slowdown is None else f"{part}{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}{because}"
     text = f"iterations take {si(time_s, 's', 4)} because of {culprit}"
+    if refusal is None and not is_followed:
+        return f"{text}, and no other pipeline waits for that"
     return (
         f"{text}, and plans are for that"
         if refusal is None
