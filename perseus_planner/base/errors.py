@@ -332,12 +332,13 @@ def _si(value: float, unit: str, *, up: bool = False) -> str:
     value is feasible.
     """
     factor, _ = si_unit(value, unit)
-    # From six digits to all that a float has, until the printed number is not too small itself.
-    for digits in range(6, 18):
-        text = si(value, unit, digits)
+    shown_value = value
+    while True:
+        text = si(shown_value, unit, 6)
         number = float(text.split()[0])
         # A small unit is divided by its inverse, which is a whole number: times 1e-3 would round
         # again.
-        if not up or (number * factor if factor >= 1 else number / round(1 / factor)) >= value:
+        is_enough = (number * factor if factor >= 1 else number / round(1 / factor)) >= value
+        if is_enough or not up or not value > 0:
             return text
-    return f"{value!r} {unit}"
+        shown_value *= 1 + 5e-6  # half of the last of six digits, or more

@@ -70,7 +70,7 @@ def refused(status: int, message: str) -> tuple[int, Any]:
     return status, {"code": "a_code", "detail": message}
 
 
-HAPPENED = [{"at_s": 1.0, "text": "1 pipeline moved to 18.03 s"}] * 10 + [
+HAPPENED = [{"at_s": 1.0, "text": "1 pipeline aims for 18.03 s"}] * 10 + [
     {"at_s": 2.0, "text": "pipeline 1 is slow"}
 ]
 

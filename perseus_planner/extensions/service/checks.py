@@ -31,6 +31,28 @@ def check_report(state: JobState, report: Report, now_s: float) -> None:
         )
 
 
+def check_counts(known: Report, report: Report, now_s: float) -> None:
+    """Check that a report with a known key may still count: it must not seem to be taken once that
+    one is over.
+
+    Args:
+        known: The report that was received with that key.
+        report: The one that is sent now.
+        now_s: Seconds since the epoch.
+
+    Raises:
+        Conflict: If the known one was cleared or has expired.
+    """
+    if known.expires_s <= now_s:
+        # Clearing sets the end of a report, and a new one is to hold for longer than that.
+        was_cut = known.expires_s - known.begins_s < report.expires_s - report.begins_s
+        how = "was cleared" if was_cut else "has expired"
+        raise Conflict(
+            f"report {shown(report.key)} {how}, and a key counts once; give a new report another "
+            "key"
+        )
+
+
 def check_same(known: Report, report: Report) -> None:
     """Check that a report with a known key is the same report. Its times may differ, as they count
     from its arrival.

@@ -134,7 +134,8 @@ class NewReport:
     ]
     key: Annotated[
         str | None,
-        "Identifies the report, which counts once however often it is sent.",
+        "Identifies the report, which counts once however often it is sent; once it is cleared or "
+        "has expired, the key is refused.",
         Option(metavar="KEY"),
     ]
 
@@ -239,7 +240,8 @@ def budget(
     ],
     deadline: Annotated[
         str | None,
-        "Iteration time to aim for without stragglers; none for that of all clocks at maximum.",
+        "Iteration time to aim for without stragglers, at most that of least energy; none for that "
+        "of all clocks at maximum.",
         Option(metavar="TIME"),
     ],
     schedule: BudgetSchedule,

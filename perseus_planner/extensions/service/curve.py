@@ -86,6 +86,13 @@ class Curve:
         """As `Frontier.max_time_s`."""
         return self.times_s[-1]
 
+    @property
+    def least_energy_time_s(self) -> float:
+        """As `Frontier.least_energy_time_s`: slower iterations of a pipeline that waits for no
+        other cost more energy.
+        """
+        return self.times_s[self.energies_j.index(min(self.energies_j))]
+
     def bound_j(self, deadline_s: float) -> float:
         """Return the least energy of an iteration of that time, as `Frontier.bound_j` up to
         rounding.

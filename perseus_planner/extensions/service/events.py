@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.extensions.service.headline import state_name
 from perseus_planner.extensions.service.models import Decision, Event, PowerStep
+from perseus_planner.extensions.service.policy import keeps, past_least_energy_s
 
 if TYPE_CHECKING:
     from perseus_planner.extensions.service.jobs import JobState
@@ -34,7 +35,9 @@ def with_events(before: JobState | None, after: JobState, now_s: float) -> JobSt
     text = "; ".join(_changes(before, after))
     if not text:
         return after
-    return replace(after, events=(*after.events, Event(now_s, text))[-EVENTS:])
+    # It is written some seconds after it was registered, when its first plans are there.
+    at_s = after.job.since_s if before is None else now_s
+    return replace(after, events=(*after.events, Event(at_s, text))[-EVENTS:])
 
 
 def _deadline(state: JobState) -> str:
@@ -102,7 +105,9 @@ def _changes(before: JobState | None, after: JobState) -> Iterator[str]:
 
 
 def _stragglers(before: JobState, after: JobState) -> list[str]:
-    """Say which pipelines are slow, or not any more, and to what iteration time the others move."""
+    """Say which pipelines are slow, or not any more, and what iteration time the others are to be
+    planned for, and why.
+    """
     was = before.decision.stragglers
     now = after.decision.stragglers
     # Pipelines that are slow for the same reason are told together. Another report that says the
@@ -124,11 +129,16 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
         for pipeline in compress(range(len(new_s)), map(ne, old_s, new_s)):
             if pipeline not in now:
                 moved.setdefault(new_s[pipeline], []).append(pipeline)
+    reasons = {target.time_s: target.reason for target in after.decision.targets}
     for time_s, pipelines in moved.items():
         whom = (
             f"{len(pipelines)} others" if changes and len(pipelines) > 1 else _pipelines(pipelines)
         )
-        changes.append(f"{whom} moved to {_time(time_s)}")
+        reason = reasons[time_s]
+        past_s = past_least_energy_s(after.job, reason, after.curve)
+        aim = "aims" if len(pipelines) == 1 else "aim"
+        # Not that they run so: their plans may have to be made first, and are then taken.
+        changes.append(f"{whom} {aim} for {_time(time_s)}{keeps(reason, past_s)}")
     return [", ".join(changes)] if changes else []
 
 

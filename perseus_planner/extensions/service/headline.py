@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from perseus_planner.base.prefixes import si
 from perseus_planner.extensions.service.models import Headline, JobStatus, StateName, Together
-from perseus_planner.extensions.service.policy import keeps
+from perseus_planner.extensions.service.policy import keeps, past_least_energy_s
 from perseus_planner.runs.verdict import OFF
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def _text(name: StateName, state: JobState, status: JobStatus) -> str:
     """Say in a sentence without its full stop what a state comes from."""
     decision = status.decision
     sent = status.telemetry
-    because = keeps(decision.targets[0].reason)
+    reason = decision.targets[0].reason
+    because = keeps(reason, past_least_energy_s(state.job, reason, state.curve))
     if name == "not heard of":
         return "it has no share of the power budget of all jobs, and its power is not known"
     if name == "over budget":
@@ -117,7 +118,10 @@ def _text(name: StateName, state: JobState, status: JobStatus) -> str:
         return decision.reason
     if sent is None:
         planned = si(decision.straggler_time_s, "s", 4)
-        return f"it sends no telemetry; its plans are for iterations of {planned}{because}"
+        what = "its plans are for"
+        if status.promised > status.version:
+            what = f"version {status.promised} of its plans is being made for"
+        return f"it sends no telemetry; {what} iterations of {planned}{because}"
     if status.autopilot is not None:
         return f"{status.autopilot.name}: {status.autopilot}"
     return f"iterations take {si(sent.iteration_s, 's', 4)}{because}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.service.curve import Curve, NotSolved
+from perseus_planner.extensions.service.curve import Curve, NotSolved, Slow
 from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
@@ -34,7 +34,12 @@ from perseus_planner.extensions.service.models import (
     Taken,
 )
 from perseus_planner.extensions.service.planning import Planning, requests_of
-from perseus_planner.extensions.service.policy import decide, saving_w
+from perseus_planner.extensions.service.policy import (
+    decide,
+    past_least_energy_s,
+    saving_w,
+    within_deadline_s,
+)
 from perseus_planner.extensions.service.tally import Tally, add_counters
 from perseus_planner.runs.verdict import OFF, percent
 
@@ -95,6 +100,9 @@ class JobState:
     noted: StateName | None = None  #: Its state when something was last changed
     noted_since_s: float | None = None  #: Since when it is in that state; None if not known
     look: Look | None = field(default=None, compare=False, repr=False)  #: The last one at `reports`
+    #: What has to be solved before the policy can decide again: slow stages, or none of them under
+    #: the power limit of the GPUs; None if nothing has to be.
+    unsolved: Slow | None = field(default=None, compare=False)
 
     @property
     def is_planned(self) -> bool:
@@ -244,9 +252,19 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     curve = planning.curve(job.frontier, frontier)
     job.parts.check_places(curve.stages)
     check_deadline(job.deadline_s, curve)
-    without_budget = replace(job, power_w=None)  # power is shared once the job is known
     numbers = planning.numbers(job, curve)
-    decision = decide(without_budget, Look.empty(job.since_s), numbers, None, job.since_s)
+    # power is shared once the job is known
+    without_budget = _within_budgets(replace(job, power_w=None), None, numbers)
+    reason = _own_reason(job, None)
+    decision = decide(
+        without_budget,
+        Look.empty(job.since_s),
+        numbers,
+        None,
+        job.since_s,
+        reason=reason,
+        past_s=past_least_energy_s(job, reason, numbers),
+    )
     asked, indices = requests_of(job, curve, decision)
     texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
@@ -334,12 +352,13 @@ def reconcile(state: JobState, planning: Planning, now_s: float) -> JobState:
     # the decision stays as it is.
     try:
         decision = _decided(state, look, planning, now_s)
-    except NotSolved:
-        return replace(state, promised=state.published.version + 1)
+    except NotSolved as missing:
+        return replace(state, promised=state.published.version + 1, unsolved=missing.slow)
+    state = state if state.unsolved is None else replace(state, unsolved=None)
     if decision != state.decision:
-        saved_w = saving_w(
-            _within_budgets(state), decision, planning.numbers(state.job, state.curve)
-        )
+        numbers = planning.numbers(state.job, state.curve)
+        job = _within_budgets(state.job, state.share, numbers)
+        saved_w = saving_w(job, decision, numbers)
         state = replace(state, decision=decision, saving_w=saved_w)
     # Another reason or look alone changes no plan; nor do targets beyond the end of the frontier,
     # which make the same requests.
@@ -432,15 +451,18 @@ def answer_to(
     before: JobState, after: JobState, report: Report | None = None, reason: str = ""
 ) -> Answer:
     """Return the answer to a change; `reason` replaces that of the decision."""
-    unsolved = not after.is_planned and after.decision is before.decision
-    decided = (
-        "slow stages are solved anew before it is decided" if unsolved else after.decision.reason
-    )
+    unsolved = not after.is_planned and after.unsolved is not None
+    decided = after.decision.reason
+    if unsolved:
+        what = "slow stages are" if after.unsolved else "the limited pipeline is"
+        decided = f"{what} solved anew before it is decided"
     return Answer(
         job=after.job.name,
         report=report,
         version=after.promised,
-        changed=after.promised > before.promised or after.decision.asked != before.decision.asked,
+        changed=after.promised > before.promised
+        or after.decision.asked != before.decision.asked
+        or (unsolved and after is not before),
         takes_effect=_effect(after),
         expected_saving_w=None if unsolved else after.saving_w,
         reason=reason or decided,
@@ -499,33 +521,39 @@ def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> D
     Raises:
         NotSolved: If slow stages have to be solved first.
     """
+    job = state.job
+    share = state.share
+    numbers = planning.numbers(job, state.curve)
+    reason = _own_reason(job, share)
     return decide(
-        _within_budgets(state),
+        _within_budgets(job, share, numbers),
         look,
-        planning.numbers(state.job, state.curve),
+        numbers,
         state.decision,
         now_s,
-        reason=_own_reason(state),
+        reason=reason,
+        past_s=past_least_energy_s(job, reason, numbers),
     )
 
 
-def _own_reason(state: JobState) -> Slowing | None:
+def _own_reason(job: RegisteredJob, share: Share | None) -> Slowing | None:
     """Return why the job's own target is not the time of all clocks at maximum; None if it is."""
-    if state.share is not None and state.share.reason is not None:
-        return state.share.reason
-    if state.job.deadline_s is not None:
+    if share is not None and share.reason is not None:
+        return share.reason
+    if job.deadline_s is not None:
         return "deadline"
-    return None if state.job.gpu_power_limit_w is None else "GPU limit"
+    return None if job.gpu_power_limit_w is None else "GPU limit"
 
 
-def _within_budgets(state: JobState) -> RegisteredJob:
+def _within_budgets(job: RegisteredJob, share: Share | None, curve: Curve) -> RegisteredJob:
     """Return the job with the iteration time and the power that budgets leave it, if there are
-    any.
+    any; else with a deadline no later than is of use.
     """
-    share = state.share
-    if share is None:
-        return state.job
-    return replace(state.job, deadline_s=share.time_s, power_w=share.power_w)
+    if share is not None:
+        return replace(job, deadline_s=share.time_s, power_w=share.power_w)
+    if job.deadline_s is None:
+        return job
+    return replace(job, deadline_s=within_deadline_s(job.deadline_s, curve))
 
 
 def _iteration(state: JobState, now_s: float) -> int | None:

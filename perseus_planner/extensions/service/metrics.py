@@ -225,7 +225,7 @@ _GAUGES: Sequence[Row] = (
     ),
     (
         "planner_job_straggler_time_seconds",
-        "The iteration time that all pipelines of a job wait for.",
+        "The iteration time that all pipelines wait for: of the slowest, or their target without.",
         attrgetter("decision.straggler_time_s"),
     ),
     (
@@ -255,7 +255,7 @@ _GAUGES: Sequence[Row] = (
     ),
     (
         "planner_job_expected_baseline_watts",
-        "Their power with all clocks at maximum as the profile predicts it.",
+        "Their power with all clocks at maximum in iterations as long as by the plans.",
         attrgetter("expected.baseline_power_w"),
     ),
     (

@@ -358,7 +358,8 @@ class ReportRequest:
     #: about one scope the latest observation counts, in whatever order they arrive. A later moment
     #: than now counts as now.
     observed_s: Annotated[float, Strict(), Field(ge=0.0, le=10 * MOST_S)] | None = None
-    #: Identifies the report: however often it is sent, it counts once. It may also be sent as the
+    #: Identifies the report: however often it is sent, it counts once. Once that report was cleared
+    #: or has expired, its key is refused with status 409. It may also be sent as the
     #: header `Idempotency-Key`. Without either, the service chooses one.
     key: Key | None = None
 
@@ -540,6 +541,8 @@ class Expected:
     power_w: float  #: With these plans, all pipelines waiting for the slowest, watts.
     baseline_power_w: float  #: With all clocks at maximum and iterations as long, watts.
     origin: ProfileOrigin  #: Origin of the profile from which it is replayed.
+    #: The iteration to which both belong, seconds; null from services that do not say it.
+    iteration_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """The policy: what the pipelines of a job are to do while something in it is slow. `look` says
 which reports count. Time is an argument.
 
-What they mean for a pipeline. `target` is the deadline of the job, or the time with all clocks at
-maximum, but at least `min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the
-slowest pipeline.
+What they mean for a pipeline. `target` is the deadline of the job, but no later than the iteration
+of least energy; or the time with all clocks at maximum; or the time that power budgets leave. It is
+at least `min_time_s` and at most `max_time_s` of that pipeline. T' is the time of the slowest
+pipeline.
 
 | known of a pipeline | its iteration takes | its plan is for |
 | --- | --- | --- |
@@ -65,11 +66,33 @@ _KEEPS = {
 }
 
 
-def keeps(reason: Slowing | None) -> str:
+def keeps(reason: Slowing | None, past_s: float | None = None) -> str:
     """Say why a job that waits for nobody is not planned as fast as with all clocks at maximum;
     empty if it is.
+
+    Args:
+        reason: Why.
+        past_s: The deadline, if that is why and it is later than the iteration of least energy.
     """
+    if past_s is not None:
+        return f": the least energy, as {si(past_s, 's', 4)} would be slower and cost more"
     return _KEEPS.get(reason or "", "")
+
+
+def within_deadline_s(deadline_s: float, numbers: Curve) -> float:
+    """Return the iteration time that a deadline is planned for: at most that of least energy."""
+    # A hair above it, as for `Frontier.least_energy_deadline_s`: a plan of exactly that time is not
+    # to be refused because of a rounding error.
+    return min(deadline_s, numbers.least_energy_time_s * (1.0 + 1e-9))
+
+
+def past_least_energy_s(job: RegisteredJob, reason: Slowing | None, numbers: Curve) -> float | None:
+    """Return the deadline of a job that is planned so for this reason, if plans stop before it, at
+    the least energy; None if they do not.
+    """
+    if reason != "deadline" or job.deadline_s is None:
+        return None
+    return job.deadline_s if within_deadline_s(job.deadline_s, numbers) < job.deadline_s else None
 
 
 _COMPUTING = ("compute", "thermal", "unknown")
@@ -140,6 +163,7 @@ def decide(
     settings: PolicySettings = PolicySettings(),
     *,
     reason: Slowing | None = None,
+    past_s: float | None = None,
 ) -> Decision:
     """Decide what the pipelines of a job are to do now.
 
@@ -157,6 +181,8 @@ def decide(
         now_s: Seconds since the epoch.
         settings: When to slow down.
         reason: Why the job's own target is not the time of all clocks at maximum; None if it is.
+        past_s: The deadline that people have set, if it is later than `job.deadline_s`, which is
+            that of least energy then.
     """
     aim_s = target_s(job, numbers)
     calm_s = own_s(numbers, aim_s)
@@ -217,6 +243,7 @@ def decide(
     if refusal == _HELD:
         look_again_s = min(look_again_s, since_s + settings.holding_s, pays_until_s)
     waits = any(target.reason == "straggler" for target in targets)
+    is_followed = waits or any(target.time_s == time_s for target in targets)
     return Decision(
         targets,
         _indices(earlier, calm, members_of, index_of),
@@ -224,7 +251,7 @@ def decide(
         stragglers,
         since_s,
         look_again_s,
-        _reason(reported, time_s, calm_s, refusal, keeps(reason)),
+        _reason(reported, time_s, calm_s, refusal, keeps(reason, past_s), is_followed),
         *(_targets(job, [_asked(calm, calm_s, reason)]) if waits else ()),
     )
 
@@ -441,9 +468,17 @@ def _all_reported(look: Look, profiled: Numbers, calm: _Kind, aim_s: float) -> l
 
 
 def _reason(
-    reported: Sequence[_Reported], time_s: float, calm_s: float, refusal: str | None, because: str
+    reported: Sequence[_Reported],
+    time_s: float,
+    calm_s: float,
+    refusal: str | None,
+    because: str,
+    is_followed: bool,
 ) -> str:
-    """Explain a decision to people, by nothing that changes while the decision does not."""
+    """Explain a decision to people, by nothing that changes while the decision does not.
+
+    `is_followed` says whether any plan is for the time of the slowest pipeline.
+    """
     # Of the slowest pipelines the one with the lowest number, so that the text stays the same while
     # the decision does.
     slow = [each for each in reported if each.worst is not None]
@@ -452,11 +487,16 @@ def _reason(
     slowest_s = max(each.takes_s for each in slow)
     slowest = [each for each in slow if each.takes_s == slowest_s]
     number, report = min(min(each.counting().items()) for each in slowest)
-    measure = "" if report.slowdown is None else f"{report.slowdown:.4g}x, "
+    # What is slow may be a small part of the pipeline, which is slower by less.
+    scope = report.scope
+    part = "" if scope.kind == "pipeline" else f"{scope.kind} {scope.value}: "
+    measure = part if report.slowdown is None else f"{part}{report.slowdown:.4g}x, "
     culprit = f"pipeline {number} ({measure}reported by {shown(report.source)})"
     if time_s <= calm_s:
         return f"{culprit} is slow, but iterations still take {si(time_s, 's', 4)}{because}"
     text = f"iterations take {si(time_s, 's', 4)} because of {culprit}"
+    if refusal is None and not is_followed:
+        return f"{text}, and no other pipeline waits for that"
     return (
         f"{text}, and plans are for that"
         if refusal is None

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from perseus_planner.base.errors import InfeasibleError, InfeasiblePower
 from perseus_planner.extensions.service.jobs import JobState, Share
 from perseus_planner.extensions.service.models import PowerBudget, RegisteredJob, Slowing, split_at
-from perseus_planner.extensions.service.policy import own_s, target_s
+from perseus_planner.extensions.service.policy import own_s, target_s, within_deadline_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -321,5 +321,8 @@ def _allowed(
 
 
 def _demand(job: RegisteredJob, curve: Curve) -> Demand:
-    time_s = own_s(curve, target_s(job, curve))
+    aim_s = target_s(job, curve)
+    if job.deadline_s is not None:
+        aim_s = within_deadline_s(job.deadline_s, curve)
+    time_s = own_s(curve, aim_s)
     return Demand(curve, job.pipelines, job.pipelines * curve.gpus, time_s, job.power_w)

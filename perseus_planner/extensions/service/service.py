@@ -22,6 +22,7 @@ from perseus_planner.base.errors import PlannerError, shown
 from perseus_planner.base.files import sha256
 from perseus_planner.base.loops import SteadyClock
 from perseus_planner.extensions.service.checks import (
+    check_counts,
     check_report,
     check_same,
     jobs_concerned,
@@ -410,17 +411,23 @@ class Service:
 
     @_command
     def report(self, draft: Draft, job: str, report: Report) -> Answer:
-        """Take a report. One with a known key changes nothing.
+        """Take a report. One with a known key changes nothing; once that one is over, it is
+        refused.
 
         Raises:
-            Conflict: If another report has that key, or too many reports count.
+            Conflict: If another report has that key, the report with that key does not count any
+                more, or too many reports count.
             UsageError: If the job does not have what the report is about.
         """
         before = draft.state(job)
         known_report = before.reports.get(report.key) or before.past.get(report.key)
         if known_report is not None:
+            check_counts(known_report, report, self.now_s())
             check_same(known_report, report)
-            return answer_to(before, before, known_report, "the report was received before")
+            reason = "the report was received before"
+            if report.key in before.past:
+                reason += ", and its source has observed the scope later"
+            return answer_to(before, before, known_report, reason)
         now_s = self.now_s()
         check_report(before, report, now_s)
         after = draft.reconcile(before.with_report(report, now_s))

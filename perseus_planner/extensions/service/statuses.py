@@ -97,13 +97,21 @@ def expected(state: JobState) -> Expected:
     """
     plans = _plans(state)
     waiting_w = state.curve.waiting_w
-    iteration_s = max(state.decision.straggler_time_s, *(costs.time_s for costs, _ in plans))
+    waited_s = state.decision.straggler_time_s
+    # While plans are being made, nobody runs their time yet: that of the plans that run counts. A
+    # straggler is as slow as it is whatever is planned.
+    if not state.is_planned and not state.decision.stragglers:
+        waited_s = 0.0 if state.planned.stragglers else state.planned.straggler_time_s
+    iteration_s = max(waited_s, *(costs.time_s for costs, _ in plans))
     energy_j = math.fsum(
         count * (costs.energy_j + waiting_w * (iteration_s - costs.time_s))
         for costs, count in plans
     )
     return Expected(
-        energy_j / iteration_s, _baseline_j(state, iteration_s) / iteration_s, state.curve.origin
+        energy_j / iteration_s,
+        _baseline_j(state, iteration_s) / iteration_s,
+        state.curve.origin,
+        iteration_s,
     )
 
 

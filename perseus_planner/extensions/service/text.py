@@ -38,14 +38,20 @@ def answer_text(answer: Answer) -> str:
         "already": f"it runs {version}",
     }[answer.takes_effect]
     changed = effect if answer.changed else f"its plans stay as they are; {effect}"
+    if not answer.changed and answer.takes_effect == "planning":
+        changed = f"{version}, which is being planned, stays as it was asked for"
     key = f"\nReport {answer.report.key}" if answer.report is not None else ""
     saved_w = answer.expected_saving_w
-    saving = (
-        "the saving is not known yet"
-        if saved_w is None
-        else f"extra beside stragglers: {si(saved_w, 'W')}"
-    )
+    saving = "the saving is not known yet" if saved_w is None else _extra(saved_w)
     return f"Job {answer.job}: {changed}; {saving}\n{answer.reason}{key}"
+
+
+def _extra(saved_w: float) -> str:
+    """Say what is saved beside stragglers: by the frontier, which plans come close to, so that it
+    does not add up with what is saved by plans.
+    """
+    by = ", by the bound of its frontier" if saved_w else ""
+    return f"extra beside stragglers: {si(saved_w, 'W')}{by}"
 
 
 def jobs_text(jobs: Sequence[JobStatus]) -> str:
@@ -141,7 +147,7 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
     targets = lay_out(
         list(pipelines.items()),
         Column("pipelines", lambda target: _ranges(target[1]), "<"),
-        Column("plan s", lambda target: target[0][0], ".6g"),
+        Column("target s", lambda target: target[0][0], ".6g"),
         Column(
             "slow stages",
             lambda target: ", ".join(f"{stage}: {factor:.4g}x" for stage, factor in target[0][1]),
@@ -164,7 +170,10 @@ def status_text(status: JobStatus, events: Sequence[Event] = ()) -> str:
         lines.append(_telemetry(status.telemetry, saves=status.unlike_plan is None))
     if status.autopilot is not None:
         lines.append(f"{status.autopilot.name.capitalize()}: {status.autopilot}")
-    lines += [f"Decided: {decision.reason}", "", table(targets)]
+    # Beside a straggler, the state is what was decided.
+    if decision.reason not in status.state.text:
+        lines.append(f"Decided: {decision.reason}")
+    lines += ["", table(targets)]
     if status.reports:
         lines += ["", _reports(status)]
     if events:
@@ -216,17 +225,24 @@ def _power(job: JobStatus) -> str:
         how = f"replayed from a {profile_of_origin(expected.origin)}"
         if expected.origin == "simulated":
             how = "simulated"
+        as_long = ""
+        if expected.iteration_s is not None:
+            as_long = f" in iterations of {si(expected.iteration_s, 's')}"
         parts.append(
             f"{si(expected.power_w, 'W')} with these plans, "
-            f"{si(expected.baseline_power_w, 'W')} with {ALL_MAXIMUM} and iterations as long, {how}"
+            f"{si(expected.baseline_power_w, 'W')} with {ALL_MAXIMUM}, both{as_long}, {how}"
         )
         sent = job.telemetry
         against = ""
         if sent is not None and sent.power_w is not None:
             parts.append(f"recently {si(sent.power_w, 'W')}, {sent.energy_is}")
             # Those by the plans are of the iterations that are planned, which may be shorter.
-            against = f" against {ALL_MAXIMUM} in iterations as long"
-        extra = f"extra beside stragglers: {si(job.expected_saving_w, 'W')}"
+            baseline_w = sent.power_w + (job.saves_w or 0.0)
+            against = (
+                f" against {si(baseline_w, 'W')} with {ALL_MAXIMUM} in iterations of "
+                f"{si(sent.iteration_s, 's')}"
+            )
+        extra = _extra(job.expected_saving_w)
         if job.saves_w is None:
             parts[-1] += f", {extra}"
         else:
@@ -238,8 +254,8 @@ def _power(job: JobStatus) -> str:
 
 def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
     parts = [
-        f"Ran: {sent.iterations} iterations, recently {si(sent.iteration_s, 's', 6)} each, until "
-        f"{_moment(sent.observed_s)}"
+        f"Ran: {sent.iterations} iterations, recently {si(sent.iteration_s, 's', 6)} each, from "
+        f"begin to begin, until {_moment(sent.observed_s)}"
     ]
     if sent.energy_is is not None:
         saved = f", {saved_text(sent)}" if saves else ""

@@ -327,7 +327,7 @@ def test_straggler_says_what_follows(service: StandIn):
     command = f"straggler --job gpt3 --pipeline 3 --slowdown 1.2 --service {service.address}"
     assert done(command) == (
         "Job gpt3: version 7 of its plans is taken at the next iteration; extra beside "
-        "stragglers: 812.5 W\n"
+        "stragglers: 812.5 W, by the bound of its frontier\n"
         "pipeline 3 takes 1.2 times as long\nReport k1\n"
     )
     said = json.loads(done(f"{command} --json"))
@@ -488,7 +488,7 @@ def test_status_shows_what_the_service_knows(service: StandIn):
     ):
         assert text in whole
     assert whole.endswith("  pipeline 1 is slow\n")
-    assert whole.count("  1 pipeline moved to 18.03 s\n") == 9
+    assert whole.count("  1 pipeline aims for 18.03 s\n") == 9
     assert (
         json.loads(done(f"status gpt3 --service {service.address} --json"))["decision"][
             "look_again_s"

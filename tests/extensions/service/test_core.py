@@ -325,9 +325,63 @@ def test_the_same_report_again_changes_nothing(service: Service):
     assert (again.version, again.changed, again.report) == (first.version, False, first.report)
     assert again.reason == "the report was received before"
     service.clear("gpt", "a").result()
-    resent = service.report("gpt", report("a")).result()
-    assert not resent.changed
     assert service.reports("gpt") == ()
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "how"), [(math.inf, "was cleared"), (60.0, "was cleared"), (0.0, "has expired")]
+)
+def test_the_key_of_a_report_that_is_over_is_refused_and_not_dropped_as_a_success(
+    one: Run, ttl_s: float, how: str
+):
+    service = one.service
+    service.report("gpt", report("a", expires_s=NOW_S + (ttl_s or 60.0))).result()
+    one.clock.now_s += 90.0 if ttl_s == 0.0 else 30.0
+    service.tick()
+    if ttl_s:
+        service.clear("gpt", "a").result()
+    one.clock.now_s += 1000.0
+    service.tick()
+    now_s = one.clock.now_s
+    for new in (
+        report("a", observed_s=now_s, begins_s=now_s, expires_s=now_s + (ttl_s or 60.0)),
+        report("a", pipeline=2, observed_s=now_s, begins_s=now_s, expires_s=math.inf),
+    )[: 2 if ttl_s else 1]:
+        with pytest.raises(Conflict, match=f"report 'a' {how}, .* another key"):
+            service.report("gpt", new).result()
+    assert service.reports("gpt") == ()
+
+
+def test_a_deadline_beyond_the_least_energy_stops_there_and_says_so(service: Service):
+    """As the command `planner plan --deadline` does on the same frontier."""
+    frontier = small_frontier()
+    late_s = 1.2 * frontier.least_energy_time_s
+    assert late_s < frontier.max_time_s
+    answer = service.set_deadline("gpt", late_s).result()
+    planned(service)
+    assert plans(service) == (frontier.plan_for(late_s),) * PIPELINES
+    stops = f": the least energy, as {late_s:.4g} s would be slower and cost more"
+    assert answer.reason.endswith(stops)
+    status = service.status("gpt")
+    assert status.state.text.endswith(stops)
+    assert status.job.deadline_s == late_s
+    # A wide power budget of the job changes nothing in it, and a straggler is waited for.
+    service.set_power("gpt", 10.0 * drawn_w(service)).result()
+    planned(service)
+    assert plans(service) == (frontier.plan_for(late_s),) * PIPELINES
+    assert service.status("gpt").decision.reason.endswith(stops)
+    service.report("gpt", report("slow", slowdown=1.1)).result()
+    planned(service)
+    assert service.status("gpt").decision.targets[0].time_s < late_s
+    assert plans(service)[0].time_s > frontier.least_energy_time_s
+
+
+def test_a_job_registered_with_a_deadline_beyond_the_least_energy_stops_there(tmp_path: Path):
+    late_s = 1.2 * small_frontier().least_energy_time_s
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        service.register(job(deadline_s=late_s), frontier_file())
+        assert plans(service) == (small_frontier().plan_for(late_s),) * PIPELINES
+        assert "would be slower and cost more" in service.status("gpt").decision.reason
 
 
 @pytest.mark.parametrize(

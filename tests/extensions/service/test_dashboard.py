@@ -137,7 +137,9 @@ def test_a_report_of_a_client_is_seen_as_it_comes_and_goes(
         shown = page.inner_text("#reports li")
         assert all(each in shown for each in ("ops", "data", "Until"))
         assert key not in shown  # names, not keys
-        assert "because of pipeline 1" in page.inner_text("#reason")
+        assert "because of pipeline 1" in page.inner_text("#state-text")
+        assert not page.is_visible("#reason")  # it would say the same again
+        assert "before it waits for slower pipelines" in page.inner_text("#frontier-caption")
         waiting, slow, _ = service.pipelines("gpt")[1]
         assert waiting.time_s > slow.time_s
         has(page, "#pipelines tbody tr", f"{waiting.time_s:.4f}")
@@ -213,7 +215,7 @@ def test_deadline_and_power_budget_are_set_and_taken_back(browser: Any, url: str
         page.fill("#deadline", str(deadline_s))
         page.keyboard.press("Enter")
         has(page, "#deadline-form .response", "Set: ")
-        has(page, "#cards", f"target {deadline_s:.4f} s: as set")
+        has(page, "#cards", f"wanted without stragglers: {deadline_s:.4f} s, as set")
         assert service.status("gpt").job.deadline_s == deadline_s
         page.click("#deadline-form .remove")
         has(page, "#cards", "all clocks at maximum")
@@ -431,7 +433,7 @@ def test_a_job_has_its_events_and_its_autopilot(browser: Any, url: str):
     budget = httpx.put(f"{url}/v1/jobs/gpt/power", json={"power_w": 5000.0}, timeout=LONG_S)
     budget.raise_for_status()
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:
-        has(page, "#events li", "pipeline 1 slow 1.3x (dcgm), 2 others moved to")
+        has(page, "#events li", "pipeline 1 slow 1.3x (dcgm), 2 others aim for")
         has(page, "#events li", "registered with 3 pipelines of 2 GPUs")
         page.locator("#history-time svg").wait_for()
         marks = page.locator("#history-time .event title").all_text_contents()
@@ -520,9 +522,17 @@ def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, 
                 f"{kwh * 1.2 * 0.12:.2f}",
                 "USD",
                 "kg CO₂e",
-                "at 0.12 USD/kWh, PUE 1.2, 0.4 kg CO₂e/kWh",
+                f"for {kwh * 1.2:.4g}",
+                "kWh with PUE 1.2",
+                "at 0.12 USD/kWh, 0.4 kg CO₂e/kWh",
             ),
-            "A clock change takes": ("12.30", "ms", "99 % within 31.10 ms", "17 changes came late"),
+            "A clock change takes": (
+                "12.30",
+                "ms",
+                "simulated",
+                "99 % within 31.10 ms",
+                "17 changes came late",
+            ),
         }.items():
             assert all(part in cards[name] for part in parts), cards[name]
         assert "Simulated: the energy is that of a model of the GPU" in page.inner_text("#origin")

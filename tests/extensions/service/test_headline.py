@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from services import NOW_S, Clock, at_once, frontier_file, job, planned, report, serving
+from services import NOW_S, Clock, at_once, frontier_file, job, planned, report, service_at, serving
 
 pytest.importorskip("fastapi")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -503,6 +504,7 @@ def test_an_answer_to_a_budget_names_it_and_does_not_say_that_nothing_changes(tm
         service.register(job(), frontier_file())
         full_w = service.status("gpt").expected.baseline_power_w
         service.set_power("gpt", 10.0 * full_w).result()
+        planned(service)
         (wide,) = service.set_power("gpt", 10.0 * full_w).result()
         assert not wide.changed
         text = answer_text(wide)
@@ -515,6 +517,49 @@ def test_an_answer_to_a_budget_names_it_and_does_not_say_that_nothing_changes(tm
         service.set_power("gpt", None).result()
         (shared,) = service.set_power(None, 0.85 * full_w).result()
         assert shared.reason.endswith(", to keep the power budget of all jobs")
+
+
+def test_while_plans_are_made_power_is_of_those_that_run_and_no_stage_is_called_slow(
+    tmp_path: Path,
+):
+    held = threading.Event()
+    held.set()
+
+    def run(function: Any, *arguments: Any) -> Any:
+        assert held.wait(300.0)
+        return function(*arguments)
+
+    with service_at(tmp_path / "service.sqlite", Clock(), run=run) as service:
+        service.register(job(), frontier_file())
+        before = service.status("gpt")
+        held.clear()
+        service.set_power("gpt", 0.8 * before.expected.power_w).result()
+        status = service.status("gpt")
+        assert status.promised > status.version
+        assert status.expected == before.expected
+        assert status.decision.straggler_time_s > before.decision.straggler_time_s
+        # The share of the power stays what sets the time, whatever the deadline is.
+        answer = service.set_deadline("gpt", 1.01 * before.decision.straggler_time_s).result()
+        assert not answer.changed
+        assert "slow stages" not in answer.reason
+        assert answer.expected_saving_w is not None
+        text = answer_text(answer)
+        assert "version 2 of its plans, which is being planned, stays as it was asked for" in text
+        assert "its plans stay as they are" not in text
+        held.set()
+        planned(service)
+
+
+def test_a_status_says_what_is_decided_once(tmp_path: Path):
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        service.register(job(), frontier_file())
+        assert "\nDecided: nothing is reported slow" in status_text(service.status("gpt"))
+        service.report("gpt", report("k")).result()
+        planned(service)
+        status = service.status("gpt")
+        assert status_text(status).count(status.decision.reason) == 1
+        extra = f"extra beside stragglers: {status.expected_saving_w:.4g} W, by the bound of"
+        assert extra in status_text(status)
 
 
 def test_moments_are_told_with_their_zone(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from command_options import ROOT
 from services import NOW_S, Clock, frontier_file, job, planned, report, service_at
+from waiting import LONG_S
 
 pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
@@ -63,7 +65,7 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
         service.set_power("gpt", 1e6).result()
         registered, slow, taken, clear, deadline, power = texts(service)
     assert registered == "registered with 3 pipelines of 2 GPUs"
-    assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others moved to {1.15 * calm_s:.4g} s"
+    assert slow == f"pipeline 1 slow 1.15x (dcgm), 2 others aim for {1.15 * calm_s:.4g} s"
     assert taken == "version 2 of the plans runs from iteration 1,200"
     assert clear.startswith("pipeline 1 not slow any more")
     assert deadline.startswith(f"deadline set to {1.1 * calm_s:.4g} s")
@@ -73,6 +75,41 @@ def test_what_happens_to_a_job_is_told_in_words_and_outlives_the_service(tmp_pat
         assert [event.text for event in events][:3] == [registered, slow, taken]
         assert [event.at_s for event in events][:2] == [NOW_S, NOW_S + 60.0]
         assert service.status("gpt").gpus == 6
+
+
+def test_an_event_tells_what_plans_are_to_be_for_and_why_and_not_that_anything_runs(
+    tmp_path: Path,
+):
+    held = threading.Event()
+    held.set()
+
+    def run(function: Any, *arguments: Any) -> Any:
+        assert held.wait(LONG_S)
+        return function(*arguments)
+
+    with service_at(tmp_path / "s.sqlite", Clock(), run=run) as service:
+        service.register(job(), frontier_file())
+        held.clear()
+        service.set_power(None, 0.85 * service.status("gpt").expected.power_w).result()
+        target_s = service.status("gpt").decision.straggler_time_s
+        assert texts(service)[-1] == (
+            f"pipelines 0, 1, 2 aim for {target_s:.4g} s, to keep the power budget of all jobs"
+        )
+        held.set()
+
+
+def test_a_job_was_registered_when_it_is_said_to_run_since(tmp_path: Path):
+    """Its first plans take seconds."""
+    clock = Clock()
+
+    def run(function: Any, *arguments: Any) -> Any:
+        clock.now_s += 2.0
+        return function(*arguments)
+
+    with service_at(tmp_path / "s.sqlite", clock, run=run) as service:
+        service.register(job(), frontier_file())
+        (registered,) = service.history("gpt").events
+        assert registered.at_s == service.status("gpt").job.since_s == NOW_S
 
 
 def test_what_has_not_changed_is_no_event(tmp_path: Path):

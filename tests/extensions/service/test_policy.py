@@ -398,6 +398,18 @@ def test_the_others_are_as_slow_as_a_slow_pipeline_which_goes_on():
     )
 
 
+def test_a_slow_pipeline_that_nobody_waits_for_is_no_reason_for_other_plans():
+    decision = decided(report(value="0"), pipelines=1)
+    assert [target.time_s for target in decision.targets] == [Formula().baseline_time_s]
+    assert decision.reason.endswith(", and no other pipeline waits for that")
+    assert "plans are for that" not in decision.reason
+
+
+def test_a_slow_part_of_a_pipeline_is_named_with_its_slowdown():
+    reason = decided(report("stage", "1", 1.15, pipeline=1)).reason
+    assert "pipeline 1 (stage 1: 1.15x, reported by 'test')" in reason
+
+
 def test_nobody_is_slower_than_what_still_saves():
     assert times_s(decided(report(slowdown=4.0))) == [1.3, CALM_S, 1.3]
 
@@ -413,7 +425,8 @@ def test_a_slow_stage_is_planned_anew_and_meets_the_target_if_it_can():
     assert [target.slow_stages for target in decision.each] == [{}, {0: 1.25}, {}]
     assert (
         decision.reason
-        == "pipeline 1 (1.25x, reported by 'test') is slow, but iterations still take 1.02 s"
+        == "pipeline 1 (stage 0: 1.25x, reported by 'test') is slow, but iterations still take "
+        "1.02 s"
     )
     decision = decided(report("stage", "2", 1.2, pipeline=1))
     assert times_s(decision) == [1.2] * 3

@@ -134,7 +134,7 @@ def test_a_service_that_ended_knows_all_when_it_is_started_again(folder: Path):
         line = r'time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ level=info job="gpt3" msg="(.*)"'
         events = [re.fullmatch(line, each)[1] for each in logged.splitlines()]
         assert events[0] == "registered with 2 pipelines of 2 GPUs"
-        assert events[1].startswith("pipeline 1 slow 1.2x (ops), pipeline 0 moved to ")
+        assert events[1].startswith("pipeline 1 slow 1.2x (ops), pipeline 0 aims for ")
     with (
         planner_serve(folder, *options) as (process, url),
         httpx.Client(base_url=url, timeout=LONG_S) as client,

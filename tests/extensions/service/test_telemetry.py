@@ -226,6 +226,7 @@ def test_plans_are_expected_to_draw_what_they_say_and_wait_for_the_slowest(place
             "power_w": pytest.approx(energy_j / iteration_s),
             "baseline_power_w": pytest.approx(baseline_j / iteration_s),
             "origin": frontier.profile.origin,
+            "iteration_s": iteration_s,
         }
         assert status["expected"]["power_w"] < status["expected"]["baseline_power_w"]
         found = ask("GET", "/v1/jobs/gpt/pipelines").json()
@@ -535,11 +536,13 @@ def test_the_client_sends_counts_and_reads_what_follows(place: Path):
         power, ran = status_text(status).splitlines()[3:5]
         assert power.startswith("Power: ")
         assert power.endswith(
-            "W with all clocks at maximum and iterations as long, replayed from a measured "
-            "profile; recently 640 W, measured; saves 363.4 W against all clocks at maximum in "
-            "iterations as long, extra beside stragglers: 0 W"
+            "W with all clocks at maximum, both in iterations of 0.6533 s, replayed from a "
+            "measured profile; recently 640 W, measured; saves 363.4 W against 1003 W with all "
+            "clocks at maximum in iterations of 1.25 s, extra beside stragglers: 0 W"
         )
-        assert ran.startswith("Ran: 10 iterations, recently 1.25 s each, until ")
+        assert ran.startswith(
+            "Ran: 10 iterations, recently 1.25 s each, from begin to begin, until "
+        )
         assert "; 8000 J, measured, saved " in ran
         assert (
             " a 95 % interval) against all clocks at maximum; clocks set in 6 ms, 99 % in " in ran

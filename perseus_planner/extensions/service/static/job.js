@@ -4,7 +4,7 @@ import { byId, fillCard, html, keyed, say, show, timed } from "./dom.js";
 import { budgetText, byPlans, count, isJudged, joules, kilowattHours, less, number, profileText, savedShare, seconds, watts } from "./format.js";
 import { isCalm, stateText } from "./jobs.js";
 import { groups, showPipelines } from "./pipelines.js";
-import { assumed, carbon, money } from "./prices.js";
+import { assumed, carbon, money, withPue } from "./prices.js";
 import { showHistory } from "./history.js";
 import { showReports } from "./reports.js";
 
@@ -19,6 +19,7 @@ export function showJob({ status, frontier, pipelines, history }, mayReport, cle
   byId("state").classList.toggle("unknown", status.state.name === "not known");
   say(byId("state-text"), sentence(stateText(status)));
   say(byId("reason"), sentence(decision.reason));
+  show(byId("reason"), !status.state.text.includes(decision.reason)); // beside a straggler, the state is what was decided
   byId("reason-since").replaceChildren("Since ", timed(decision.since_s), ...lookAgain(decision));
   keyed(byId("cards"), cards(status, frontier), (card) => card.name, () => html("li", { class: "card" }), fillCard);
   byId("origin").replaceChildren(...originOf(status, frontier));
@@ -47,7 +48,7 @@ function iteration({ job, decision, telemetry, silent_since_s }, frontier) {
   const ofPlans = byPlans(frontier.origin);
   const target_s = job.deadline_s ?? frontier.baseline_time_s;
   const of = job.deadline_s === null ? "all clocks at maximum" : "as set";
-  const notes = [`target ${seconds(target_s)}: ${of}`];
+  const notes = [`wanted without stragglers: ${seconds(target_s)}, ${of}`];
   if (telemetry) notes.push(`expected ${seconds(decision.straggler_time_s)}, ${ofPlans}`);
   if (silent_since_s !== null) return { name: "Iteration time", value: "–", notes: [UNHEARD, ...notes] };
   return { name: "Iteration time", value: seconds(telemetry?.iteration_s ?? decision.straggler_time_s), origin: telemetry ? "measured" : ofPlans, notes };
@@ -62,7 +63,7 @@ function power({ job, decision, telemetry, expected, saves_w, expected_saving_w:
   const notes = saves_w === null ? [] : [`saves ${watts(saves_w)}`, saving.replace("the same than", "the same as")];
   if (job.power_w !== null) notes.push(sent_w > job.power_w ? `${watts(sent_w - job.power_w)} over its budget of ${watts(job.power_w)}` : `at most ${watts(job.power_w)} allowed`);
   if (job.next_power) notes.push(budgetText(job.next_power));
-  if (Object.keys(decision.stragglers).length) notes.push(`extra beside stragglers: ${watts(extra_w)}, ${byPlans(expected.origin)}`);
+  if (Object.keys(decision.stragglers).length) notes.push(`extra beside stragglers: ${watts(extra_w)}, by the bound of its frontier, ${byPlans(expected.origin)}`);
   return { name: "Power, all GPUs", value: watts(now_w), origin: sent_w === null ? byPlans(expected.origin) : telemetry.energy_is, notes, bar: saves_w === null ? null : now_w / most_w };
 }
 
@@ -78,12 +79,12 @@ function saved(status) {
   if (isMetered(status) && !isJudged(telemetry)) return { name: "Saved", value: "–", notes: ["not known: most iterations ran otherwise than the rows of their plan say"] };
   if (isMetered(status)) {
     const how = telemetry.lowered ? `${joules(telemetry.saved_j)}, ${savedShare(telemetry)} less than all clocks at maximum` : "no clock was lowered, nothing was saved";
-    const notes = [how, `in ${count(telemetry.iterations, "iteration")}`];
+    const notes = [`${how}, at the GPUs`, `in ${count(telemetry.iterations, "iteration")}`];
     return { name: "Saved so far", value: kilowattHours(telemetry.saved_j), origin: telemetry.energy_is, notes };
   }
   if (status.silent_since_s !== null) return { name: "Saved", value: "–", notes: [UNHEARD] };
   const day_j = expectedDayJ(status);
-  return { name: "Saves per day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} by continuous training with these plans, compared with all clocks at maximum`, "the job has not sent its energy yet"] };
+  return { name: "Saves per day, by its plans", value: kilowattHours(day_j), origin: byPlans(status.expected.origin), notes: [`${joules(day_j)} at the GPUs by continuous training with these plans, compared with all clocks at maximum`, "the job has not sent its energy yet"] };
 }
 
 function costs(status) {
@@ -94,7 +95,7 @@ function costs(status) {
   if (isMeasured && !isJudged(telemetry)) return { name: "Cost saved", value: "–", notes: [] };
   const saved_j = isMeasured ? telemetry.saved_j : expectedDayJ(status);
   const name = isMeasured ? "Cost saved so far" : "Cost saved per day";
-  return { name, value: money(saved_j), origin: isMeasured ? telemetry.energy_is : byPlans(status.expected.origin), notes: [carbon(saved_j), assumed()] };
+  return { name, value: money(saved_j), origin: isMeasured ? telemetry.energy_is : byPlans(status.expected.origin), notes: [withPue(saved_j), carbon(saved_j), assumed()] };
 }
 
 function plans({ version, promised, taken }) {
@@ -107,12 +108,14 @@ function plans({ version, promised, taken }) {
 function changes({ telemetry }) {
   if (!telemetry || telemetry.set_p50_s === null) return { name: "A clock change takes", value: "–", notes: ["the job has not sent this yet"] };
   const notes = [`99\u00a0% within ${seconds(telemetry.set_p99_s)}`, `${count(telemetry.changes_late, "change")} came late`];
-  return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin: "measured", notes: ["median", ...notes] };
+  // An emulated GPU has the clocks of a model, and so has its energy.
+  const origin = telemetry.energy_is === "simulated" ? "simulated" : "measured";
+  return { name: "A clock change takes", value: seconds(telemetry.set_p50_s), origin, notes: ["median", ...notes] };
 }
 
 /** The origin of the figures, and how recent those of the job are, as it may have stopped sending them. */
 function originOf({ telemetry }, frontier) {
-  const ofPlans = frontier.origin === "simulated" ? "Figures of plans are computed from a simulated profile." : `Replayed: computed from a ${profileText(frontier.origin)}, not measured on this job.`;
+  const ofPlans = frontier.origin === "simulated" ? "Figures of plans are replayed from a simulated profile." : `Figures of plans are replayed from a ${profileText(frontier.origin)}, not measured on this job.`;
   if (telemetry === null) return [`This job sends no telemetry, so nothing here is measured on it. ${ofPlans}`];
   const simulated = telemetry.energy_is === "simulated" ? "Simulated: the energy is that of a model of the GPU. " : "";
   return ["The job last sent telemetry ", timed(telemetry.observed_s), `. ${simulated}${ofPlans}`];

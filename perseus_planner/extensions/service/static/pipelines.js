@@ -43,7 +43,7 @@ function fill(element, group, status, frontier, reports) {
   say(part(element, "numbers"), numbers.length > 2 ? `${ranges(numbers)} (${number(numbers.length)})` : ranges(numbers));
   say(part(element, "time"), seconds(group.time_s));
   say(part(element, "energy"), joules(group.energy_j));
-  say(part(element, "why"), why(group, reports.get(group.report)));
+  say(part(element, "why"), why(group, reports.get(group.report), status.job));
 }
 
 const WHY = {
@@ -54,11 +54,12 @@ const WHY = {
   deadline: "at the deadline of its job",
 };
 
-function why(group, report) {
+function why(group, report, job) {
   const coming = Math.abs(group.target_s - group.time_s) > 0.01 * group.time_s ? `; target ${seconds(group.target_s)}` : "";
   const slow = Object.entries(group.slow_stages).map(([stage, slowdown]) => `stage ${stage} × ${number(slowdown)}`).join(", ");
   if (report) return `slow: ${scopeText(report)}, ${slownessText(report)}${slow ? ` (planned with ${slow})` : ""}${coming}`;
-  return (WHY[group.reason] ?? "at its target") + coming;
+  const stops = group.reason === "deadline" && group.target_s < (1 - 1e-6) * job.deadline_s;
+  return (stops ? "at its least energy, as its deadline would be slower and cost more" : WHY[group.reason] ?? "at its target") + coming;
 }
 
 function draw(status, frontier, grouped) {
@@ -83,7 +84,7 @@ function draw(status, frontier, grouped) {
     marks: [{ name: "All clocks at maximum", color: 7, shape: "diamond", x: frontier.baseline_time_s, y: frontier.baseline_j }, ...marks],
   });
   placed = new Map(grouped.flatMap((group) => group.numbers.map((each) => [each, { x: group.time_s, y: group.energy_j }])));
-  say(byId("frontier-caption"), `One pipeline, ${frontier.origin === "simulated" ? "computed" : "replayed"} from a ${profileText(frontier.origin)}; energy including waiting for the iteration's end. The curve continues to ${seconds(frontier.times_s.at(-1))}. Pipelines with slow stages may lie off the curve, which is for pipelines without.`);
+  say(byId("frontier-caption"), `One pipeline, replayed from a ${profileText(frontier.origin)}. Energy is until the iteration's end: of the curve at the time shown, of a point and in the table when its own plan ends, before it waits for slower pipelines. The curve continues to ${seconds(frontier.times_s.at(-1))}. Pipelines with slow stages may lie off the curve, which is for pipelines without.`);
 }
 
 function mark(group, index) {

@@ -1,7 +1,7 @@
 // Cost of energy: defaults that viewers can change in their browser.
 
 import { byId } from "./dom.js";
-import { kilograms, number } from "./format.js";
+import { kilograms, kilowattHours, number } from "./format.js";
 
 const DEFAULTS = { price: 0.12, pue: 1.2, grid: 0.4 };
 const STORED = "planner-prices";
@@ -24,8 +24,11 @@ export function watchPrices(changed) {
 export const money = (energy_j) => `${(cost(energy_j) * prices.price).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}\u00a0USD`;
 export const carbon = (energy_j) => `${kilograms(cost(energy_j) * prices.grid)} CO₂e`;
 
+/** The energy that `money` and `carbon` are of: what the GPUs use, and what cooling and conversion add. */
+export const withPue = (energy_j) => `for ${kilowattHours(energy_j * prices.pue)} with PUE ${number(prices.pue)}`;
+
 /** The assumptions of `money` and `carbon`. */
-export const assumed = () => `at ${number(prices.price)} USD/kWh, PUE ${number(prices.pue)}, ${number(prices.grid)} kg CO₂e/kWh`;
+export const assumed = () => `at ${number(prices.price)} USD/kWh, ${number(prices.grid)} kg CO₂e/kWh`;
 
 const cost = (energy_j) => (energy_j / J_PER_KWH) * prices.pue;
 
