@@ -436,37 +436,51 @@ def run_job(
     """Profile the stages of a job file, solve for its frontier, and choose a plan, in one go.
 
     The profile is the one that JOB names; if it is there already, it is not measured again.
-    Frontier and plan are written beside it, as frontier.npz and plan.yaml.
+    Frontier and plan are written beside it, as frontier.npz and plan.yaml; if the replicas of JOB
+    differ, one of each for each kind of them, with -0, -1 and so on before the ending.
     """
-    from perseus_planner.plans.job import read_settings
+    from perseus_planner.plans.job import Job, read_settings
 
-    named = read_settings(job).profile
+    settings = read_settings(job)
+    named = settings.profile
     if not isinstance(named, Path):
         raise UsageError(
             f"{job}: has several profiles or none; run `planner profile`, `planner solve` and "
             "`planner plan`"
         )
-    # Beside the profile, so that all of a job stands together.
-    frontier, chosen = (str(named.with_name(name)) for name in ("frontier.npz", "plan.yaml"))
-    # Each step is a command as a user would type it, so that it can be repeated by hand.
-    steps = [
-        (solve, [str(job), "-o", frontier]),
-        (plan, [frontier, "--slowdown", slowdown, "-o", chosen]),
-    ]
-    if max_changes is not None:
-        steps[-1][1].extend(["--max-changes", max_changes])
-    # Measuring takes long, so what is there is kept.
-    if named.exists():
-        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
-    else:
-        steps.insert(0, (profile, [str(job)]))
     context = click.get_current_context()
-    # Steps are invoked with their own contexts, so that options are read and checked as ever.
-    for step, arguments in steps:
+
+    def run_step(step: click.Command, arguments: list[str]) -> None:
+        # Steps are invoked with their own contexts, so that options are read and checked as ever.
         click.echo(f"planner {' '.join([str(step.name), *arguments])}")
         with step.make_context(step.name, arguments, parent=context.parent) as step_context:
             step.invoke(step_context)
         click.echo()
-    click.echo(
-        f"Next: planner show {chosen}, and train with planner_runtime(engine, plan={chosen!r})"
-    )
+
+    # Each step is a command as a user would type it, so that it can be repeated by hand.
+    # Measuring takes long, so what is there is kept.
+    if named.exists():
+        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
+    else:
+        run_step(profile, [str(job)])
+    # Beside the profile, so that all of a job stands together.
+    frontier, chosen = (named.with_name(name) for name in ("frontier.npz", "plan.yaml"))
+    run_step(solve, [str(job), "-o", str(frontier)])
+    # Replicas that differ have a frontier each; only their profiles tell how many kinds there are.
+    counts = Job.of(settings).counts
+    planning = [*map(str, _numbered(frontier, len(counts), ()))]
+    if len(counts) > 1:
+        planning += ["--replicas", ",".join(map(str, counts))]
+    planning += ["--slowdown", slowdown, "-o", str(chosen)]
+    if max_changes is not None:
+        planning += ["--max-changes", max_changes]
+    run_step(plan, planning)
+    first, *others = map(str, _numbered(chosen, len(counts), ()))
+    train = f"planner_runtime(engine, plan={first!r})"
+    # Which pipelines are of which kind only the user knows.
+    if others:
+        train = (
+            f"planner_runtime(engine, plan={{0: {first!r}, ...}}), which names the plan of each "
+            "pipeline by its number"
+        )
+    click.echo(f"Next: planner show {first}, and train with {train}")

@@ -88,7 +88,9 @@ def state(nvml: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def rows_of(path: Path) -> Rows:
     """Return the rows of a table, which must be complete; none if there is no file."""
     return (
-        {(row.key.name, row.clock_mhz): [row] for row in read_table(path)[0]} if path.exists() else {}
+        {(row.key.name, row.clock_mhz): [row] for row in read_table(path)[0]}
+        if path.exists()
+        else {}
     )
 
 
