@@ -4,6 +4,7 @@ each of them; `planner job.yaml` does both after `planner profile`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.base.units import FACTOR, ON_TIME, STAGE
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
@@ -306,7 +307,13 @@ def plan(
     files = _numbered(output, len(frontier), frontier)
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
-        plans = _make_plans(pipelines, target, limits)
+        try:
+            plans = _make_plans(pipelines, target, limits)
+        except InfeasibleDeadline as error:
+            # Of a budget of changes the refusal says more; what was asked for is a factor here.
+            if target.slowdown is None or isinstance(error, InfeasibleBudget):
+                raise
+            raise _too_fast(pipelines, target.slowdown, error) from None
         again = None
         if len(plans) == 1:
             # Another sweep is told of one plan alone: several have no common margin.
@@ -326,6 +333,16 @@ def plan(
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)
         text = plans_text(summary)
     console.report(summary, text, files, counts=pipelines.counts)
+
+
+def _too_fast(pipelines: Replicas, slowdown: float, error: InfeasibleDeadline) -> UsageError:
+    """Return the refusal of a slowdown that no plan keeps, in the terms in which it was given."""
+    # Rounded up, as the number is one to type.
+    least = math.ceil(1e4 * (error.least_time_s / pipelines.baseline_time_s - 1e-9)) / 1e4
+    return UsageError(
+        f"--slowdown {slowdown:g}: no plan is that fast: the fastest takes {least:.4f}x the time "
+        "of all clocks at maximum; ask for that or more"
+    )
 
 
 def _refuse_unfit(target: Target, limits: PlanLimits, *, several: bool) -> None:

@@ -89,6 +89,10 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
             "profile --gpu simulated:a40 --stages 2 -o p.txt",
             "Error: --output p.txt: must end in .yaml or .yml; rename it\n",
         ),
+        (
+            "plan frontier.npz --time 4s -o p.yaml",
+            "Error: No such option '--time'. Did you mean '--deadline'?\n",
+        ),
         ("solve p.yaml -o f.yaml", "Error: --output f.yaml: must end in .npz; rename it\n"),
         ("report p.yaml -o r.pdf", "Error: --output r.pdf: must end in .html or .htm; rename it\n"),
         (

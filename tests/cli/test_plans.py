@@ -236,6 +236,22 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
     )
 
 
+def test_a_slowdown_that_no_plan_keeps_is_refused_as_a_slowdown(folder: Path):
+    noisy_frontier().save("frontier.npz")
+    exact = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    exact.save("exact.npz")
+    status, text, complaint = refusal("plan frontier.npz --slowdown 0.9 -o plan.yaml")
+    assert (status, text) == (2, "")
+    assert complaint.endswith(
+        "--slowdown 0.9: no plan is that fast: the fastest takes 1.0000x the time of all clocks "
+        "at maximum; ask for that or more\n"
+    )
+    # What is named can be typed.
+    complaint = refusal("plan exact.npz --slowdown 0.5 -o plan.yaml")[2]
+    least = complaint.split(" takes ")[1].split("x")[0]
+    done(f"plan exact.npz --slowdown {least} -o plan.yaml")
+
+
 def noisy_frontier() -> Frontier:
     profile = noisy_rows(smooth_profile(2), 0.005, 12, 1)
     return solve(profile, schedules.one_f_one_b(2, 4))
