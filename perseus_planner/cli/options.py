@@ -78,9 +78,9 @@ class _Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             meant = _CALLED.get(error.option_name)
-            if any(meant in parameter.opts for parameter in self.get_params(ctx)):
-                error.possibilities = [str(meant)]
-            raise
+            if meant is None or all(meant not in each.opts for each in self.get_params(ctx)):
+                raise
+            raise click.NoSuchOption(error.option_name, possibilities=[meant], ctx=ctx) from None
 
 
 def command(

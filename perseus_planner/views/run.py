@@ -415,6 +415,9 @@ def time_and_saving(summary: RunSummary) -> str:
     assert current.time_s is not None
     # A dry run ran at full clocks, so its plan says nothing of its time.
     text = time_text(current.time_s, current.planned_time_s if summary.dry_run is None else None)
+    # Iterations by earlier plans took other times.
+    if len(summary.plans) > 1:
+        text += f", by plan {current.name}"
     if summary.unlike_plan is not None or summary.dry_run is not None:
         return text
     saved = saved_text(summary.total)
@@ -605,13 +608,23 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     """
     shown, columns = _attempts(totals, saves=saves)
     saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
+    part = (
+        ""
+        if all(map(_is_metered, shown))
+        else " Energies are those of the time for which they are known."
+    )
     lines = [
         f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        "\nThese are all iterations, each with what passes until the next.\n"
+        f"\nThese are all iterations, each with what passes until the next.{part}\n"
         f"{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)
+
+
+def _is_metered(account: Account) -> bool:
+    """Whether the energy of all of the time is known."""
+    return account.metered_s >= (1 - 1e-9) * account.gpu_s
 
 
 def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], list[Column]]:
@@ -646,6 +659,9 @@ def _attempts(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], lis
         Column("time {}", "time_s", "s"),
         Column("energy {}", if_known("energy_j"), "J"),
     ]
+    # Joules of a part of the time must not be divided by all of it.
+    if not all(map(_is_metered, shown)):
+        columns.append(Column("of time %", lambda entry: _share(entry.metered_s, entry.gpu_s), "%"))
     if saves:
         columns.append(Column("saved {}", if_judged("saved_j"), "J"))
         columns.append(Column("saved %", if_judged("saved_share"), "%"))
@@ -678,7 +694,7 @@ def account_text(account: Account, *, saves: bool) -> str:
             f"Pauses, which are in no other figure: {si(account.pause_s, 's')} of GPUs{used}."
         )
     # Counters may have been read in a part of the time only.
-    if account.metered_s < (1 - 1e-9) * account.gpu_s:
+    if not _is_metered(account):
         known_share = 100 * account.metered_s / account.gpu_s
         parts.append(f"The energy of {known_share:.1f} % of the time is known.")
     return "\n".join(parts)

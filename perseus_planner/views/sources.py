@@ -347,7 +347,7 @@ class Saving(Comparison):
     baseline_origin: str  #: where the baseline comes from
     per_iteration: EnergyCost  #: saved per iteration
     #: seconds that the energies are of: for a run the mean from the begin of an iteration to that
-    #: of the next, over all its iterations; for a plan `time_s`.
+    #: of the next, over all its iterations and ranks; for a plan `time_s`.
     window_s: float
     #: iteration time by the plan of a run, seconds; None for a plan and for a dry run.
     planned_time_s: float | None
@@ -416,7 +416,9 @@ def _run_saving(
         None if size.samples is None else size.samples * part,
         run.total.iterations,
     )
-    saving = _saving(name, compared, origins, rates, of_run, total.mean_iteration_s)
+    # Ranks begin their first iteration at different times, and energies are of all ranks.
+    window_s = total.gpu_s / total.windows
+    saving = _saving(name, compared, origins, rates, of_run, window_s)
     # What was saved in all was added up, and is no mean times a number.
     saving = replace(saving, is_run=True, per_run=rates.cost(total.saved_j))
     # A dry run sets no clock, so that its plan says nothing of its time.
