@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
@@ -52,6 +52,10 @@ class Option:
         self.settings = {**settings, "names": names} if names else settings
 
 
+_CALLED = MappingProxyType({"--time": "--deadline"})
+"""What people type for an option -> its name, where no spelling leads from one to the other."""
+
+
 class _Command(click.Command):
     """A command, some of whose parameters are made when they are first asked for."""
 
@@ -67,6 +71,16 @@ class _Command(click.Command):
         self.params += self._others()
         self._others = list
         return super().get_params(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; say what an option is called that goes by another name."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            meant = _CALLED.get(error.option_name)
+            if meant is None or all(meant not in each.opts for each in self.get_params(ctx)):
+                raise
+            raise click.NoSuchOption(error.option_name, possibilities=[meant], ctx=ctx) from None
 
 
 def command(

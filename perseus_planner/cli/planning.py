@@ -4,6 +4,7 @@ each of them; `planner job.yaml` does both after `planner profile`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from perseus_planner.base.errors import UsageError
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline, UsageError
 from perseus_planner.base.units import FACTOR, ON_TIME, STAGE
 from perseus_planner.cli import console
 from perseus_planner.cli.options import (
@@ -306,7 +307,13 @@ def plan(
     files = _numbered(output, len(frontier), frontier)
     pipelines = Replicas(tuple(map(Frontier.load, frontier)), replicas)
     with console.progress("Planning"):
-        plans = _make_plans(pipelines, target, limits)
+        try:
+            plans = _make_plans(pipelines, target, limits)
+        except InfeasibleDeadline as error:
+            # Of a budget of changes the refusal says more; what was asked for is a factor here.
+            if target.slowdown is None or isinstance(error, InfeasibleBudget):
+                raise
+            raise _too_fast(pipelines, target.slowdown, error) from None
         again = None
         if len(plans) == 1:
             # Another sweep is told of one plan alone: several have no common margin.
@@ -326,6 +333,16 @@ def plan(
         summary = summarize_plans(pipelines, plans, target.straggler_time_s)
         text = plans_text(summary)
     console.report(summary, text, files, counts=pipelines.counts)
+
+
+def _too_fast(pipelines: Replicas, slowdown: float, error: InfeasibleDeadline) -> UsageError:
+    """Return the refusal of a slowdown that no plan keeps, in the terms in which it was given."""
+    # Rounded up, as the number is one to type.
+    least = math.ceil(1e4 * (error.least_time_s / pipelines.baseline_time_s - 1e-9)) / 1e4
+    return UsageError(
+        f"--slowdown {slowdown:g}: no plan is that fast: the fastest takes {least:.4f}x the time "
+        "of all clocks at maximum; ask for that or more"
+    )
 
 
 def _refuse_unfit(target: Target, limits: PlanLimits, *, several: bool) -> None:
@@ -466,37 +483,51 @@ def run_job(
     """Profile the stages of a job file, solve for its frontier, and choose a plan, in one go.
 
     The profile is the one that JOB names; if it is there already, it is not measured again.
-    Frontier and plan are written beside it, as frontier.npz and plan.yaml.
+    Frontier and plan are written beside it, as frontier.npz and plan.yaml; if the replicas of JOB
+    differ, one of each for each kind of them, with -0, -1 and so on before the ending.
     """
-    from perseus_planner.plans.job import read_settings
+    from perseus_planner.plans.job import Job, read_settings
 
-    named = read_settings(job).profile
+    settings = read_settings(job)
+    named = settings.profile
     if not isinstance(named, Path):
         raise UsageError(
             f"{job}: has several profiles or none; run `planner profile`, `planner solve` and "
             "`planner plan`"
         )
-    # Beside the profile, so that all of a job stands together.
-    frontier, chosen = (str(named.with_name(name)) for name in ("frontier.npz", "plan.yaml"))
-    # Each step is a command as a user would type it, so that it can be repeated by hand.
-    steps = [
-        (solve, [str(job), "-o", frontier]),
-        (plan, [frontier, "--slowdown", slowdown, "-o", chosen]),
-    ]
-    if max_changes is not None:
-        steps[-1][1].extend(["--max-changes", max_changes])
-    # Measuring takes long, so what is there is kept.
-    if named.exists():
-        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
-    else:
-        steps.insert(0, (profile, [str(job)]))
     context = click.get_current_context()
-    # Steps are invoked with their own contexts, so that options are read and checked as ever.
-    for step, arguments in steps:
+
+    def run_step(step: click.Command, arguments: list[str]) -> None:
+        # Steps are invoked with their own contexts, so that options are read and checked as ever.
         click.echo(f"planner {' '.join([str(step.name), *arguments])}")
         with step.make_context(step.name, arguments, parent=context.parent) as step_context:
             step.invoke(step_context)
         click.echo()
-    click.echo(
-        f"Next: planner show {chosen}, and train with planner_runtime(engine, plan={chosen!r})"
-    )
+
+    # Each step is a command as a user would type it, so that it can be repeated by hand.
+    # Measuring takes long, so what is there is kept.
+    if named.exists():
+        click.echo(f"{click.format_filename(named)} exists; remove it to measure again\n")
+    else:
+        run_step(profile, [str(job)])
+    # Beside the profile, so that all of a job stands together.
+    frontier, chosen = (named.with_name(name) for name in ("frontier.npz", "plan.yaml"))
+    run_step(solve, [str(job), "-o", str(frontier)])
+    # Replicas that differ have a frontier each; only their profiles tell how many kinds there are.
+    counts = Job.of(settings).counts
+    planning = [*map(str, _numbered(frontier, len(counts), ()))]
+    if len(counts) > 1:
+        planning += ["--replicas", ",".join(map(str, counts))]
+    planning += ["--slowdown", slowdown, "-o", str(chosen)]
+    if max_changes is not None:
+        planning += ["--max-changes", max_changes]
+    run_step(plan, planning)
+    first, *others = map(str, _numbered(chosen, len(counts), ()))
+    train = f"planner_runtime(engine, plan={first!r})"
+    # Which pipelines are of which kind only the user knows.
+    if others:
+        train = (
+            f"planner_runtime(engine, plan={{0: {first!r}, ...}}), which names the plan of each "
+            "pipeline by its number"
+        )
+    click.echo(f"Next: planner show {first}, and train with {train}")

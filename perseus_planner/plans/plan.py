@@ -83,7 +83,9 @@ class OnTime:
     #: within a switch budget has that of the plan without one.
     safety_share: float
     points: int  #: number of operating points in use
-    interpolated: int  #: how many of them were not measured, but estimated from others
+    #: how many of them were not measured, but estimated from others; of a trace, all that are not
+    #: at the highest clock.
+    interpolated: int
     #: whether the profile has standard errors, or its noise is taken from how its rows scatter.
     has_errors: bool
     #: the jitter of computations that it is on time with, a relative standard deviation.

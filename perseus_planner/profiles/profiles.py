@@ -333,10 +333,13 @@ class Profile(Checked, error=ProfileError):
             )
         if self.origin == "traced":
             expected = self.conditions.get("traced", "what a plan saves is not known well")
+            # At the highest clock itself, watts may be assumed too.
+            assumed = self.conditions.get("assumed")
+            known = f" Known of the highest: {assumed}." if assumed else ""
             said.append(
                 "Rows at other clocks than the highest are estimates from traces of it: "
-                f"{expected}. Profile the stages, or let the autopilot learn, before you count on "
-                "it."
+                f"{expected}.{known} Profile the stages, or let the autopilot learn, before you "
+                "count on it."
             )
         if DOUBTS in self.conditions:
             said.append(f"Check the rows: {self.conditions[DOUBTS]}.")

@@ -28,7 +28,9 @@ class MeasuringAgain:
     """What `planner profile --for` would bring for a plan."""
 
     rows: int  #: the number of rows that it measures, each some times
-    more_share: float  #: the energy that is saved more, over that with all clocks at maximum
+    #: by how much less it costs to be sure then, over the energy with all clocks at maximum; at
+    #: most what it costs now.
+    more_share: float
 
 
 def measured_again(

@@ -593,8 +593,12 @@ class Frontier(TimeEnergyCurve):
         ratio = plan.deadline_s / plan.baseline_time_s
         surer = after.plan_until(min(ratio * after.baseline_time_s, after.max_time_s), **limits)
         assert surer.on_time is not None
-        more = surer.on_time.saved_share.expected - sure.saved_share.expected
-        return MeasuringAgain(rows, more)
+        more_share = surer.on_time.saved_share.expected - sure.saved_share.expected
+        # The two plans are of two searches and slightly other rows, whose savings may differ by
+        # more than a margin costs. What a smaller margin gives back is at most what it costs less,
+        # each told against the plan without a margin of its own search.
+        less_share = sure.safety_share - surer.on_time.safety_share
+        return MeasuringAgain(rows, max(0.0, min(more_share, less_share)))
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas frame with a row for each of `times_s`, fastest first.

@@ -817,6 +817,14 @@ class OnTimePlanner:
         in_use = set(zip(keys, drawn.clocks_mhz, strict=True))
         # Rows that no sweep has measured are told from all others.
         interpolated = {} if self.estimate is None else self.estimate.interpolated
+        profile = self.curve.profile
+        # Of a trace only the rows at the highest clock were seen, whatever errors others have.
+        is_traced = profile.origin == "traced"
+        highest = {key: rows[0].clock_mhz for key, rows in profile.measurements.items()}
+        unseen = sum(
+            clock in interpolated.get(key, ()) or (is_traced and clock != highest[key])
+            for key, clock in in_use
+        )
         return OnTime(
             probability=probability,
             limit_ratio=None,
@@ -827,7 +835,7 @@ class OnTimePlanner:
             power_w=_interval(drawn.energy_j / drawn.time_s, WIDER_SAVING, plan.power_w),
             safety_share=max(0.0, safety_j / float(np.mean(base.energy_j))),
             points=len(in_use),
-            interpolated=sum(clock in interpolated.get(key, ()) for key, clock in in_use),
+            interpolated=unseen,
             has_errors=self.estimate is not None and self.estimate.has_errors,
             jitter=self.curve.profile.jitter,
             jitter_common=self.curve.profile.jitter_common,

@@ -60,13 +60,21 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     """
     shown, columns = attempts_table(totals, saves=saves)
     saved = f", saved against {ALL_MAXIMUM} in as much time" if saves else ""
+    part = ""
+    if not all(map(_is_metered, shown)):
+        part = " Energies are those of the time for which they are known."
     lines = [
         f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        "\nThese are all iterations, each with what passes until the next.\n"
+        f"\nThese are all iterations, each with what passes until the next.{part}\n"
         f"{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)
+
+
+def _is_metered(account: Account) -> bool:
+    """Whether the energy of all of the time is known."""
+    return account.metered_s >= (1 - 1e-9) * account.gpu_s
 
 
 def attempts_table(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry], list[Column]]:
@@ -101,6 +109,9 @@ def attempts_table(totals: Sequence[Entry], *, saves: bool) -> tuple[list[Entry]
         Column("time {}", "time_s", "s"),
         Column("energy {}", if_known("energy_j"), "J"),
     ]
+    # Joules of a part of the time must not be divided by all of it.
+    if not all(map(_is_metered, shown)):
+        columns.append(Column("of time %", lambda entry: _share(entry.metered_s, entry.gpu_s), "%"))
     if saves:
         columns.append(Column("saved {}", if_judged("saved_j"), "J"))
         columns.append(Column("saved %", if_judged("saved_share"), "%"))
@@ -133,7 +144,7 @@ def account_text(account: Account, *, saves: bool) -> str:
             f"Pauses, which are in no other figure: {si(account.pause_s, 's')} of GPUs{used}."
         )
     # Counters may have been read in a part of the time only.
-    if account.metered_s < (1 - 1e-9) * account.gpu_s:
+    if not _is_metered(account):
         known_share = 100 * account.metered_s / account.gpu_s
         parts.append(f"The energy of {known_share:.1f} % of the time is known.")
     return "\n".join(parts)

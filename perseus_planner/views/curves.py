@@ -128,7 +128,15 @@ def profile_text(summary: ProfileSummary) -> str:
         f"({_origin_words(context)}); blocking power {power_text(context.blocking_power_w)}",
         "\n".join(_warning_lines(summary)),
         columns,
+        [_ENDS] if any(row.clocks > 2 for row in rows) else [],
     ).text()
+
+
+_ENDS = (
+    "Times and energies are those at the highest and at the lowest clock; between them, most "
+    "computations need less energy than at either."
+)
+"""What a range of energies would hide."""
 
 
 def _stages_words(context: Context) -> str:

@@ -81,8 +81,11 @@ def pair_text(pair: RunPair) -> str:
         Column("difference", lambda row: _difference(row, pair)),
     )
     notes = [
-        "An iteration goes from its begin to its end, on the slowest rank. Energy, power and "
-        "saving are of all iterations, each with what passes until the next.",
+        "Iteration s goes from the begin of an iteration to its end, on the slowest rank, in the "
+        "mean over those that count: by a plan, those in the planned order by the newest one, "
+        "without the first of them. Energy, power, saving, shares, clocks and late changes are of "
+        "all iterations, each with what passes until the next; `planner show` of one run has late "
+        "changes of those that count alone.",
         *(
             f"{run.name} is a dry run: it set no clock."
             for run in (pair.first, pair.second)

@@ -66,6 +66,7 @@ class PlanSummary(Comparison):
     per_rank: tuple[RankSummary, ...]  #: the ranks
     #: the comparison where both wait for the straggler that the plan was made for, or None.
     beside_straggler: Comparison | None
+    straggler_time_s: float | None  #: the iteration time of that straggler, seconds, or None
     on_time: OnTime | None  #: how sure the plan is, if it was made for a probability, or None
     #: what measuring its rows again would bring, if that was found, or None.
     measuring_again: MeasuringAgain | None
@@ -139,6 +140,7 @@ def summarize_plan(
         beside_straggler=None
         if straggler_time_s is None
         else _beside_straggler(plan, straggler_time_s),
+        straggler_time_s=straggler_time_s,
         on_time=plan.on_time,
         measuring_again=measuring_again,
         modes=Counter(plan.modes.values()),
@@ -232,14 +234,8 @@ def plan_text(summary: PlanSummary) -> str:
     columns = [["", *names], column("this plan", plan), column(summary.baseline, baseline)]
     most = counted(summary.most_changes, "time")
     changes = f" more than {most} per iteration" if summary.most_changes else ""
-    # Beside a straggler both wait, so the saving is told against waiting too.
-    beside = summary.beside_straggler
     notes = [
-        f"It saves {saving_text(summary)} compared with {summary.baseline}, at "
-        f"{summary.time_ratio:.4f}x the time."
-        if beside is None
-        else f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)} "
-        f"compared with {summary.baseline} and waiting.",
+        _saving_note(summary),
         _bound_note(summary),
         f"No GPU changes its clock{changes}.",
     ]
@@ -248,7 +244,7 @@ def plan_text(summary: PlanSummary) -> str:
         for mode, count in summary.modes.items()
     ]
     if summary.on_time is not None:
-        notes += _certainty_notes(summary.on_time, summary.baseline, waits=beside is not None)
+        notes += _certainty_notes(summary)
     if summary.measuring_again is not None:
         notes.append(_again_note(summary.measuring_again))
     notes += schedule_remarks(summary.context)
@@ -262,15 +258,36 @@ def plan_text(summary: PlanSummary) -> str:
     ).text()
 
 
+def _saving_note(summary: PlanSummary) -> str:
+    beside = summary.beside_straggler
+    straggler_s = summary.straggler_time_s
+    alone = f"saves {saving_text(summary)} compared with {summary.baseline}"
+    if beside is None or straggler_s is None:
+        return f"It {alone}, at {summary.time_ratio:.4f}x the time."
+    # Nobody waits for what is faster than this pipeline itself.
+    if straggler_s < min(summary.time_s, summary.baseline_time_s):
+        return (
+            f"Nothing waits for an iteration of {si(straggler_s, 's', 6)}, as this pipeline takes "
+            f"longer even with {summary.baseline}. It {alone}, at {summary.time_ratio:.4f}x the "
+            "time."
+        )
+    # Beside a straggler both wait, so the saving is told against waiting too.
+    return (
+        f"Beside a straggler of {si(beside.time_s, 's', 6)} it saves {saving_text(beside)} "
+        f"compared with {summary.baseline} and waiting; it draws "
+        f"{si(beside.energy_j / beside.time_s, 'W', 6)} on average, waiting included."
+    )
+
+
 def _bound_note(summary: PlanSummary) -> str:
     note = (
-        f"Its energy is {100 * summary.above_bound_share:.3f} % above the bound, the least of "
-        "any plan of that time"
+        f"Its energy is {_percent(summary.above_bound_share)} % above the bound of "
+        f"{si(summary.bound_j, 'J', 6)}, the least of any plan of that time"
     )
     if summary.above_point_bound_share is not None:
-        above_share = 100 * summary.above_point_bound_share
         note += (
-            f", and {above_share:.3f} % above a closer bound, for plans of measured clocks alone"
+            f", and {_percent(summary.above_point_bound_share)} % above a closer bound, for plans "
+            "of measured clocks alone"
         )
     # Energies of such a plan are of estimated rows, and so are its bounds.
     if summary.on_time is None:
@@ -278,10 +295,20 @@ def _bound_note(summary: PlanSummary) -> str:
     return f"{note}: all by its estimates; `planner solve` shows the bound of rows as measured."
 
 
-def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
+def _percent(share_: float) -> str:
+    """Write a share in percent to three digits after the point; what rounds to nothing without a
+    sign.
+    """
+    return f"{round(100 * share_, 3) + 0.0:.3f}"
+
+
+def _certainty_notes(summary: PlanSummary) -> list[str]:
     """Return notes on how sure a plan is that was made for a probability; without what it saves
     alone, if it waits for a straggler.
     """
+    sure = summary.on_time
+    assert sure is not None
+    baseline = summary.baseline
     probability = f"{100 * sure.probability:g} %"
     interval = f"{100 * INTERVAL:g} %"
     ratio = sure.time_ratio
@@ -296,9 +323,17 @@ def _certainty_notes(sure: OnTime, baseline: str, *, waits: bool) -> list[str]:
             )
     else:
         limit = f"draws at most {si(sure.limit_power_w or 0.0, 'W', 6)}"
+        # GPUs that differ make the slowest stage slower in the mean: the replay above, in which
+        # all are as expected, is faster.
+        expected = (
+            f" is expected at {ratio.expected:.4f}x the time of {baseline} and "
+            f"{si(sure.power_w.expected, 'W', 6)} if GPUs differ as they may, saves "
+            f"{100 * saved.expected:.2f} % then, and"
+        )
     notes = [f"It{expected} {limit} with a probability of {probability} or more."]
-    # Beside a straggler a plan's own saving is of no interest.
-    if not waits:
+    # Beside a straggler a plan's own saving is of no interest. A trace has an interval of its own,
+    # among the remarks, and errors of rows that were never seen would make a narrower one.
+    if summary.beside_straggler is None and summary.context.origin != "traced":
         notes.append(
             f"{interval} intervals: {ratio.low:.4f}x to {ratio.high:.4f}x the time of {baseline}, "
             f"{100 * saved.low:.2f} to {100 * saved.high:.2f} % of its energy saved."

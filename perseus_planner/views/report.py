@@ -261,8 +261,9 @@ def report_text(report: EnergyReport) -> str:
 
 _OF_RUNS = (
     "A run: an iteration goes from its begin to its end, on the slowest rank, in the mean over "
-    "those in the planned order;\nits energy and saving are of all iterations, each until the next "
-    "one begins.\n"
+    "those in the planned order\nby its newest plan, without the first of them; until the next, "
+    "energy and saving are of all iterations, the first too,\nin the mean over ranks, each until "
+    "the next one begins.\n"
 )
 _UNTIL_NEXT = Column("until the next {}", "window_s", "s4")
 _SAVINGS = (

@@ -373,6 +373,9 @@ def time_and_saving(summary: RunSummary) -> str:
     assert current.time_s is not None
     # A dry run ran at full clocks, so its plan says nothing of its time.
     text = time_text(current.time_s, current.planned_time_s if summary.dry_run is None else None)
+    # Iterations by earlier plans took other times.
+    if len(summary.plans) > 1:
+        text += f", by plan {current.name}"
     if summary.unlike_plan is not None or summary.dry_run is not None:
         return text
     saved = saved_text(summary.total)

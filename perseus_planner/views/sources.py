@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 from perseus_planner.base import extensions
@@ -342,7 +342,7 @@ class Saving(Comparison):
     baseline_origin: str  #: where the baseline comes from
     per_iteration: EnergyCost  #: saved per iteration
     #: seconds that the energies are of: for a run the mean from the begin of an iteration to that
-    #: of the next, over all its iterations; for a plan `time_s`.
+    #: of the next, over all its iterations and ranks; for a plan `time_s`.
     window_s: float
     #: iteration time by the plan of a run, seconds; None for a plan and for a dry run.
     planned_time_s: float | None
@@ -411,7 +411,9 @@ def _run_saving(
         None if size.samples is None else size.samples * part,
         run.total.iterations,
     )
-    saving = _saving(name, compared, origins, rates, of_run, total.mean_iteration_s)
+    # Ranks begin their first iteration at different times, and energies are of all ranks.
+    window_s = total.gpu_s / total.windows
+    saving = _saving(name, compared, origins, rates, of_run, window_s)
     # What was saved in all was added up, and is no mean times a number.
     saving = replace(saving, is_run=True, per_run=rates.cost(total.saved_j))
     # A dry run sets no clock, so that its plan says nothing of its time.
@@ -517,7 +519,8 @@ class Bottleneck:
 
     ranks: tuple[int, ...]  #: their numbers; empty if most ranks are about as busy
     busy_s: float  #: seconds of computations and operations of the busiest rank
-    excess_share: float  #: by how much that is more than the median of all ranks
+    #: by how much that is more than the mean of the other ranks; 0 if there are none.
+    excess_share: float
     balanced_time_s: float  #: iteration time if every rank were as busy as the mean of all, seconds
     time_s: float  #: iteration time as it is, seconds
     #: the layout of the profile, and the balanced one; None if it is not known.
@@ -711,6 +714,8 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
     ranks = tuple(
         rank for rank, busy_s in enumerate(before.busy_s) if busy_s >= (1 - _ALIKE) * most_s
     )
+    # A mean with the busiest rank would hide half of it from a pipeline of two.
+    others_s = [busy_s for rank, busy_s in enumerate(before.busy_s) if rank not in ranks]
     # Fixed operations keep their time; the computations of a rank are scaled alike.
     balanced_s = [
         plan.measurement(computation).time_s * mean_s / before.busy_s[rank]
@@ -722,7 +727,7 @@ def find_bottleneck(frontier: Frontier, plan: Plan, before: IterationEnergy) -> 
     bottleneck = Bottleneck(
         ranks if 2 * len(ranks) <= len(before.busy_s) else (),
         most_s,
-        most_s / median(before.busy_s) - 1,
+        most_s / fmean(others_s) - 1 if others_s else 0.0,
         max(end_times(frontier.dag, balanced_s)) + plan.overhead_s,
         before.time_s,
     )
@@ -875,7 +880,7 @@ def _bottleneck_sentences(
     )
     text = (
         f"{name} the bottleneck: {verb} for {busy}, {100 * found.excess_share:.1f} % longer "
-        "than the median rank"
+        "than the others on average"
     )
     shorter = 1 - found.balanced_time_s / found.time_s
     if shorter > _ALIKE:

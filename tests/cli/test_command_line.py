@@ -89,6 +89,10 @@ def test_a_name_that_differs_by_case_an_end_or_a_letter_is_asked_for(
             "profile --gpu simulated:a40 --stages 2 -o p.txt",
             "Error: --output p.txt: must end in .yaml or .yml; rename it\n",
         ),
+        (
+            "plan frontier.npz --time 4s -o p.yaml",
+            "Error: No such option '--time'. Did you mean '--deadline'?\n",
+        ),
         ("solve p.yaml -o f.yaml", "Error: --output f.yaml: must end in .npz; rename it\n"),
         ("report p.yaml -o r.pdf", "Error: --output r.pdf: must end in .html or .htm; rename it\n"),
         (
@@ -140,6 +144,23 @@ def test_a_job_file_alone_is_profiled_solved_and_planned():
     assert Plan.load("plan.yaml") == frontier.plan_for(
         1.1 * frontier.baseline_time_s, max_changes=2
     )
+
+
+def test_a_job_file_with_unlike_replicas_is_planned_for_each_kind():
+    Path("job.yaml").write_text(
+        "format: perseus-planner/job\nversion: 1\ngpu: simulated:a100-sxm\nstages: 2\nprofile: "
+        "measured.yaml\n"
+        "schedule: 1f1b\nmicrobatches: 4\nreplicas:\n- count: 3\n"
+        "- {count: 1, slow_stages: {1: 1.15}}\n"
+    )
+    said = done("job.yaml")
+    assert "\nplanner plan frontier-0.npz frontier-1.npz --replicas 3,1 --slowdown 1.00 " in said
+    assert "Wrote plan-0.yaml, for 3 pipelines\nWrote plan-1.yaml, for 1 pipeline\n" in said
+    assert "planner_runtime(engine, plan={0: 'plan-0.yaml', ...})" in said
+    by_hand = "plan frontier-0.npz frontier-1.npz --replicas 3,1 --slowdown 1.00 -o by-hand.yaml"
+    done(by_hand)
+    for kind in (0, 1):
+        assert Plan.load(f"plan-{kind}.yaml") == Plan.load(f"by-hand-{kind}.yaml")
 
 
 @pytest.mark.needs("explore")

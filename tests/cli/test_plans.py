@@ -15,6 +15,7 @@ from noisy_rows import noisy_rows, unlike_stages
 from strategies import smooth_profile
 
 from perseus_planner import Frontier, Plan, schedules, solve
+from perseus_planner.base.prefixes import si
 from perseus_planner.base.units import ON_TIME
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.solver.replicas import Replicas
@@ -225,7 +226,30 @@ def test_a_plan_can_be_made_for_a_probability(folder: Path):
     assert "no standard errors" not in text
     assert text.count("Jitter of computations is left out; `planner calibrate` takes") == 1
     text = done("plan frontier.npz --power-budget 420.5W --on-time 90% -o plan.yaml")
-    assert "It draws at most 420.5 W with a probability of 90 % or more.\n" in text
+    sure = Plan.load("plan.yaml").on_time
+    assert sure is not None
+    assert (
+        f"It is expected at {sure.time_ratio.expected:.4f}x the time of all clocks at maximum and "
+        f"{si(sure.power_w.expected, 'W', 6)} if GPUs differ as they may, saves "
+        f"{100 * sure.saved_share.expected:.2f} % then, and draws at most 420.5 W with a "
+        "probability of 90 % or more.\n" in text
+    )
+
+
+def test_a_slowdown_that_no_plan_keeps_is_refused_as_a_slowdown(folder: Path):
+    noisy_frontier().save("frontier.npz")
+    exact = solve(smooth_profile(2), schedules.one_f_one_b(2, 4))
+    exact.save("exact.npz")
+    status, text, complaint = refusal("plan frontier.npz --slowdown 0.9 -o plan.yaml")
+    assert (status, text) == (2, "")
+    assert complaint.endswith(
+        "--slowdown 0.9: no plan is that fast: the fastest takes 1.0000x the time of all clocks "
+        "at maximum; ask for that or more\n"
+    )
+    # What is named can be typed.
+    complaint = refusal("plan exact.npz --slowdown 0.5 -o plan.yaml")[2]
+    least = complaint.split(" takes ")[1].split("x")[0]
+    done(f"plan exact.npz --slowdown {least} -o plan.yaml")
 
 
 def noisy_frontier() -> Frontier:

@@ -134,8 +134,8 @@ REFUSED = {
     ),
     f"{PLAN} --deadline 9s": "no plan finishes an iteration within 9 s: the fastest takes 15 s; "
     "ask for that or more",
-    f"{PLAN} --slowdown 0.6": "no plan finishes an iteration within 9 s: the fastest takes 15 s; "
-    "ask for that or more",
+    f"{PLAN} --slowdown 0.6": "--slowdown 0.6: no plan is that fast: the fastest takes 1.0000x the "
+    "time of all clocks at maximum; ask for that or more",
     f"{PLAN} --least-energy -o frontier.npz": "--output frontier.npz: must end in .yaml or .yml; "
     "rename it",
     f"{PLAN} --least-energy -o absent/new.yaml": (

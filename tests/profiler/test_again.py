@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import done
@@ -221,7 +222,33 @@ def test_a_plan_is_told_what_measuring_again_would_save():
     assert told is not None
     assert told == frontier.measuring_again(plan)
     assert 0 < told.rows < sum(map(len, noisy.measurements.values()))
-    assert -0.002 < told.more_share < 0.05
+    assert plan.on_time is not None
+    assert 0.0 <= told.more_share <= plan.on_time.safety_share
+
+
+@pytest.mark.parametrize(
+    ("saves_more", "costs_then", "told"),
+    [(0.01, 0.0, 0.003), (0.01, 0.002, 0.001), (0.002, 0.0, 0.002), (-0.01, 0.0, 0.0)],
+)
+def test_measuring_again_gains_at_most_what_being_sure_costs(
+    saves_more: float, costs_then: float, told: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Within a switch budget, plans of two searches differ by more than a margin costs."""
+    frontier = solve(noisy_rows(smooth_profile(4), 0.01, 12, 0), schedules.one_f_one_b(4, 8))
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    assert plan.on_time is not None
+    sure = replace(plan.on_time, safety_share=0.003)
+    saved = replace(sure.saved_share, expected=sure.saved_share.expected + saves_more)
+    surer = replace(sure, saved_share=saved, safety_share=costs_then)
+    after = SimpleNamespace(
+        baseline_time_s=frontier.baseline_time_s,
+        max_time_s=frontier.max_time_s,
+        plan_until=lambda _: replace(plan, on_time=surer),
+    )
+    monkeypatch.setattr("perseus_planner.solver.frontier.solve_dag", lambda _: after)
+    again = frontier.measuring_again(replace(plan, on_time=sure))
+    assert again is not None
+    assert again.more_share == pytest.approx(told, abs=1e-9)
 
 
 @pytest.mark.parametrize("what", ["as measured", "without errors", "large"])

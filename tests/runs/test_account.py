@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
@@ -20,7 +20,7 @@ from perseus_planner.runs import Account, IterationRecord
 from perseus_planner.runs.account import SUMS, Entry, fold
 from perseus_planner.runs.recording import TOTALS, add_rows
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
-from perseus_planner.views.run import run_text, summarize_run
+from perseus_planner.views.run import run_text, summarize_run, totals_text
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
 
 SOME_S, SOME_J = st.floats(0.001, 10.0), st.none() | st.floats(0.0, 1e4)
@@ -121,6 +121,18 @@ def test_an_account_is_kept_and_travels_as_it_is(
     checkpoint = Checkpoint(account=sum(kept, Account()), set_p50_s=0.01)
     sent = encode([told(checkpoint)])
     assert decode(sent, tuple[Checkpoint, ...]) == (checkpoint,)
+
+
+def test_joules_of_a_part_of_the_time_stand_beside_that_part():
+    part = Entry(attempt=1, iterations=2, time_s=4.0, windows=4, gpu_s=8.0, metered_s=6.0)
+    part = replace(part, energy_j=600.0, energy_is="simulated")
+    text = totals_text([part], part, saves=False)
+    heading, row = text.splitlines()[2:4]
+    assert heading.split("  ")[-1].strip() == "of time %"
+    assert row.split()[-2:] == ["600.000", "75.00"]
+    assert "Energies are those of the time for which they are known.\n" in text
+    whole = replace(part, metered_s=8.0)
+    assert "of time" not in totals_text([whole], whole, saves=False)
 
 
 def test_the_service_and_what_is_shown_and_reported_of_a_run_are_one_account(tmp_path: Path):

@@ -23,7 +23,7 @@ from perseus_planner.runs.verdict import (
     why_no_saving,
 )
 from perseus_planner.views.report import make_report, page, report_text
-from perseus_planner.views.run import run_text, summarize_run
+from perseus_planner.views.run import run_text, summarize_run, time_and_saving
 from perseus_planner.views.sources import EnergyRates, IterationSize, Sources
 
 RANKS, WINDOWS = 4, 10
@@ -292,6 +292,16 @@ def test_show_and_report_give_one_time_and_one_saving(plan: Plan, tmp_path: Path
     for said in (text.partition("Details")[0], told, html):
         assert time in said.replace("\u00a0", " ")
         assert saved in said
+
+
+def test_of_several_plans_the_one_time_names_its_plan(plan: Plan, tmp_path: Path):
+    write_run(tmp_path, plan, 4)
+    summary = summarize_run(Run.load(tmp_path))
+    said = time_and_saving(summary)
+    assert said.startswith(f"An iteration takes {si(plan.time_s, 's', 3)}, as planned. ")
+    earlier = replace(summary.current, version=0, name="0", time_s=2 * plan.time_s)
+    both = replace(summary, plans=(earlier, *summary.plans))
+    assert time_and_saving(both) == said.replace("as planned. ", "as planned, by plan 1. ")
 
 
 def test_the_order_and_the_time_are_two_statements(plan: Plan, tmp_path: Path):

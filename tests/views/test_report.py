@@ -236,6 +236,31 @@ def test_joules_and_watts_are_of_the_seconds_beside_them(frontier: Frontier, tmp
     assert "until the next s" in text
 
 
+def test_watts_of_a_run_are_those_of_windows_that_differ_between_ranks(
+    frontier: Frontier, tmp_path: Path
+):
+    """The first iteration of a job begins on each rank when that is ready."""
+    plan = frontier.plan_for(1.05 * frontier.baseline_time_s)
+
+    def times(plan: Plan, rank: int, number: int, begin_ns: int) -> IterationTimes:
+        usual = timed(plan, rank, number, begin_ns)
+        longer = 1.0 if number else 1.0 + 0.4 * rank
+        return replace(usual, end_ns=begin_ns + round(longer * (usual.end_ns - begin_ns)))
+
+    write_run(tmp_path, plan, 4, times=times)
+    run = Run.load(tmp_path)
+    sources = Sources(frontier=frontier, plans={"plan.yaml": plan}, runs={"run": run})
+    saving = savings_of(sources, EnergyRates(), IterationSize())[0]
+    total = run.total
+    assert saving.is_run
+    assert total.gpu_s / total.windows > 1.01 * total.mean_iteration_s
+    watts = total.energy_j / total.metered_s * len(run.ranks)
+    assert saving.energy_j / saving.window_s == pytest.approx(watts)
+    assert "without the first of them" in report_text(
+        make_report(sources, EnergyRates(), IterationSize())
+    )
+
+
 @pytest.mark.parametrize(
     "option",
     [

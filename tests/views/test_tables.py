@@ -113,11 +113,26 @@ s per iteration    14.7500                14.2500
 J per iteration    6400.00                6900.00
 W on average       433.898                484.211
 
-Beside a straggler of 20 s it saves 600 J (7.45 %) compared with all clocks at maximum and waiting.
-Its energy is 0.156 % above the bound, the least of any plan of that time.
+Beside a straggler of 20 s it saves 600 J (7.45 %) compared with all clocks at maximum and \
+waiting; it draws 372.5 W on average, waiting included.
+Its energy is 0.156 % above the bound of 6390 J, the least of any plan of that time.
 No GPU changes its clock more than 2 times per iteration.
 """
     )
+
+
+def test_a_faster_iteration_is_no_straggler(plan: Plan):
+    text = plan_text(summarize_plan(plan, straggler_time_s=3.0))
+    assert (
+        "Nothing waits for an iteration of 3 s, as this pipeline takes longer even with all clocks "
+        "at maximum. It saves 500 J (7.25 %) compared with all clocks at maximum, at 1.0351x the "
+        "time.\n" in text
+    )
+
+
+def test_what_rounds_to_the_bound_has_no_sign(plan: Plan):
+    text = plan_text(summarize_plan(replace(plan, energy_j=plan.bound_j * (1 - 1e-9))))
+    assert "Its energy is 0.000 % above the bound of " in text
 
 
 def test_a_plan_says_how_far_it_is_above_the_closer_bound_for_measured_clocks_too(plan: Plan):
@@ -125,8 +140,8 @@ def test_a_plan_says_how_far_it_is_above_the_closer_bound_for_measured_clocks_to
     assert summary.point_bound_j == 6395.0
     assert summary.above_point_bound_share == pytest.approx(5.0 / 6395.0)
     assert (
-        "0.156 % above the bound, the least of any plan of that time, and 0.078 % above a closer "
-        "bound, for plans of measured clocks alone.\n" in plan_text(summary)
+        "0.156 % above the bound of 6390 J, the least of any plan of that time, and 0.078 % above "
+        "a closer bound, for plans of measured clocks alone.\n" in plan_text(summary)
     )
 
 
@@ -147,8 +162,8 @@ def test_a_plan_of_estimates_says_that_its_bound_is_of_them(plan: Plan):
     )
     text = plan_text(summarize_plan(replace(plan, on_time=sure)))
     assert (
-        "0.156 % above the bound, the least of any plan of that time: all by its estimates; "
-        "`planner solve` shows the bound of rows as measured.\n" in text
+        "0.156 % above the bound of 6390 J, the least of any plan of that time: all by its "
+        "estimates; `planner solve` shows the bound of rows as measured.\n" in text
     )
     assert (
         "To be that sure costs 0.11 % of that energy, beside a plan of the same estimates without "

@@ -87,13 +87,22 @@ def test_the_first_sentence_says_what_is_saved_and_why():
     assert before.startswith("With all clocks at maximum, ")
     assert bottleneck.startswith("Rank 2 is the bottleneck: it computes for ")
     assert (
-        "20.0 % longer than the median rank; with equal work on all ranks, an iteration would be "
-        in bottleneck
+        "20.0 % longer than the others on average; with equal work on all ranks, an iteration "
+        "would be " in bottleneck
     )
     assert re.fullmatch(r"Of the plan's saving, \d+ % is in the steady state, .*", phases)
     assert found.bottleneck is not None
     balanced = solve(profile_of([1.05] * 4), schedules.one_f_one_b(4, 8))
     assert found.bottleneck.balanced_time_s == pytest.approx(balanced.baseline_time_s)
+
+
+def test_of_two_ranks_the_busier_one_is_compared_with_the_other():
+    frontier = frontier_of(1.0, 1.3)
+    plan = frontier.plan_for(frontier.baseline_time_s)
+    found = where(frontier=frontier, plans={"plan.yaml": plan})
+    assert found.bottleneck is not None
+    assert found.bottleneck.excess_share == pytest.approx(0.3)
+    assert any("30.0 % longer than the others on average" in text for text in found.sentences)
 
 
 def test_a_report_names_the_layers_to_move_and_the_layout_to_type():

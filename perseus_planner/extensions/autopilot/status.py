@@ -85,12 +85,16 @@ class AutopilotStatus:
         uses = (
             "" if self.core_share is None else f", it uses {100 * self.core_share:.0f} % of a core"
         )
+        most = si(self.burst_s, "s", 3)
+        owes = f"owes {si(self.owed_s, 's', 3)} of at most {most}"
+        if self.owed_s < 0.0:
+            owes = f"has a credit of {si(-self.owed_s, 's', 3)} and may owe {most}"
+        # Programs are made some iterations ahead, so a run may end before that one.
         return (
             f"{self.phase}, planned to save {100 * self.saving:.1f}{error} % of the energy at full "
             "clocks, "
-            f"{self.trials} operating points tried in iteration {self.iteration} and "
-            f"{self.unknown} not known yet, the ledger owes {si(self.owed_s, 's', 3)} of at most "
-            f"{si(self.burst_s, 's', 3)}{uses}{self._told}"
+            f"{self.trials} operating points to try in iteration {self.iteration} and "
+            f"{self.unknown} not known yet, the ledger {owes}{uses}{self._told}"
         )
 
     @property

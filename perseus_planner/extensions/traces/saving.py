@@ -11,7 +11,7 @@ below that clock has an exponent of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,7 +157,9 @@ def guess_gpu(name: str, kinds: list[str], seen: SeenPower | None) -> GpuGuess:
         sources.append(f"clock seen: {clock:.0f} MHz")
     else:
         clock_mhz = Spread(*(share * top_mhz for share in _UNSEEN_CLOCK))
-        sources.append(f"clock assumed: {clock_mhz.usual:.0f} MHz, of {top_mhz} at most")
+        # The rows are at the nearest clock that the GPU supports.
+        usual_mhz = _nearest(model.clocks_mhz, clock_mhz.usual)
+        sources.append(f"clock assumed: {usual_mhz} MHz, of {top_mhz} at most")
     # Two standard errors on both sides are the least and the most.
     if seen is not None:
         computing = Spread(
@@ -367,9 +369,13 @@ def _lower(gpu: GpuGuess, numbers: _Numbers, clock_mhz: float, traced_mhz: float
     return float(at_second * (clock_mhz / gpu.below.clock_mhz) ** numbers.exponent_below)
 
 
+def _nearest(clocks_mhz: Sequence[int], clock_mhz: float) -> int:
+    return min(clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
+
+
 def _clocks(gpu: GpuGuess, clock_mhz: float) -> tuple[int, list[int]]:
     """Return the supported clock nearest to the traced one, and those below it that are rows."""
-    traced_mhz = min(gpu.clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
+    traced_mhz = _nearest(gpu.clocks_mhz, clock_mhz)
     below = [clock for clock in gpu.clocks_mhz if _LOWEST * traced_mhz <= clock <= traced_mhz]
     if len(below) > _STEPS:
         places = np.linspace(0, len(below) - 1, _STEPS).round().astype(int)

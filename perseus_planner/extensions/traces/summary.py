@@ -74,7 +74,7 @@ def saving_sentence(saving: dict[str, Any]) -> str:
     return (
         f"A plan at the same speed would save {100 * saving['least_share']:.0f} to "
         f"{100 * saving['most_share']:.0f} % (middle {100 * saving['middle_share']:.0f}) of the "
-        f"GPUs' energy, {si(saving['saved_w'], 'W', 2)} of {si(saving['power_w'], 'W', 2)}."
+        f"GPUs' energy, {si(saving['saved_w'], 'W', 3)} of {si(saving['power_w'], 'W', 3)}."
     )
 
 

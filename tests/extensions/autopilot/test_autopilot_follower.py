@@ -67,6 +67,18 @@ TOP_MHZ = 1410
 MS = 1_000_000
 
 
+@pytest.mark.parametrize(
+    ("owed_s", "said"),
+    [
+        (0.0015, "the ledger owes 1.5 ms of at most 2.87 ms"),
+        (-0.0101, "the ledger has a credit of 10.1 ms and may owe 2.87 ms"),
+    ],
+)
+def test_a_status_says_what_is_to_come_and_what_is_owed(owed_s: float, said: str):
+    status = AutopilotStatus("following", 62, 1.0, 0.1, owed_s=owed_s, burst_s=0.00287, trials=3)
+    assert f"3 operating points to try in iteration 62 and 0 not known yet, {said}" in str(status)
+
+
 def programs(
     clocks: Sequence[Sequence[Sequence[int]]],
     decision: int = 1,

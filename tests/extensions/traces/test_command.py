@@ -31,7 +31,7 @@ def test_a_saving_is_printed_and_what_is_written_can_be_solved(traced: Path):
     assert "Bottleneck: rank 3 (stage 3): computes " in said
     assert "A plan at the same speed would save " in said
     assert (
-        "Known: clock assumed: 1340 MHz, of 1410 at most; power assumed: 360 W computing;" in said
+        "Known: clock assumed: 1335 MHz, of 1410 at most; power assumed: 360 W computing;" in said
     )
     job = traced / "job"
     assert {path.name for path in job.iterdir()} == {
@@ -50,10 +50,33 @@ def test_a_saving_is_printed_and_what_is_written_can_be_solved(traced: Path):
     assert "Replayed from a traced profile" in planned
     summary = loaded("trace rank0.json rank1.json rank2.json rank3.json")
     saving = summary["saving"]
+    # The clock that is named is that of the rows.
+    assert "clock assumed: 1335 MHz, of 1410 at most" in saving["known"]
+    assert {rows[0].clock_mhz for rows in profile.measurements.values()} == {1335}
     plan = Plan.load("plan.yaml")
     saved = 1 - plan.energy_j / plan.baseline_energy_j
     assert saved == pytest.approx(saving["middle_share"], abs=0.002)
     assert saving["least_share"] < saved < saving["most_share"]
+
+
+def test_a_plan_of_a_trace_says_what_was_seen_and_has_one_interval(traced: Path):
+    done("trace rank0.json rank1.json rank2.json rank3.json -o job")
+    done("solve job/profile.yaml --schedule job/schedule.csv -o frontier.npz")
+    said = done("plan frontier.npz --slowdown 1.00 -o plan.yaml")
+    plan = Plan.load("plan.yaml")
+    assert plan.on_time is not None
+    # Only the highest clock was traced.
+    points = {
+        (plan.key(computation), plan.measurement(computation).clock_mhz)
+        for computation in plan.schedule.computations()
+    }
+    unseen = sum(clock != 1335 for _, clock in points)
+    assert 0 < unseen < len(points)
+    assert (plan.on_time.points, plan.on_time.interpolated) == (len(points), unseen)
+    assert f"{unseen} of its {len(points)} operating points were not measured" in said
+    assert "90 % interval" not in said
+    assert said.count("is expected to save ") == 1
+    assert "power assumed: 360 W computing" in said
 
 
 def test_the_interval_is_said_wherever_the_profile_is_used(traced: Path):
