@@ -151,6 +151,7 @@ def write(result: Mapping[str, Any], folder: Path) -> None:
     for former in folder.glob(f"engines_python-{python}_*"):
         former.unlink()
     path = folder / f"engines_python-{python}_{result['date']}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(f"# Engines\n\n{markdown(result)}")
     PAGE.write_text(with_table(PAGE.read_text(), markdown(result)))
