@@ -44,4 +44,4 @@ for name, values, _ in gpus.mock_calls:
         print(f"{name}({', '.join(map(str, values))})")
 PROGRAM
 test "$(head -1 seen)" = "reset_power_management_limit(0)"
-if grep -q set_power_management_limit seen; then exit 1; fi
+if grep -q '^set_power_management_limit' seen; then exit 1; fi

@@ -133,8 +133,8 @@ def profile_text(summary: ProfileSummary) -> str:
 
 
 _ENDS = (
-    "Times and energies are those at the highest and at the lowest clock; energy may be lower between "
-    "them."
+    "Times and energies are those at the highest and at the lowest clock; energy may be lower "
+    "between them."
 )
 """What a range of energies would hide."""
 
