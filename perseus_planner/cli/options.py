@@ -80,7 +80,8 @@ class _Command(click.Command):
             meant = _CALLED.get(error.option_name)
             if meant is None or all(meant not in each.opts for each in self.get_params(ctx)):
                 raise
-            raise click.NoSuchOption(error.option_name, possibilities=[meant], ctx=ctx) from None
+            # An error of our own, as click names nothing that is not spelt alike.
+            raise click.UsageError(f"{error.message} Did you mean '{meant}'?", ctx) from None
 
 
 def command(
