@@ -7,7 +7,8 @@ import select
 import subprocess
 import sys
 import textwrap
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,11 +54,11 @@ class Pauses(VirtualTime):
         return SimpleNamespace(register=poller.register, poll=poll)
 
 
-@pytest.mark.parametrize(("computation_ms", "turns"), [(2, 10), (20, 10), (200, 100)])
-def test_the_controller_takes_at_most_10_turns_in_a_computation_or_one_in_2_ms(
-    computation_ms: int, turns: int, monkeypatch: pytest.MonkeyPatch
-):
-    pauses = Pauses()
+@contextmanager
+def attached(
+    pauses: Pauses, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Controller, Connection]]:
+    """Yield a controller, which the test turns, and the connection of its one rank; then end it."""
     for module in ("time", "select"):
         monkeypatch.setattr(server, module, pauses)
     handshakes = Handshakes()
@@ -67,6 +68,16 @@ def test_the_controller_takes_at_most_10_turns_in_a_computation_or_one_in_2_ms(
         while not controller._attached:
             controller._turn()
         connection.attach(0.0)
+        yield controller, connection
+    controller.run()
+
+
+@pytest.mark.parametrize(("computation_ms", "turns"), [(2, 10), (20, 10), (200, 100)])
+def test_the_controller_takes_at_most_10_turns_in_a_computation_or_one_in_2_ms(
+    computation_ms: int, turns: int, monkeypatch: pytest.MonkeyPatch
+):
+    pauses = Pauses()
+    with attached(pauses, monkeypatch) as (controller, connection):
         (rank,) = controller._attached
         taken = []
         for place in range(70):
@@ -79,7 +90,6 @@ def test_the_controller_takes_at_most_10_turns_in_a_computation_or_one_in_2_ms(
             assert 0 <= rank.changed_ns - asked_ns <= 2_000_000
     # Once it knows how long they take; a turn that sets or reads a GPU is followed by one at once.
     assert max(taken[-4:]) <= turns + 3
-    controller.run()
 
 
 def test_computations_of_one_clock_are_looked_at_every_few_milliseconds(
@@ -87,15 +97,7 @@ def test_computations_of_one_clock_are_looked_at_every_few_milliseconds(
 ):
     """Also if clocks changed before: what a rank no longer wants is forgotten after a second."""
     pauses = Pauses()
-    for module in ("time", "select"):
-        monkeypatch.setattr(server, module, pauses)
-    handshakes = Handshakes()
-    controller = Controller(handshakes, 1, 1e4)
-    request = AttachRequest(0, SIMULATED, "clock", None)
-    with closing(Connection(handshakes.address, request)) as connection:
-        while not controller._attached:
-            controller._turn()
-        connection.attach(0.0)
+    with attached(pauses, monkeypatch) as (controller, connection):
         taken = []
         for place in range(1600):
             asked_ns = pauses.now_ns
@@ -109,22 +111,13 @@ def test_computations_of_one_clock_are_looked_at_every_few_milliseconds(
         assert min(taken[changes_for - 100 : changes_for]) >= 10
         turns = sum(taken[-100:])
         assert turns <= 125, "one in each, which lasts longer, and another one after each sample"
-    controller.run()
 
 
 def test_a_change_that_was_to_come_is_not_made_once_all_gpus_are_reset(
     monkeypatch: pytest.MonkeyPatch,
 ):
     pauses = Pauses()
-    for module in ("time", "select"):
-        monkeypatch.setattr(server, module, pauses)
-    handshakes = Handshakes()
-    controller = Controller(handshakes, 1, 1e4)
-    request = AttachRequest(0, SIMULATED, "clock", None)
-    with closing(Connection(handshakes.address, request)) as connection:
-        while not controller._attached:
-            controller._turn()
-        connection.attach(0.0)
+    with attached(pauses, monkeypatch) as (controller, connection):
         (rank,) = controller._attached
         connection.request[0] = clock_request(0, 1200)
         controller._look_at_requests(pauses.now_ns)
@@ -137,7 +130,6 @@ def test_a_change_that_was_to_come_is_not_made_once_all_gpus_are_reset(
         assert controller._is_over
         assert made == []
         assert controller._scheduler.take(pauses.now_ns) is not None, "there was one to make"
-    controller.run()
 
 
 def with_many_descriptors(script: str) -> None:
