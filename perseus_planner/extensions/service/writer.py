@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,7 +78,9 @@ class Writer:
         self._commits = 0
         self._committing_s = 0.0
         self._failed = 0
-        self._waiting: deque[float] = deque()  #: When each command came that is not answered
+        # When each command came that is not answered, and its result: also of one that the thread
+        # has taken, as nothing else knows of it if the thread ends at that moment.
+        self._waiting: deque[tuple[float, Future[Any]]] = deque()
         self._storage = storage
         self._reconciled = reconciled
         self._committed = committed
@@ -131,7 +133,8 @@ class Writer:
         """Return how it does."""
         # The writing thread may have emptied it in between.
         with suppress(IndexError):
-            lag_s = time.monotonic() - self._waiting[0]
+            came_s, _ = self._waiting[0]
+            lag_s = time.monotonic() - came_s
             return Writing(
                 self._commits, self._committing_s, self._failed, len(self._waiting), lag_s
             )
@@ -146,7 +149,7 @@ class Writer:
         # Under the lock that closing takes: no command comes behind the None that ends the thread.
         with self._lock:
             if self._open:
-                self._waiting.append(time.monotonic())
+                self._waiting.append((time.monotonic(), future))
                 self._commands.put((command, future))
             else:
                 closed = "the service does not run; use it inside `with Service(...) as service:`"
@@ -176,17 +179,16 @@ class Writer:
                 for _ in filter(None, batch):
                     self._waiting.popleft()
         finally:
-            self._end(batch)
+            self._end()
 
-    def _end(self, batch: list[_Given | None]) -> None:
+    def _end(self) -> None:
         """Take nothing more, and refuse what waits: nobody would ever answer it."""
         with self._lock:
             self._open = False
-        while not self._commands.empty():
-            batch.append(self._commands.get())
-        for given in batch:
-            if given is not None and not given[1].done():
-                given[1].set_exception(StorageError(_ENDED))
+        for _, future in self._waiting:
+            # Those that are answered stay as they are, and those that were cancelled.
+            with suppress(InvalidStateError):
+                future.set_exception(StorageError(_ENDED))
 
     def _write_batch(self, batch: list[_Given]) -> None:
         answers = list[Callable[[], None]]()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import queue
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from service_stand_in import opened
 from services import Clock, frontier_file, job, service_at
 
 from perseus_planner.extensions.service.access import Access, Limits
+from perseus_planner.extensions.service.draft import Draft
+from perseus_planner.extensions.service.models import StorageError
 from perseus_planner.extensions.service.service import Service
 from perseus_planner.extensions.service.watch import STUCK_S, Watchdog
 
@@ -31,8 +35,16 @@ def test_what_one_thread_does_for_too_long_is_named():
     assert watchdog.problem is None
 
 
-def end(name: str) -> None:
+def leave(_: Draft) -> None:
+    """End the thread that writes, as a command."""
+    raise SystemExit
+
+
+def end(service: Service, name: str) -> None:
     """End a thread as an error that nothing catches does."""
+    if name == "planner-writer":
+        service._writer.submit(leave)
+        return
     for thread in threading.enumerate():
         if thread.name.startswith(name):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -48,16 +60,12 @@ def test_a_service_whose_thread_has_ended_is_not_ready(tmp_path: Path, name: str
             service._replanner.request("gpt")  # so that its thread is there
             assert (await client.get("/readyz")).status_code == 200
 
-            def ended() -> bool:
-                if name == "planner-writer":  # it waits for a command, and ends when it gets one
-                    service.clear("gpt", "absent")
-                return service.problem is not None or live.problem is not None
-
             live = client._transport.app.state.service
             for _ in range(500):
-                if ended():
+                if service.problem is not None or live.problem is not None:
                     break
-                end(name)  # again, as what a pool runs may take it for an error of its own
+                # Again, as what a pool runs may take it for an error of its own.
+                end(service, name)
                 live._clock.wake()
                 service._replanner.request("gpt")
                 await asyncio.sleep(0.01)
@@ -70,3 +78,39 @@ def test_a_service_whose_thread_has_ended_is_not_ready(tmp_path: Path, name: str
     with service as running:
         running.register(job(), frontier_file())
         asyncio.run(conversation(running))
+
+
+class EndingQueue(queue.SimpleQueue[Any]):
+    """A queue whose reader ends in the moment after a command has left the queue."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        super().get(block, timeout)
+        raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_waited_for_a_writer_that_ends_is_refused(tmp_path: Path):
+    """Nobody waits for ever for a thread that is gone, which would keep the service from ending."""
+    with service_at(tmp_path / "service.sqlite", Clock()) as service:
+        writer = service._writer
+
+        def have_it_end(_: Draft) -> None:
+            has_begun.set()
+            assert others_wait.wait(60.0)
+            writer._commands = commands
+
+        commands = EndingQueue()
+        has_begun = threading.Event()
+        others_wait = threading.Event()
+        first = writer.submit(have_it_end)
+        assert has_begun.wait(60.0)
+        futures = [writer.submit(lambda _: None) for _ in range(400)]
+        for given in [writer._commands.get() for _ in futures]:
+            commands.put(given)
+        others_wait.set()
+        first.result(60.0)
+        for future in futures:
+            with pytest.raises(StorageError, match="the thread that writes has ended"):
+                future.result(60.0)
+        with pytest.raises(StorageError, match="the thread that writes has ended"):
+            writer.submit(lambda _: None).result(60.0)
