@@ -12,7 +12,7 @@ deleted is not there. A package of somebody else names its value under the entry
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
@@ -134,8 +134,12 @@ def places(kind: str) -> Mapping[str, str]:
     )
 
 
-def commands() -> tuple[Mapping[str, Mapping[str, Any]], tuple[str, ...]]:
-    """Return the commands of all extensions, by heading and name, and why some are left out."""
+def commands(
+    taken: Collection[str] = (),
+) -> tuple[Mapping[str, Mapping[str, Any]], tuple[str, ...]]:
+    """Return the commands of all extensions, by heading and name, and why some are left out: what
+    another package calls by a name that is `taken` must not stand in its place.
+    """
     loaded: dict[str, dict[str, Any]] = {}
     unusable = [*problems()]
     # The same rule as above: own commands must load, others are left out.
@@ -143,6 +147,12 @@ def commands() -> tuple[Mapping[str, Mapping[str, Any]], tuple[str, ...]]:
     for name, extension in extensions().items():
         for heading, named in extension.commands.items():
             for command, place in named.items():
+                if command in taken:
+                    unusable.append(
+                        f"the extension {name!r} has a command {command!r}, which the planner has "
+                        "already, so that command is left out; have its package call it otherwise"
+                    )
+                    continue
                 try:
                     loaded.setdefault(heading, {})[command] = load(place)
                 except Exception as error:
@@ -234,7 +244,7 @@ def _twice(name: str, extension: Extension, found: Mapping[str, Extension]) -> s
             if names:
                 return (
                     f"the extensions {name!r} and {other_name!r} both have {kind} "
-                    f"{min(names)!r}, so the first is left out; uninstall one"
+                    f"{min(names)!r}, so {name!r} is left out; uninstall one"
                 )
     return None
 

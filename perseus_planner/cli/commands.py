@@ -58,7 +58,8 @@ def _add_commands() -> None:
     """Add the commands of the core, and those of extensions behind them or under headings of their
     own.
     """
-    added, main.problems = extensions.commands()
+    of_core = {str(command.name) for commands in _CORE.values() for command in commands}
+    added, main.problems = extensions.commands(of_core)
     # Headings of the core come first, in their order.
     for heading in dict.fromkeys((*_CORE, *added)):
         main.add_section(heading, *_CORE.get(heading, ()), *added.get(heading, {}).values())

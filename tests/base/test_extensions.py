@@ -128,8 +128,20 @@ def test_an_extension_does_not_replace_what_is_there(tmp_path: Path):
     assert done.returncode == 0
     assert "Greet the site." not in done.stdout
     assert done.stderr == (
-        "planner: the extensions 'site' and 'explore' both have commands 'explore', so the first "
-        "is left out; uninstall one\n"
+        "planner: the extensions 'site' and 'explore' both have commands 'explore', so 'site' is "
+        "left out; uninstall one\n"
+    )
+
+
+def test_an_extension_does_not_replace_a_command_of_the_core(tmp_path: Path):
+    source = SITE.replace('"greet"', '"solve"')
+    environment = install(tmp_path / "site", source)
+    done = planner("solve", "--help", environment=environment, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Greet the site." not in done.stdout
+    assert done.stderr == (
+        "planner: the extension 'site' has a command 'solve', which the planner has already, so "
+        "that command is left out; have its package call it otherwise\n"
     )
 
 
