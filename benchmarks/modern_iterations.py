@@ -16,7 +16,8 @@ from typing import NamedTuple
 from data import MissingError, folder
 from fast_replay import iteration_s
 
-from perseus_planner.extensions.explore.configuration import Configuration, memory
+from perseus_planner.extensions.explore.configuration import Configuration
+from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import SYSTEMS, System, layer_times
 from perseus_planner.extensions.explore.transformer import Transformer, split_layers
 

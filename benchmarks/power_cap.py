@@ -16,8 +16,9 @@ from typing import Any
 from data import MissingError, Size, folder
 from results import Check, Section, Table
 
-from perseus_planner.extensions.explore.configuration import Candidate, Configuration, memory
+from perseus_planner.extensions.explore.configuration import Configuration
 from perseus_planner.extensions.explore.curves import CurveMaker
+from perseus_planner.extensions.explore.memory import Candidate, memory
 from perseus_planner.extensions.explore.operations import (
     SYSTEMS,
     LayerTimes,

@@ -29,7 +29,8 @@ from modern_iterations import Published, published
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from perseus_planner.extensions.explore.configuration import Configuration, memory
+from perseus_planner.extensions.explore.configuration import Configuration
+from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import System, layer_times
 
 FITTED = (

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner import Frontier
-    from perseus_planner.extensions.explore.configuration import Candidate, Configuration, Floats
+    from perseus_planner.extensions.explore.configuration import Configuration, Floats
+    from perseus_planner.extensions.explore.memory import Candidate
     from perseus_planner.extensions.explore.operations import System
     from perseus_planner.gpu.simulated.model import GpuModel, Load
 

@@ -21,15 +21,15 @@ import numpy as np
 
 from perseus_planner.base.errors import ScheduleError, UsageError, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.explore.configuration import (
+from perseus_planner.extensions.explore.configuration import Configuration
+from perseus_planner.extensions.explore.curves import Curve, CurveMaker
+from perseus_planner.extensions.explore.memory import (
     Candidate,
-    Configuration,
     Memory,
     balanced,
     memory,
     slowest_rank_s,
 )
-from perseus_planner.extensions.explore.curves import Curve, CurveMaker
 from perseus_planner.extensions.explore.operations import LayerTimes, kernel_key, layer_times
 from perseus_planner.extensions.explore.transformer import Transformer, shared_by, split_layers
 from perseus_planner.schedules.layouts import Layout, balance, read_layout

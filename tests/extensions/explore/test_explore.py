@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import drawn, few_and_many, soaks
 
 from perseus_planner.base.errors import ScheduleError, UsageError
-from perseus_planner.extensions.explore.configuration import Configuration, memory
+from perseus_planner.extensions.explore.configuration import Configuration
 from perseus_planner.extensions.explore.curves import CurveMaker, measurements_of
 from perseus_planner.extensions.explore.explore import (
     Choices,
@@ -26,6 +26,7 @@ from perseus_planner.extensions.explore.explore import (
     split_choices,
     worth_measuring,
 )
+from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import SYSTEMS, KernelTimes, layer_times
 from perseus_planner.extensions.explore.transformer import PRESETS, Transformer
 from perseus_planner.schedules.layouts import read_layout

@@ -11,7 +11,8 @@ import pytest
 from measured_iterations import measured
 from modern_iterations import published
 
-from perseus_planner.extensions.explore.configuration import Configuration, kept_layer_bytes, memory
+from perseus_planner.extensions.explore.configuration import Configuration
+from perseus_planner.extensions.explore.memory import kept_layer_bytes, memory
 from perseus_planner.extensions.explore.operations import SYSTEMS
 from perseus_planner.extensions.explore.transformer import PRESETS, split_layers
 
