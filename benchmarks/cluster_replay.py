@@ -13,7 +13,8 @@ from data import CASES, STAGES, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Frontier, schedules, solve
-from perseus_planner.extensions.lab.replay import Cluster, Outcome, Straggler, simulate
+from perseus_planner.extensions.lab.replay import Cluster, Outcome, simulate
+from perseus_planner.extensions.lab.stragglers import Straggler
 from perseus_planner.extensions.lab.views import summarize_cluster
 from perseus_planner.profiles.groups import on_each_gpu
 

@@ -14,7 +14,8 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier, Plan, schedules, solve
 from perseus_planner.extensions.lab.baselines import envpipe
-from perseus_planner.extensions.lab.replay import Cluster, Straggler, simulate
+from perseus_planner.extensions.lab.replay import Cluster, simulate
+from perseus_planner.extensions.lab.stragglers import Straggler
 from perseus_planner.profiles.groups import on_each_gpu
 
 _GPUS_PER_STAGE = 8

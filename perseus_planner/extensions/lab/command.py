@@ -110,8 +110,9 @@ def simulate(
         )
     from perseus_planner import Frontier
     from perseus_planner.base.files import write_file
-    from perseus_planner.extensions.lab.replay import Cluster, Outcome, read_stragglers
+    from perseus_planner.extensions.lab.replay import Cluster, Outcome
     from perseus_planner.extensions.lab.replay import simulate as replay
+    from perseus_planner.extensions.lab.stragglers import read_stragglers
     from perseus_planner.extensions.lab.views import cluster_text, gpu_csv, summarize_cluster
 
     iterations = _ITERATIONS if iterations is None else iterations
@@ -146,7 +147,7 @@ def _simulate_lengths(
     """Replay a job whose microbatches differ, and print what it comes to."""
     from perseus_planner import Frontier
     from perseus_planner.base.units import COUNT
-    from perseus_planner.extensions.lab.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
+    from perseus_planner.extensions.lab.lengths import LENGTH_POLICIES, UnlikeJob, read_lengths
     from perseus_planner.extensions.lab.views import lengths_text, summarize_lengths
 
     lengths = read_lengths(path)

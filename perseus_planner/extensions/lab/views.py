@@ -17,13 +17,8 @@ from perseus_planner.views.context import Context, context_of_profile, pipeline_
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from perseus_planner.extensions.lab.replay import (
-        BatchOutcome,
-        Cluster,
-        Lengths,
-        Outcome,
-        UnlikeJob,
-    )
+    from perseus_planner.extensions.lab.lengths import BatchOutcome, Lengths, UnlikeJob
+    from perseus_planner.extensions.lab.replay import Cluster, Outcome
 
 _SHOWN_GPU = "simulated:a100-sxm"
 _SHOWN_STAGES = 1, 4, 8  #: of the pipelines that `planner show` replays a file of lengths on
@@ -286,7 +281,7 @@ def lengths_text(summary: LengthsSummary) -> str:
 
 
 def _spread_notes(spread: Spread) -> list[str]:
-    from perseus_planner.extensions.lab.replay import WORK_OF_LENGTHS
+    from perseus_planner.extensions.lab.lengths import WORK_OF_LENGTHS
 
     notes = [
         f"Microbatches: work spreads by {100 * spread.spread:.1f} %, the longest has "
@@ -332,7 +327,7 @@ def show_lengths(path: Path) -> tuple[ShownLengths, str]:
     """Return a file of lengths as `planner show` wants it: what plans of the batch would bring, on
     pipelines of a simulated GPU.
     """
-    from perseus_planner.extensions.lab.replay import read_lengths
+    from perseus_planner.extensions.lab.lengths import read_lengths
 
     lengths = read_lengths(path)
     # Plans of the batch take time, so fewer iterations of larger jobs are replayed.
@@ -349,7 +344,7 @@ def show_lengths(path: Path) -> tuple[ShownLengths, str]:
 
 def _shown_pipeline(stages: int, lengths: Lengths) -> ShownPipeline:
     from perseus_planner import solve
-    from perseus_planner.extensions.lab.replay import UnlikeJob
+    from perseus_planner.extensions.lab.lengths import UnlikeJob
     from perseus_planner.profiler.simulated_pipeline import profile_simulated
 
     profile = profile_simulated(_SHOWN_GPU, stages)

@@ -18,14 +18,9 @@ from hypothesis import strategies as st
 from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.lab.replay import (
-    Clocks,
-    Cluster,
-    Condition,
-    Straggler,
-    replay_under,
-    simulate,
-)
+from perseus_planner.extensions.lab.policies import Clocks
+from perseus_planner.extensions.lab.replay import Cluster, replay_under, simulate
+from perseus_planner.extensions.lab.stragglers import Condition, Straggler
 from perseus_planner.profiles.profiles import ClockChange, Profile
 from perseus_planner.schedules import Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag

@@ -16,13 +16,10 @@ from strategies import smooth_profile
 
 from perseus_planner import Frontier, solve
 from perseus_planner.extensions.lab.command import simulate as command
-from perseus_planner.extensions.lab.replay import (
-    LENGTH_POLICIES,
-    POLICIES,
-    Cluster,
-    read_stragglers,
-    simulate,
-)
+from perseus_planner.extensions.lab.lengths import LENGTH_POLICIES
+from perseus_planner.extensions.lab.policies import POLICIES
+from perseus_planner.extensions.lab.replay import Cluster, simulate
+from perseus_planner.extensions.lab.stragglers import read_stragglers
 from perseus_planner.extensions.lab.views import cluster_text, summarize_cluster
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 

@@ -14,7 +14,7 @@ from strategies import smooth_profile
 from perseus_planner import Frontier, solve
 from perseus_planner.base.file_kinds import kind_of
 from perseus_planner.extensions.lab import views
-from perseus_planner.extensions.lab.replay import LENGTH_POLICIES, UnlikeJob, read_lengths
+from perseus_planner.extensions.lab.lengths import LENGTH_POLICIES, UnlikeJob, read_lengths
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.schedules import one_f_one_b
 

@@ -12,14 +12,9 @@ from strategies import fixed, pipelines, smooth_profile
 
 from perseus_planner.base.errors import InfeasibleDeadline, UsageError
 from perseus_planner.extensions.lab import baselines
-from perseus_planner.extensions.lab.replay import (
-    UNDISTURBED,
-    Cluster,
-    Condition,
-    Straggler,
-    make_policy,
-    simulate,
-)
+from perseus_planner.extensions.lab.policies import make_policy
+from perseus_planner.extensions.lab.replay import Cluster, simulate
+from perseus_planner.extensions.lab.stragglers import UNDISTURBED, Condition, Straggler
 from perseus_planner.plans.replay import all_maximum
 from perseus_planner.profiles.groups import slowed
 from perseus_planner.schedules import one_f_one_b

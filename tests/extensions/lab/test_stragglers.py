@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perseus_planner.base.errors import UsageError
-from perseus_planner.extensions.lab.replay import (
+from perseus_planner.extensions.lab.stragglers import (
     UNDISTURBED,
     Condition,
     Straggler,
