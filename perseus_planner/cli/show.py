@@ -29,7 +29,8 @@ from perseus_planner.cli.options import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from perseus_planner.views.sources import IterationSize, Sources
+    from perseus_planner.views.savings import IterationSize
+    from perseus_planner.views.sources import Sources
 
 #: the keys of `views.report.FIGURES`, which is not loaded for --help
 FIGURES = ("points", "timeline", "timeline-clock", "curves")
@@ -375,7 +376,8 @@ def report(
     from perseus_planner.base.file_kinds import kind_of
     from perseus_planner.base.files import write_file
     from perseus_planner.views.report import make_report, page, report_text
-    from perseus_planner.views.sources import EnergyRates, read_sources
+    from perseus_planner.views.savings import EnergyRates
+    from perseus_planner.views.sources import read_sources
 
     refuse_same(source, output)
     rates = EnergyRates(price, pue, carbon / 1e3)
@@ -397,7 +399,7 @@ def report(
 
 def _size(sources: Sources, options: SizeOptions) -> IterationSize:
     """Return the size of an iteration by the options, or else by the job file."""
-    from perseus_planner.views.sources import IterationSize
+    from perseus_planner.views.savings import IterationSize
 
     numbers: dict[str, Any] = dict(vars(options))
     # What the options leave out the job file may say, for the pipelines of this report.

@@ -29,6 +29,7 @@ from perseus_planner.views.accounts import account_text
 from perseus_planner.views.context import Context, origin_label
 from perseus_planner.views.course import RunCourse, course_of
 from perseus_planner.views.curves import MeasuredCurve, curves_of
+from perseus_planner.views.energy import PHASES
 from perseus_planner.views.figures import (
     GanttChart,
     chart_plan,
@@ -41,16 +42,9 @@ from perseus_planner.views.figures import (
 from perseus_planner.views.frontier import FrontierChart, IterationPoint, chart_frontier
 from perseus_planner.views.plan import RankSummary, load_columns, summarize_plan
 from perseus_planner.views.run import tables_of_run, time_and_saving
-from perseus_planner.views.sources import (
-    PHASES,
-    EnergyRates,
-    IterationSize,
-    Saving,
-    WhereEnergyGoes,
-    savings_of,
-    where_energy_goes,
-)
+from perseus_planner.views.savings import EnergyRates, IterationSize, Saving, savings_of
 from perseus_planner.views.unplanned import decider_text, tables_of_unplanned, unplanned_text
+from perseus_planner.views.where import WhereEnergyGoes, where_energy_goes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

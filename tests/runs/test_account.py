@@ -21,7 +21,8 @@ from perseus_planner.runs.account import SUMS, Entry, fold
 from perseus_planner.runs.recording import TOTALS, add_rows
 from perseus_planner.runtime.telemetry import Checkpoint, common_checkpoint
 from perseus_planner.views.run import run_text, summarize_run, totals_text
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
+from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
+from perseus_planner.views.sources import Sources
 
 SOME_S, SOME_J = st.floats(0.001, 10.0), st.none() | st.floats(0.0, 1e4)
 

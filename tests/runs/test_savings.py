@@ -30,7 +30,8 @@ from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.runtime.program import Expected, Program
 from perseus_planner.runtime.telemetry import Telemetry, common_checkpoint
 from perseus_planner.views.run import run_text, summarize_run
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, savings_of
+from perseus_planner.views.savings import EnergyRates, IterationSize, savings_of
+from perseus_planner.views.sources import Sources
 from perseus_planner.views.unplanned import summarize_unplanned, unplanned_text
 
 NOTHING_SAVED = "o clock was lowered, nothing was saved"

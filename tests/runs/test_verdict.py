@@ -24,7 +24,8 @@ from perseus_planner.runs.verdict import (
 )
 from perseus_planner.views.report import make_report, page, report_text
 from perseus_planner.views.run import run_text, summarize_run, time_and_saving
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources
+from perseus_planner.views.savings import EnergyRates, IterationSize
+from perseus_planner.views.sources import Sources
 
 RANKS, WINDOWS = 4, 10
 

@@ -35,7 +35,8 @@ from perseus_planner.views.report import (
     page,
     report_text,
 )
-from perseus_planner.views.sources import AS_LONG, EnergyRates, IterationSize, Sources, savings_of
+from perseus_planner.views.savings import AS_LONG, EnergyRates, IterationSize, savings_of
+from perseus_planner.views.sources import Sources
 
 SMALL = smooth_profile(3, step_mhz=150)
 

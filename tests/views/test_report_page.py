@@ -22,7 +22,8 @@ from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.schedules.pipeline import pipeline_iteration
 from perseus_planner.views.report import make_report, page
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources
+from perseus_planner.views.savings import EnergyRates, IterationSize
+from perseus_planner.views.sources import Sources
 
 PHONE = {"viewport": {"width": 390, "height": 844}}
 

@@ -18,9 +18,11 @@ from perseus_planner.plans.replay import replay
 from perseus_planner.runs.run import Run
 from perseus_planner.runtime.marks import IterationTimes
 from perseus_planner.solver.frontier import solve_dag
+from perseus_planner.views.energy import energy_of_plan
 from perseus_planner.views.plan import summarize_plan
 from perseus_planner.views.report import make_report
-from perseus_planner.views.sources import EnergyRates, IterationSize, Sources, energy_of_plan
+from perseus_planner.views.savings import EnergyRates, IterationSize
+from perseus_planner.views.sources import Sources
 
 
 def profile_of(factors: list[float]) -> Profile:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from perseus_planner.extensions.inference.simulation import Settings
     from perseus_planner.extensions.inference.workload import Trace
-    from perseus_planner.views.sources import EnergyCost, EnergyRates
+    from perseus_planner.views.savings import EnergyCost, EnergyRates
 
 _MOST_EPOCHS = 3  #: whose pools are printed
 AGAINST = "the highest clock and the largest tensor degree for all classes"
