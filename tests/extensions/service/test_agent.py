@@ -25,6 +25,7 @@ import pytest
 from http_stand_in import StandIn, stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import free_port
 from noisy_rows import noisy_rows
 from service_answers import EFFECT, STATUS, refused
 from serving import Serving
@@ -413,9 +414,7 @@ def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
         return next_s(pauses)
 
     monkeypatch.setattr(Backoff, "next_s", counted)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with running(f"http://127.0.0.1:{port}", job, training, path, None):
         eventually(lambda: caplog.records)
         with stand_in(service, port):

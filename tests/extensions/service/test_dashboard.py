@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from browsing import IMPACTS, LONG_MS, barriers, chromium, opened
+from launching import free_port
 from services import at_once, frontier_file, job, service_at, serving, small_frontier
 from waiting import LONG_S
 
@@ -304,8 +304,7 @@ def service_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
 def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(
     browser: Any, folder: Path
 ):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "state" / "perseus-planner").mkdir(parents=True)
     with (
         Storage(folder / "state" / "perseus-planner" / "service.sqlite") as storage,

@@ -179,7 +179,8 @@ def test_tokens_are_read_again_on_sighup_and_warned_of_where_others_have_them(fo
 
         def name(token: str) -> str | None:
             headers = {"Authorization": f"Bearer {token}"}
-            found: str | None = httpx.get(f"{url}/v1/me", headers=headers).json()["name"]
+            said = httpx.get(f"{url}/v1/me", headers=headers, timeout=LONG_S)
+            found: str | None = said.json()["name"]
             return found
 
         assert name(TOKEN) == "first"
