@@ -110,8 +110,10 @@ def _need(engine: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A clone from which nothing is installed."""
     for name in ("perseus_planner", "profiler", "runtime", "examples"):
-        # With what is compiled, so that no process has to do that again.
-        ignored = shutil.ignore_patterns("profile.*", "frontier.npz", "plan.yaml", "run")
+        # With what is compiled, so that no process has to do that again, and without what other
+        # processes are just writing, which is gone a moment later.
+        left = ("profile.*", "frontier.npz", "plan.yaml", "run", "*.pyc.*", ".kernels-*")
+        ignored = shutil.ignore_patterns(*left)
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     return tmp_path
 
