@@ -147,5 +147,7 @@ def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(
     options = ["--observe", "-o", "profile.yaml"]
     command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), *options]
     result = ended(started(command, folder))
-    assert (result.code, result.stderr) == (0, "")
+    # A busy machine takes so long that it says how far it is.
+    said = [line for line in result.stderr.splitlines() if not line.startswith("Profiling: ")]
+    assert (result.code, said) == (0, [])
     assert Profile.load(folder / "profile.yaml").stages == 4
