@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_nvml import nvml as nvml
 from fake_nvml import nvml_library as nvml_library
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from perseus_planner.cli import console
 
@@ -22,10 +22,11 @@ from perseus_planner.cli import console
 # too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The machine is busy, so the time of an example is no measure. In CI every run draws the same
-# examples.
-settings.register_profile("planner", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+# The machine is busy, so the time of an example is no measure, nor is that to draw it. In CI every
+# run draws the same examples.
+ANY_TIME: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("planner", **ANY_TIME)
+settings.register_profile("ci", **ANY_TIME, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "planner")
 
 

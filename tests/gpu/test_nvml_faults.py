@@ -288,6 +288,7 @@ def test_memory_that_runs_out_in_the_binding_is_no_traceback(
     assert failed(exercised("nvml:0")) == {"supported_clocks_mhz", "set_clock_mhz"}
 
 
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 ODD = st.sampled_from(
     [0, 1, 405, 1980, 70_000, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
 )
@@ -297,7 +298,7 @@ FIELD = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=SUPPRESSED)
 @given(
     numbers=st.fixed_dictionaries(
         {},

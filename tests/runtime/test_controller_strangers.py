@@ -100,7 +100,8 @@ def test_strangers_that_send_nothing_and_leave_are_forgotten(simulated_rank: Con
         strangers = [_stranger(simulated_rank) for _ in range(40)]
         for stranger in strangers:
             stranger.close()
-    eventually(lambda: process.num_fds() == before)
+    # Fewer, if what came before was not closed yet.
+    eventually(lambda: process.num_fds() <= before)
     check_served(simulated_rank)
 
 

@@ -22,6 +22,7 @@ from perseus_planner.base.errors import FrontierError
 from perseus_planner.base.files import sha256
 
 Arrays = dict[str, np.ndarray]
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 NUMBERS = ("times", "powers", "guide_time_s", "guide_end_s", "guide_price_w")
 
 
@@ -136,7 +137,7 @@ def crafted(draw: st.DrawFn) -> Arrays:
     return content
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=SUPPRESSED)
 @given(content=crafted())
 def test_a_crafted_file_is_refused_or_can_be_planned_with(tmp_path: Path, content: Arrays):
     try:
@@ -149,7 +150,7 @@ def test_a_crafted_file_is_refused_or_can_be_planned_with(tmp_path: Path, conten
         assert frontier.plan_until(deadline_s, on_time=None).time_s <= deadline_s * (1 + 1e-9)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=SUPPRESSED)
 @given(data=st.binary(max_size=200), cut=st.integers(0, 10**6))
 def test_bytes_that_are_no_archive_are_refused(tmp_path: Path, data: bytes, cut: int):
     whole = frontier_file()

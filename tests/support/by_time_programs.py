@@ -22,11 +22,12 @@ GPU = "emulated:a100-sxm?call=1ms&step=0&noise=0&drift=0"
 COMPUTATION_S = 0.06
 MICROBATCHES = 5
 ARMED = 3  #: iterations by time that each rank is to see
+WITHIN_S = 0.08  #: how well each change of clocks is in time in these
 
 
 def unknown_engine(state: str) -> None:
-    """Train until each rank has run enough iterations by time; an iteration takes as long as the
-    rank's part of the plan.
+    """Train until each rank has run enough iterations by time, with changes in time; an iteration
+    takes as long as the rank's part of the plan. On a busy machine, changes of some come late.
     """
     plan = _plan()
     with job(state) as result, open_gpu(gpu_text(GPU, torch.device("cpu"))) as gpu:
@@ -45,6 +46,7 @@ def unknown_engine(state: str) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         timed = []
+        errors_s = []
         first: set[int] = set()
         number = 0
         with planner_runtime(gpu=GPU, plan=plan) as runtime:
@@ -61,9 +63,11 @@ def unknown_engine(state: str) -> None:
                         at_s - begin_s - segment.begin_s
                         for (at_s, _), segment in zip(clocks[1:], segments[1:], strict=True)
                     ]
-                    timed.append(([mhz for _, mhz in clocks], changes_s))
+                    if max(map(abs, changes_s), default=0.0) < WITHIN_S:
+                        timed.append([mhz for _, mhz in clocks])
+                    errors_s.append(changes_s)
                 number += 1
-                assert time.monotonic() < until_s, (seen, runtime.problem)
+                assert time.monotonic() < until_s, (errors_s, seen, runtime.problem)
                 if every_rank(len(timed) >= ARMED):
                     break
             result["pipeline"] = runtime.pipeline

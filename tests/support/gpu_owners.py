@@ -91,7 +91,12 @@ def guardians(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def own_guardians() -> list[psutil.Process]:
     """Return the guardians that this process has started; it may have other children."""
-    return [child for child in psutil.Process().children() if GUARDIAN in child.cmdline()]
+    found = list[psutil.Process]()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if GUARDIAN in child.cmdline():
+                found.append(child)
+    return found
 
 
 def kill(*pids: int) -> None:

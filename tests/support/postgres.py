@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from launching import free_port
 from waiting import eventually
 
 _USERS = ("postgres", "nobody")
@@ -47,8 +47,7 @@ def postgres() -> Iterator[str]:
             user=user,
             cwd=name,
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         where = ["-h", "127.0.0.1", "-p", str(port), "-k", name]
         with subprocess.Popen(
             [folder / "postgres", "-D", data, *where],

@@ -158,6 +158,9 @@ def sharded() -> None:
     dist.destroy_process_group()
 
 
+REPETITION_S = 3.0  #: how long a repetition may take, where one takes longer
+
+
 class Stuck(tiny_training.Layer):
     """A layer whose repetitions take long, or wait for a rank that does not repeat it."""
 
@@ -166,7 +169,7 @@ class Stuck(tiny_training.Layer):
     def forward(self, x: Any) -> Any:
         if self.repeats == "long" and dist.get_rank():
             self.repeats = None
-            Event().wait(3.5)
+            Event().wait(2 * REPETITION_S)  # training would end after three times as long
         elif self.repeats == "for ever" and dist.get_rank():
             dist.all_reduce(torch.ones(1))
         return super().forward(x)
@@ -175,7 +178,7 @@ class Stuck(tiny_training.Layer):
 def stuck(repeats: str) -> None:
     """Profile a training in which a repetition of the last stage does not come back in time."""
     dist.init_process_group("gloo")
-    settings = SweepSettings(control="observed", repetition_s=2.0)
+    settings = SweepSettings(control="observed", repetition_s=REPETITION_S)
 
     def body() -> None:
         plain = tiny_training.Torch("1f1b", 2, layer=Stuck)

@@ -240,6 +240,8 @@ def _full(folder: Path) -> Iterator[None]:
 
 def _left_early(warning_log: WarningLog) -> dict[str, Any]:
     """Let rank 1 leave the runtime and train on, with too many open files for `select`."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, most))  # many systems allow 1,024
     files = [os.dup(2) for _ in range(1100)]
     watch = Watch()
     pipeline = Torch("1f1b", 4, watch)

@@ -25,8 +25,8 @@ SLOW_S = 0.02  #: how long a computation waits for its clock; it need not come
 def train(folder: str) -> None:
     """Train until a file `stop` exists; without a plan if a file `unplanned` does."""
     os.environ["PLANNER_STATE_DIR"] = f"{folder}/state"
-    # Do not wait long for ranks that are killed at the start.
-    rendezvous.RENDEZVOUS_S, attachment.ATTACH_S = 3.0, 10.0
+    # Do not wait for minutes for ranks that are killed at the start; others come within that.
+    rendezvous.RENDEZVOUS_S = attachment.ATTACH_S = 20.0
     dist.init_process_group("gloo")
     with replacing(Path(folder, f"met-{dist.get_rank()}")) as file:
         file.write(str(os.getpid()).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import psutil
@@ -12,6 +13,9 @@ Found = TypeVar("Found")
 
 LONG_S = 300.0
 """Guards against waiting forever: nothing takes as long, however busy the machine is."""
+
+TRIES = 10
+"""How often what takes its time is measured: so many pauses in a row come on no machine."""
 
 SOON_S = 2.0
 """How long it may take to reset all GPUs after whatever death."""
@@ -26,6 +30,17 @@ def eventually(
         assert time.monotonic() < until_s, said()
         time.sleep(0.002)  # between two looks
     return found
+
+
+def calmly(measure: Callable[[], Found]) -> Found:
+    """Return what is measured in real time and checked by `measure`, at the first of some tries
+    whose checks hold: a pause of this or another process may spoil one, and what is wrong spoils
+    all.
+    """
+    for _ in range(TRIES - 1):
+        with suppress(AssertionError):
+            return measure()
+    return measure()
 
 
 def idle_s() -> float:

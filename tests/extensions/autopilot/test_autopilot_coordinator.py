@@ -6,7 +6,6 @@ the process ends.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from typing import Any
 
@@ -249,14 +248,25 @@ def test_programs_are_proposed_and_a_process_that_ends_is_started_again_after_a_
     assert len(job.started) == 2
 
 
+class LateQueue(queue.SimpleQueue[ToProcess]):
+    """A queue into which a message comes while its reader waits for one."""
+
+    def __init__(self, late: ToProcess) -> None:
+        self._late = [late]
+
+    def get(self, block: bool = True, timeout: float | None = None) -> ToProcess:
+        if self.empty() and self._late:
+            self.put(self._late.pop())
+        return super().get(block, timeout)
+
+
 def test_while_the_process_rests_observations_wait_and_all_else_ends_its_rest():
-    received: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
     observed = Observations(3, ())
+    received = LateQueue(observed)
     received.put(observed)
-    threading.Timer(0.05, received.put, [observed]).start()
-    begun_s = time.monotonic()
-    assert _taken(received, begun_s + 0.5) == [observed, observed]
-    assert time.monotonic() - begun_s >= 0.5
+    rests_until_s = time.monotonic() + 0.5
+    assert _taken(received, rests_until_s) == [observed, observed]
+    assert time.monotonic() >= rests_until_s
     for message in (observed, observed, End()):
         received.put(message)
     assert _taken(received, time.monotonic() + 1000) == [observed, observed, End()]

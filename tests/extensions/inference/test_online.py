@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +20,9 @@ from commands import refusal
 from fake_nvml import StandIn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import free_port
 from serving_cases import CLOCKS, SETTINGS, at_fixed, online
-from waiting import eventually
+from waiting import LONG_S, eventually
 
 from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.inference.metrics import (
@@ -39,6 +39,7 @@ from perseus_planner.gpu.simulated.emulated import open_emulated
 GPU = "emulated:a100-sxm/72?slower=10"
 SERVER = Path(__file__).parents[2] / "support" / "completions_server.py"
 PLANNER = [sys.executable, "-m", "perseus_planner"]
+LEARNS = "planner: would set 1410 MHz (learning)"
 KEEP = ["--gpu", GPU, "--ttft", "2s", "--tbt", "500ms"]
 
 
@@ -293,8 +294,7 @@ def test_a_server_is_slowed_while_it_serves_and_reset_when_the_planner_is_killed
 
 
 def test_a_command_is_run_and_its_clocks_are_kept_until_it_ends(tmp_path: Path):
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [*PLANNER, "inference", "run", "--url", url, *KEEP, "--dry-run", "--json", "--"]
     server = [sys.executable, str(SERVER), GPU, f"port={port}"]
@@ -302,8 +302,8 @@ def test_a_command_is_run_and_its_clocks_are_kept_until_it_ends(tmp_path: Path):
         [*command, *server], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as planner:
         assert planner.stderr is not None
-        while not planner.stderr.readline().startswith("planner: would set 1410 MHz (learning)"):
-            pass
+        while not (line := planner.stderr.readline()).startswith(LEARNS):
+            assert line, "the command has ended"
         with Load(url):
             eventually(lambda: has_served(url))
         planner.send_signal(signal.SIGTERM)
@@ -323,7 +323,7 @@ def is_there(url: str) -> bool:
 
 
 def has_served(url: str) -> bool:
-    with closing(MetricsReader(url, 1.0)) as reader:
+    with closing(MetricsReader(url, LONG_S)) as reader:
         return reader.read().ttft.seen > 3
 
 
@@ -362,10 +362,10 @@ def test_a_server_beside_another_program_on_its_gpu_is_refused(
 ):
     address, server = serve()
     (tmp_path / "nvidia-cuda-mps-server").symlink_to("/bin/sleep")
-    mps = [str(tmp_path / "nvidia-cuda-mps-server"), "60"]
+    mps = [str(tmp_path / "nvidia-cuda-mps-server"), "1000"]
     shared = subprocess.Popen(mps, start_new_session=True)
     limits = "--ttft 1s --tbt 1s --gpu nvml:1"
-    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    other = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with (
         open_gpu("nvml:1") as gpu,
         closing(SimpleNamespace(close=other.kill)),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import done, refusal, run
 from inference_cases import VLLM
+from waiting import calmly
 
 GPU = "emulated:a100-sxm/71?slower=10"
 SERVER = Path(__file__).parents[2] / "support" / "completions_server.py"
@@ -78,6 +79,10 @@ def test_bad_options_are_refused_before_anything_runs(arguments: str, problem: s
 
 
 def test_what_is_odd_in_the_answers_of_a_server_is_said_once():
+    calmly(check_what_is_odd)
+
+
+def check_what_is_odd() -> None:
     with subprocess.Popen(
         [sys.executable, str(SERVER), GPU, "hidden=12", "cached=32"],
         stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
@@ -25,6 +25,7 @@ import pytest
 from http_stand_in import StandIn, stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import free_port
 from noisy_rows import noisy_rows
 from service_answers import EFFECT, STATUS, refused
 from serving import Serving
@@ -231,9 +232,18 @@ def test_the_job_is_registered_followed_and_ended(
 
 
 def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when_it_is_back(
-    job: TrainingJob, frontier: tuple[Path, Frontier], caplog: pytest.LogCaptureFixture
+    job: TrainingJob,
+    frontier: tuple[Path, Frontier],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """The straggler may have recovered meanwhile, and then the job would be slow for ever."""
+    now_s = [0.0]  # of leases, which no pause of this process ends
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def passes(holds: Callable[[], bool]) -> bool:
+        now_s[0] += 0.1
+        return holds()
 
     def lapses() -> int:
         return sum("silent while plans waited" in each.getMessage() for each in caplog.records)
@@ -247,10 +257,16 @@ def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when
         return [plans[1] for plans, _ in training.given]
 
     with stand_in(service) as http, running(http.address, job, training, path, own):
-        eventually(lambda: len(bodies(http, "GET", "after=1&wait_s=1.0")) > 5)
+        for _ in range(5):
+            asked = len(bodies(http, "GET", "after=1&wait_s=1.0"))
+            # Who asks for the second time has taken the answer to the first.
+            eventually(
+                lambda asked=asked: len(bodies(http, "GET", "after=1&wait_s=1.0")) > asked + 1
+            )
+            now_s[0] += 0.2
         assert given() == [slow]  # every answer renews it
         service.is_known, service.refuses = False, refused(503, "away")
-        eventually(lambda: given() == [slow, own])
+        eventually(lambda: passes(lambda: given() == [slow, own]))
         assert training.given[-1][0] == {0: own, 1: own}
         training.given[-1][1].settle(Acceptance(9, 40))
         service.is_known, service.refuses = True, None
@@ -259,7 +275,7 @@ def test_without_the_service_a_plan_for_a_straggler_ends_and_is_taken_again_when
         assert lapses() == 1
         training.given[-1][1].settle(Acceptance(10, 50))
         service.is_known, service.refuses = False, refused(503, "away")
-        eventually(lambda: given()[3:] == [own])
+        eventually(lambda: passes(lambda: given()[3:] == [own]))
         eventually(lambda: lapses() == 2)  # once for each lapse
 
 
@@ -413,9 +429,7 @@ def test_a_service_that_comes_late_and_goes_is_told_of_each_time(
         return next_s(pauses)
 
     monkeypatch.setattr(Backoff, "next_s", counted)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with running(f"http://127.0.0.1:{port}", job, training, path, None):
         eventually(lambda: caplog.records)
         with stand_in(service, port):

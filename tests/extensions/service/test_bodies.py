@@ -19,14 +19,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from services import frontier_file
-from waiting import LONG_S
+from waiting import LONG_S, calmly
 
 httpx = pytest.importorskip("httpx")
 
 MIB = 2**20
 MOST_GROWTH_MIB = 300.0
 MOST_SILENCE_S = 0.5
-TRIES = 3
 ROLES = {"read": "r" * 16, "report": "p" * 16, "operate": "o" * 16}
 REGISTER, ALERTS = ("POST", "/v1/jobs"), ("POST", "/v1/alerts")
 SMALL = (
@@ -270,22 +269,22 @@ def test_no_body_makes_the_service_large_or_silent(
 ):
     body = shape(LIMITS[route])
     assert len(body) <= LIMITS[route]
-    silences_s = []
     growths_mib = []
-    for _ in range(TRIES):
+
+    def check() -> None:
         server.watch()
         statuses = [server.send(role, route, body) for role in ROLES]
+        silence_s = server.silence_s
         growths_mib.append(server.most_mib - server.begun_mib)
-        silences_s.append(server.silence_s)
         for name in ("big", "a"):  # the largest may be taken, and then it is kept
             server.send("operate", ("DELETE", f"/v1/jobs/{name}"), b"")
-        if silences_s[-1] <= MOST_SILENCE_S:  # else a busy machine may be why
-            break
-    assert statuses[0] in (403, 413, 422, 0)  # the role `read` may send none of them
-    print(f"{statuses}: {max(growths_mib):.0f} MiB more, silent for {min(silences_s):.2f} s")
+        print(f"{statuses}: {growths_mib[-1]:.0f} MiB more, silent for {silence_s:.2f} s")
+        assert statuses[0] in (403, 413, 422, 0)  # the role `read` may send none of them
+        assert silence_s <= MOST_SILENCE_S
+
+    calmly(check)  # a busy machine may be why it was silent
     assert server.process.poll() is None
     assert max(growths_mib) <= MOST_GROWTH_MIB
-    assert min(silences_s) <= MOST_SILENCE_S
 
 
 @pytest.mark.parametrize("declared", [100, 2**26])

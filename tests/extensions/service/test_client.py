@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from commands import done, refusal
 from http_stand_in import StandIn, stand_in
+from launching import free_port
 from service_answers import ANSWER, KEPT, STATUS, api, refused
 
 from perseus_planner.base.errors import ServiceAway, ServiceRefusal, UsageError
@@ -191,9 +192,7 @@ def test_what_is_no_plan_is_one_clear_error(content: Any):
 
 
 def test_a_service_that_is_away_says_how_to_start_one():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     with (
         Client(address) as client,
         pytest.raises(

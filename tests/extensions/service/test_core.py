@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -1249,8 +1249,12 @@ def test_no_acknowledged_report_is_lost_in_200_kills(tmp_path: Path):
 
 def children() -> list[psutil.Process]:
     """The processes that this one has started to plan."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+    found = list[psutil.Process]()
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "spawn_main" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def test_processes_plan_are_replaced_when_killed_and_end_with_the_service(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 from browsing import IMPACTS, LONG_MS, barriers, chromium, opened
+from launching import free_port
 from services import at_once, frontier_file, job, service_at, serving, small_frontier
-from waiting import LONG_S
+from waiting import LONG_S, calmly
 
 pytest.importorskip("fastapi")
 pytest.importorskip("fastapi")
@@ -304,8 +304,7 @@ def service_process(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
 def test_a_service_that_is_killed_is_said_to_be_away_and_its_page_recovers(
     browser: Any, folder: Path
 ):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "state" / "perseus-planner").mkdir(parents=True)
     with (
         Storage(folder / "state" / "perseus-planner" / "service.sqlite") as storage,
@@ -482,15 +481,19 @@ def test_two_hundred_jobs_are_found_by_name(browser: Any, url: str, service: Ser
         page.reload()
         has(page, "#jobs-count", "(200)")
         has(page, "#all-cards li", "200")
-        drawn = page.evaluate("performance.now()")  # milliseconds since it was loaded
         assert page.locator("#job-list .title").nth(9).inner_text() == "run-9"
-        began = page.evaluate("performance.now()")
-        page.fill("#filter", "N-17")
-        has(page, "#jobs-count", "(11 of 200)")
-        assert page.evaluate("performance.now()") - began < max(
-            1000, drawn
-        )  # a busy machine draws slowly too
+        calmly(lambda: check_filter(page))
         assert page.locator("#job-list li").count() == 11
+
+
+def check_filter(page: Any) -> None:
+    """Check that the list follows the filter within a second."""
+    page.fill("#filter", "")
+    has(page, "#jobs-count", "(200)")
+    began_ms = page.evaluate("performance.now()")
+    page.fill("#filter", "N-17")
+    has(page, "#jobs-count", "(11 of 200)")
+    assert page.evaluate("performance.now()") - began_ms < 1000
 
 
 def test_what_is_saved_says_where_it_comes_from_and_what_it_costs(browser: Any, url: str):

@@ -193,7 +193,7 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
         assert (answer["version"], answer["changed"]) == (2, True)
         since = taken(job, server, 2)
         proposed_s = float((tmp_path / "proposed").read_text())
-        ran = job.runs(6)
+        job.runs(6)
         # All ranks at one iteration, at most three after that which runs when the version is
         # proposed.
         slowed_s = job.rows(0)[-1]["plan_s"]
@@ -204,9 +204,13 @@ def test_a_straggler_that_is_reported_lets_the_others_save_what_was_promised_and
             if job.rows(rank)[-1]["plan_s"] == slowed_s
         ] == [since, since]
         assert sum(proposed_s < row["begin_s"] for row in job.rows(0)[:since]) <= 3
-        after_j = job.joules(since + 1, ran - 1)
         promised_j = answer["expected_saving_w"] * SLOW * own_s
-        assert 0.6 * promised_j < before_j - after_j < 1.4 * promised_j
+
+        def saves() -> bool:
+            saved_j = before_j - job.joules(since + 1, job.ran() - 1)
+            return 0.6 * promised_j < saved_j < 1.4 * promised_j
+
+        job.eventually(saves)  # a busy host sets clocks of some iterations late
 
         _kill_and_start_again(job, server)
 

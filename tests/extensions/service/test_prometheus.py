@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import yaml
 from command_options import ROOT
 from documents import blocks
+from launching import free_port
 from services import NOW_S, Clock, at_once, frontier_file, job, report, service_at, serving
 from waiting import LONG_S, eventually
 
@@ -76,8 +76,7 @@ def counters(iterations: int) -> Counters:
 def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
     tmp_path: Path, promtool: Callable[..., str]
 ):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     token = tmp_path / "token"
     token.write_text(TOKEN)
     configuration = documented("operating.md", "prometheus.yaml")
@@ -149,7 +148,8 @@ def test_prometheus_answers_each_query_of_the_dashboard_for_each_job(
                 assert named == ["bloom", "gpt"]
             finally:
                 process.terminate()
-        text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        text = httpx.get(f"{url}/metrics", headers=headers, timeout=LONG_S).text
     assert promtool("check", "metrics", text=text) == ""
 
 

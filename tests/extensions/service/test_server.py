@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
@@ -36,7 +36,7 @@ from commands import refusal
 from service_stand_in import StandIn
 from services import service_at, serving
 from strategies import smooth_profile
-from waiting import LONG_S, eventually
+from waiting import LONG_S, calmly, eventually
 
 from perseus_planner import Plan, schedules, solve
 from perseus_planner.base.errors import ServiceAway, UsageError
@@ -179,7 +179,8 @@ def test_tokens_are_read_again_on_sighup_and_warned_of_where_others_have_them(fo
 
         def name(token: str) -> str | None:
             headers = {"Authorization": f"Bearer {token}"}
-            found: str | None = httpx.get(f"{url}/v1/me", headers=headers).json()["name"]
+            said = httpx.get(f"{url}/v1/me", headers=headers, timeout=LONG_S)
+            found: str | None = said.json()["name"]
             return found
 
         assert name(TOKEN) == "first"
@@ -687,16 +688,25 @@ def test_a_head_that_waits_while_the_service_computes_is_answered(
     service = StandIn()
     service.register(RegisteredJob("gpt3", 2, ""), b"PK")
     plans = service.plans
+    with serving(service, Address(port=0)) as url:
+        # Again if a busy machine took so long that the connection was closed before that.
+        calmly(lambda: check_late_head(url, service, plans, monkeypatch))
+
+
+def check_late_head(
+    url: str, service: StandIn, plans: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with (
-        serving(service, Address(port=0)) as url,
-        socket.create_connection(where(url), timeout=LONG_S) as idle,
-    ):
+    with socket.create_connection(where(url), timeout=LONG_S) as idle:
 
         def slow_plans(job: str, after: int) -> Any:
-            asyncio.get_running_loop().call_later(0.0, idle.sendall, request)  # before the limit
+            asyncio.get_running_loop().call_later(0.0, send)  # before the limit
             time.sleep(2.1)  # computes, until after it
             return plans(job, after)
+
+        def send() -> None:
+            with suppress(ConnectionError):  # it is closed
+                idle.sendall(request)
 
         monkeypatch.setattr(service, "plans", slow_plans)
         idle.sendall(request)
@@ -706,10 +716,13 @@ def test_a_head_that_waits_while_the_service_computes_is_answered(
 
 
 def status_of_next(connection: socket.socket) -> int:
-    """Read an answer."""
+    """Read an answer; return its status, 0 if the connection was closed instead."""
     answer = HTTPResponse(connection)
-    answer.begin()
-    answer.read()
+    try:
+        answer.begin()
+        answer.read()
+    except ConnectionError:
+        return 0
     return answer.status
 
 
@@ -718,21 +731,26 @@ def test_a_body_that_stays_out_is_answered_and_a_long_poll_is_not_cut_short(
 ):
     monkeypatch.setattr(server, "HEAD_S", 0.3)
     service = StandIn()
-    limits = Limits(body_s=0.2)
-    with (
-        serving(service, Address(port=0), limits=limits) as url,
-        httpx.Client(base_url=url, timeout=LONG_S) as client,
-    ):
-        assert client.post("/v1/jobs", json=a_job()).status_code == 201
-        polled = client.get("/v1/jobs/gpt3/plans", params={"after": 1, "wait_s": 1.0})
-        assert polled.status_code == 204
-        head = (
-            b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-            b"application/json\r\n"
-        )
-        with socket.create_connection(where(url), timeout=LONG_S) as half:
-            half.sendall(head + b"Content-Length: 1000\r\n\r\n{")
-            assert half.recv(100).startswith(b"HTTP/1.1 408 ")
+    service.register(RegisteredJob("gpt3", 2, ""), b"PK")
+    path = b"/v1/jobs/gpt3/plans?after=1&wait_s=1.0"
+    poll = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path
+    half = (
+        b"POST /v1/jobs/gpt3/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        b"application/json\r\nContent-Length: 1000\r\n\r\n{"
+    )
+    with serving(service, Address(port=0), limits=Limits(body_s=0.2)) as url:
+        for sent, status in ((poll, b"204"), (half, b"408")):
+            # Again if the head came so late that the connection was closed.
+            calmly(lambda sent=sent, status=status: check_status(url, sent, status))
+
+
+def check_status(url: str, sent: bytes, status: bytes) -> None:
+    with socket.create_connection(where(url), timeout=LONG_S) as client:
+        client.sendall(sent)
+        said = b""
+        with suppress(ConnectionResetError):
+            said = client.recv(100)
+        assert said.startswith(b"HTTP/1.1 %b " % status)
 
 
 def test_a_body_that_drips_is_answered_when_its_time_is_over():
@@ -752,7 +770,8 @@ def test_a_body_that_drips_is_answered_when_its_time_is_over():
             with suppress(BlockingIOError):
                 answered.append(client.recv(1000))
             if not answered:
-                client.send(b" ")
+                with suppress(ConnectionError):  # it is answered and closed between the two
+                    client.send(b" ")
             return bool(answered)
 
         eventually(dripped)
@@ -848,17 +867,25 @@ def test_a_registration_of_16384_ranks_holds_others_for_20_ms_at_most(tmp_path: 
                 assert (await client.delete("/v1/jobs/large")).status_code == 204
             return longest_s
 
+    def check() -> None:
+        with (
+            TemporaryDirectory(dir=tmp_path) as folder,
+            Storage(Path(folder, "service.sqlite")) as storage,
+            Service(storage) as service,
+        ):
+            longest_s = asyncio.run(longest_holds_s(service))
+        assert max(longest_s) < MOST_HELD_S, longest_s
+
     gc.freeze()  # as `serve` does with what is there when it begins
     gc.collect()  # nothing is left, so all that is new is soon looked through
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(server._SWITCH_S)
     try:
-        with Storage(tmp_path / "service.sqlite") as storage, Service(storage) as service:
-            longest_s = asyncio.run(longest_holds_s(service))
+        # Again if it took longer: beside other work on its core all computes slower.
+        calmly(check)
     finally:
         sys.setswitchinterval(interval_s)
         gc.unfreeze()
-    assert max(longest_s) < MOST_HELD_S, longest_s
 
 
 async def probe(held_s: list[float]) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import ctypes
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from service_stand_in import opened
 from services import Clock, frontier_file, job, service_at
+from waiting import LONG_S
 
 from perseus_planner.extensions.service.access import Access, Limits
 from perseus_planner.extensions.service.draft import Draft
@@ -61,9 +63,9 @@ def test_a_service_whose_thread_has_ended_is_not_ready(tmp_path: Path, name: str
             assert (await client.get("/readyz")).status_code == 200
 
             live = client._transport.app.state.service
-            for _ in range(500):
-                if service.problem is not None or live.problem is not None:
-                    break
+            until_s = time.monotonic() + LONG_S
+            while service.problem is None and live.problem is None:
+                assert time.monotonic() < until_s, "no thread has ended"
                 # Again, as what a pool runs may take it for an error of its own.
                 end(service, name)
                 live._clock.wake()
@@ -96,21 +98,21 @@ def test_what_waited_for_a_writer_that_ends_is_refused(tmp_path: Path):
 
         def have_it_end(_: Draft) -> None:
             has_begun.set()
-            assert others_wait.wait(60.0)
+            assert others_wait.wait(LONG_S)
             writer._commands = commands
 
         commands = EndingQueue()
         has_begun = threading.Event()
         others_wait = threading.Event()
         first = writer.submit(have_it_end)
-        assert has_begun.wait(60.0)
+        assert has_begun.wait(LONG_S)
         futures = [writer.submit(lambda _: None) for _ in range(400)]
         for given in [writer._commands.get() for _ in futures]:
             commands.put(given)
         others_wait.set()
-        first.result(60.0)
+        first.result(LONG_S)
         for future in futures:
             with pytest.raises(StorageError, match="the thread that writes has ended"):
-                future.result(60.0)
+                future.result(LONG_S)
         with pytest.raises(StorageError, match="the thread that writes has ended"):
-            writer.submit(lambda _: None).result(60.0)
+            writer.submit(lambda _: None).result(LONG_S)
