@@ -6,8 +6,8 @@
 # `partition_balanced` says that it solves the linear partition problem, whose aim is the least largest
 # part, and up to 0.11.1 it found that. Now it looks for the least difference of the largest and the
 # smallest part, and takes a larger largest part where the smallest one grows more. But the largest stage
-# sets the pace of a pipeline. ResNet-101 on 6 stages gets one of 10.5 M parameters, where a cut with at most
-# 8.9 M exists: 17 % more. Stacks of equal layers are cut well; models of unlike layers (a vision tower
+# sets the pace of a pipeline. ResNet-101 on 6 stages gets one of 10.5 M parameters, where a cut with at
+# most 8.9 M exists: 17 % more. Stacks of equal layers are cut well; models of unlike layers (a vision tower
 # before a language model, convolutions) often are not.
 #
 # Seen: "DeepSpeed's stages: 7.4 6.7 6.7 6.7 10.5 6.5 M, largest 10.50 M; best cut: largest 8.94 M".
