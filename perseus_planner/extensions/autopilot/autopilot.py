@@ -382,7 +382,7 @@ class Autopilot:
         trials = 0
         limit_s = reference_s * (self.settings.slowdown + more)
         run = list(programs)
-        spare_s = 0.0
+        is_costly = False
         # Two bounds on a trial: what is likely at most, and what is possible if the physical
         # bound fails.
         safe = self._learner.costs("safe", margin=max(margin, 0.0))
@@ -394,7 +394,9 @@ class Autopilot:
         settled[:, 0] = iteration % (tuning.check if is_early else 2 * tuning.check) > 0
         for pipeline, program in enumerate(programs):
             wanted, is_open = self._wanted(program, settled, iteration, pipeline, is_early=is_early)
-            # A mode is measured alone, because nothing is known of what it costs.
+            # A mode is measured alone, because nothing is known of what it costs, and no other
+            # pipeline may be late for it.
+            spare_s = 0.0
             if new := self._new_modes(iteration, pipeline):
                 wanted = new
                 spare_s = self._spare_s()
@@ -403,12 +405,14 @@ class Autopilot:
             run[pipeline], tried = search.with_trials(
                 program, limits, wanted, is_open, settled, self._random
             )
+            is_costly |= bool(tried) and spare_s > 0.0
             for rank, option in tried:
                 self._tried[rank, option] = iteration
                 # Full clocks and rows that are settled teach nothing, so they do not count as
                 # trials.
                 trials += int(option and (~settled[search.classes[rank], option]).sum())
-        self._costly = iteration if trials and spare_s else self._costly
+        if is_costly:
+            self._costly = iteration
         return run, trials
 
     def _new_modes(self, iteration: int, pipeline: int) -> list[list[int]]:
