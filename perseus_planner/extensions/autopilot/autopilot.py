@@ -179,11 +179,12 @@ class Autopilot:
     def _by_rank(self, program: Integers, costs: Costs) -> tuple[Floats, Floats]:
         """Return the seconds and the joules of each rank's computations: (ranks,) each."""
         problem = self._search.problem
-        ranks = self.job.ranks
         time_s = costs.time_s[problem.member, program]
         energy_j = time_s * costs.power_w[problem.member, program]
-        busy_s: Floats = np.bincount(problem.rank, time_s, ranks)
-        busy_j: Floats = np.bincount(problem.rank, energy_j, ranks)
+        busy_s = np.zeros(self.job.ranks)
+        busy_j = np.zeros(self.job.ranks)
+        np.add.at(busy_s, problem.rank, time_s)
+        np.add.at(busy_j, problem.rank, energy_j)
         return busy_s, busy_j
 
     def _slowdown(self, replayed_s: float) -> float:
