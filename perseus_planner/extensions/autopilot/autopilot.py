@@ -3,6 +3,8 @@ clocks of those ahead.
 
 It orders audits, which are iterations at full clocks (`Autopilot.decide`). When one is due
 (`AuditTimes`), and what its time says of those around it (`Audits`), `runtime/guarantee.py` knows.
+What rows cost, `Learner` knows. Which plan each pipeline runs, `RunningPlans` does; which operating
+points ranks try beside it, `Trials`. `Searcher` finds the programs of both.
 """
 
 from __future__ import annotations
