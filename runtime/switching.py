@@ -89,9 +89,8 @@ LOOKS_PER_S = 1500.0
 operations a second.
 """
 
-_PASS_S = (
-    0.1  #: from the begin of an iteration until all ranks of a node know what one of them has read
-)
+#: from the begin of an iteration until all ranks of a node know what one of them has read
+_PASS_S = 0.1
 _AHEAD = 0.25  #: share of an iteration by which a rank may be ahead of another one
 _SUPERSEDED = "a newer plan was proposed before this one"
 
@@ -181,9 +180,8 @@ class Agreement:
         self._begun_s = math.inf
         self._lasts_s = math.inf
         # Written by the thread that looks alone:
-        self._known: tuple[AgreedState, ...] = (
-            AgreedState(),
-        )  #: what this rank runs by, and what it is to
+        #: what this rank runs by, and what it is to
+        self._known: tuple[AgreedState, ...] = (AgreedState(),)
         self._looked = -2  #: the iteration in which this rank looked last
         self._looked_s = -math.inf
         self._period_s = max(LOOK_S, self._share.nodes / LOOKS_PER_S)

@@ -19,8 +19,6 @@ from perseus_planner.schedules.iteration import Iteration, Operation, parse_oper
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from perseus_planner.schedules import Schedule
-
 _VARIANT = re.compile(r"[FBIW]\.[a-z0-9_-]+")
 _WHEN = re.compile(r"start|end|(before|after) [FBIW]")
 

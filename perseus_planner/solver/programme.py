@@ -17,7 +17,9 @@ from perseus_planner.base.errors import PlannerError, UsageError
 if TYPE_CHECKING:
     from perseus_planner.solver.network import Floats
 
-_INFEASIBLE = 2  #: the status of scipy's `milp` where no point meets all rows
+# Of the status of scipy's `milp`.
+_STOPPED = 1  #: it stopped at its limit
+_INFEASIBLE = 2  #: no point meets all rows
 
 
 class Solved(NamedTuple):
@@ -120,13 +122,16 @@ class Programme:
                 ),
                 options=options,
             )
-        if solution.x is None:
+        has_whole = any(self._whole)
+        # Without whole variables the cost of the best point is the bound, and that of any other
+        # point, at which the solver may have stopped, is none.
+        is_unproved = solution.status == _STOPPED and not has_whole
+        if solution.x is None or is_unproved:
             # Without a limit of time, no point means that there is none.
             if limit_s is None or solution.status == _INFEASIBLE:
                 return None
             raise PlannerError(f"no solution was found in the {limit_s:g} s that it may take")
-        # One whose variables are not whole has no other bound than its cost.
-        bound = solution.mip_dual_bound if any(self._whole) else solution.fun
+        bound = solution.mip_dual_bound if has_whole else solution.fun
         return Solved(solution.x, float(bound) * unit)
 
 

@@ -3,13 +3,14 @@ clocks of those ahead.
 
 It orders audits, which are iterations at full clocks (`Autopilot.decide`). When one is due
 (`AuditTimes`), and what its time says of those around it (`Audits`), `runtime/guarantee.py` knows.
+What rows cost, `Learner` knows. Which plan each pipeline runs, `RunningPlans` does; which operating
+points ranks try beside it, `Trials`. `Searcher` finds the programs of both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,9 @@ import numpy as np
 from perseus_planner.base.errors import UsageError
 from perseus_planner.extensions.autopilot.job import AutopilotJob, Decision, Phase, RankRow
 from perseus_planner.extensions.autopilot.learning import Learner
-from perseus_planner.extensions.autopilot.planning import LATE, Costs, Searcher
+from perseus_planner.extensions.autopilot.planning import Searcher
+from perseus_planner.extensions.autopilot.running_plans import Outlook, RunningPlans
+from perseus_planner.extensions.autopilot.trials import Trials
 from perseus_planner.extensions.autopilot.tuning import PlanTuning
 from perseus_planner.runtime.guarantee import Guarantee, Judged
 from perseus_planner.runtime.options import AutopilotSettings
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from perseus_planner.extensions.autopilot.job import RankObservation
+    from perseus_planner.extensions.autopilot.planning import Costs
     from perseus_planner.profiles.measurement import ClockChange
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.runtime.guarantee import Tuning
@@ -37,18 +41,9 @@ if TYPE_CHECKING:
 class _Ran(NamedTuple):
     """What was decided for an iteration that was not observed yet."""
 
-    version: int
-    programs: tuple[Integers, ...]
-    slowdown: float
-    is_planned: bool  #: Whether its clocks are those of a plan, which may be full ones
-
-
-class _Searched(NamedTuple):
-    """When plans were searched, and for what."""
-
-    iteration: int
-    rows: float = 0.0  #: how many rows were known
-    times_s: Floats | None = None  #: (pipelines, classes, options) seconds of rows
+    version: int  #: as `Decision.version`
+    slowdown: float  #: that was agreed
+    is_planned: bool  #: whether its clocks are those of a plan, which may be full ones
 
 
 class Autopilot:
@@ -82,38 +77,30 @@ class Autopilot:
         self._learner = Learner(
             job, self._search.keys, self._search.class_rank, prior, learn=self.settings.learn
         )
-        self._random = np.random.default_rng([self.settings.seed, 1])
+        # One source of chance for all, so that equal calls give equal decisions.
+        random = np.random.default_rng([self.settings.seed, 1])
         self._guarantee = Guarantee(
-            self.settings.slowdown, self.settings.max_slowdown, self._random, tuning
+            self.settings.slowdown, self.settings.max_slowdown, random, tuning
         )
         self._tuning = plan_tuning or PlanTuning()
         #: iterations that are early; replicas share what they learn
         self._early = max(1, round(self._tuning.early * len(job.modes) / math.sqrt(job.pipelines)))
-
-        # Plans.
-        #: the running plan of each group of equal pipelines
-        self._plan: dict[tuple[float, ...], Integers] = {}
-        #: when fresh plans were solved for last
-        self._solved = _Searched(-self._tuning.again)
-        #: when plans were polished or solved for last
-        self._searched = _Searched(-self._tuning.again)
-        #: what the plan would be if all rows cost what is hoped
-        self._target: Integers | None = None
-        #: how many rows were known when the target was solved for
-        self._target_rows = 0.0
-
-        # Trials.
-        #: (rank, option) -> the iteration of its last trial
-        self._tried: dict[tuple[int, int], int] = {}
-        #: the last iteration in which a mode was tried for the first time
-        self._costly = -1
+        self._plans = RunningPlans(self._search, self._learner, self._tuning, random)
+        self._trials = Trials(
+            self._search,
+            self._learner,
+            self._guarantee,
+            self.settings.slowdown,
+            self._tuning,
+            random,
+        )
 
         # Decisions and observations.
         self._last = (self._search.full(),) * job.pipelines  #: programs of the last decision
-        self._version = 0
-        self._ahead: dict[int, _Ran] = {}
+        self._version = 0  #: how often programs have changed
+        self._ahead: dict[int, _Ran] = {}  #: by the number of the iteration
         self._observed = -1  #: the last iteration that was observed
-        self._replayed_s = 0.0  #: the replayed time at full clocks
+        self._replayed_s = 0.0  #: the replayed time at full clocks; 0 before it is known
         #: how long each pipeline may take beside a slower one
         self._waits_s = (0.0,) * job.pipelines
         #: whether a profile is given, so that nothing has to be measured before a plan
@@ -168,28 +155,39 @@ class Autopilot:
         """
         if not self._learner.is_ready:
             return ()
+        job = self.job
         # The factor of each GPU is taken out, so that a GPU that became slower differs from what is
         # told.
-        problem = self._search.problem
-        ranks = self.job.ranks
-        factors = self._learner.times.factor.reshape(self.job.pipelines, ranks)
+        factors = self._learner.times.factor.reshape(job.pipelines, job.ranks)
         full = self._search.full()
-        gpus = self.job.gpus_per_stage
-        found = []
-        # The same rows at the decided clocks and at full ones, so that both carry the same errors.
-        for program, costs, rank_factors in zip(
-            self._last, self._learner.costs(), factors, strict=True
-        ):
-            columns = []
-            for clocks in (program, full):
-                time_s = costs.time_s[problem.member, clocks]
-                # Rows are of all GPUs of a stage, and what is returned is of one of them.
-                energy_j = time_s * costs.power_w[problem.member, clocks]
-                columns.append(np.bincount(problem.rank, time_s, ranks) / rank_factors)
-                columns.append(np.bincount(problem.rank, energy_j, ranks) / rank_factors / gpus)
-            columns.append(costs.waiting_w / gpus)
-            found.append(tuple(RankRow(*row) for row in np.array(columns).T.tolist()))
-        return tuple(found)
+        of_pipelines = []
+        for program, costs, factor in zip(self._last, self._learner.costs(), factors, strict=True):
+            # The same rows at the decided clocks and at full ones, so that both carry the same
+            # errors.
+            busy_s, busy_j = self._by_rank(program, costs)
+            full_s, full_j = self._by_rank(full, costs)
+            # Rows are of all GPUs of a stage, and what is returned is of one of them.
+            gpus = job.gpus_per_stage
+            rows = [
+                busy_s / factor,
+                busy_j / factor / gpus,
+                full_s / factor,
+                full_j / factor / gpus,
+                costs.waiting_w / gpus,
+            ]
+            of_pipelines.append(tuple(RankRow(*row) for row in np.array(rows).T.tolist()))
+        return tuple(of_pipelines)
+
+    def _by_rank(self, program: Integers, costs: Costs) -> tuple[Floats, Floats]:
+        """Return the seconds and the joules of each rank's computations: (ranks,) each."""
+        problem = self._search.problem
+        time_s = costs.time_s[problem.member, program]
+        energy_j = time_s * costs.power_w[problem.member, program]
+        busy_s = np.zeros(self.job.ranks)
+        busy_j = np.zeros(self.job.ranks)
+        np.add.at(busy_s, problem.rank, time_s)
+        np.add.at(busy_j, problem.rank, energy_j)
+        return busy_s, busy_j
 
     def _slowdown(self, replayed_s: float) -> float:
         """Return the agreed slowdown, or that of the pipeline for which others wait, if it is
@@ -208,7 +206,8 @@ class Autopilot:
         # Iterations that were never observed would keep an old slowdown in force.
         for earlier in [number for number in self._ahead if number < iteration]:
             del self._ahead[earlier]
-        full = all(seen.version == 0 for seen in observations)
+        # Ranks whose ledgers forced full clocks say so, whatever was decided.
+        full_clocks = all(seen.version == 0 for seen in observations)
         agreed = self.settings.slowdown if ran is None else ran.slowdown
         judged = self._judged(observations, time_s) if self._learner.is_ready else None
         if judged is not None:
@@ -220,20 +219,20 @@ class Autopilot:
             if ran is not None and ran.is_planned and ran.version == 0:
                 margin.keep_from_ending()
             # A mode that runs for the first time is late by design, and was allowed for.
-            elif not full and iteration != self._costly:
+            elif not full_clocks and iteration != self._trials.costly_iteration:
                 late = judged.ran_s / judged.full_s - agreed
                 margin.add(late, is_owed=self._guarantee.is_owed)
         # Ranks account for iterations that are ahead by these terms, so the largest of theirs
         # count.
         now = self._slowdown(self._replayed_s) if self._replayed_s else agreed
-        slowdown = max([now, agreed, *(run.slowdown for run in self._ahead.values())])
+        ahead = [decided.slowdown for decided in self._ahead.values()]
         self._guarantee.add(
             iteration,
             time_s,
             judged,
-            full_clocks=full,
+            full_clocks=full_clocks,
             replayed_s=self._replayed_s,
-            slowdown=slowdown,
+            slowdown=max(now, agreed, *ahead),
         )
 
     def _at_full_clocks_s(self) -> float:
@@ -246,20 +245,21 @@ class Autopilot:
         all were seen.
         """
         starts = self._search.problem.rank_start
+        #: of each pipeline, the seconds of computations as they ran, and as at full clocks
         times_s: dict[int, Floats] = {}
         for seen in observations:
             # NaN at first, so that a rank that was not seen is told from one that was.
-            ranks_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
-            found = self._learner.as_at_full_clocks(seen)
-            if found is not None:
-                ranks_s[:, starts[seen.rank] : starts[seen.rank + 1]] = found
-        if len(times_s) < self.job.pipelines or any(np.isnan(s).any() for s in times_s.values()):
+            both_s = times_s.setdefault(seen.pipeline, np.full((2, starts[-1]), np.nan))
+            of_rank = self._learner.as_at_full_clocks(seen)
+            if of_rank is not None:
+                both_s[:, starts[seen.rank] : starts[seen.rank + 1]] = of_rank
+        is_incomplete = any(np.isnan(both_s).any() for both_s in times_s.values())
+        if is_incomplete or len(times_s) < self.job.pipelines:
             return None
         # The slowest pipeline decides how long the iteration is, at the clocks that ran and at full
         # ones.
-        ran_s, full_s = (
-            max(self._search.replayed_s(each[i]) for each in times_s.values()) for i in range(2)
-        )
+        ran_s = max(self._search.replayed_s(as_ran_s) for as_ran_s, _ in times_s.values())
+        full_s = max(self._search.replayed_s(at_full_s) for _, at_full_s in times_s.values())
         unexplained = self._learner.common + (time_s - ran_s) / time_s
         return Judged(ran_s, full_s, unexplained)
 
@@ -280,337 +280,95 @@ class Autopilot:
         return self._planned(iteration)
 
     def _planned(self, iteration: int) -> Decision:
-        settings = self.settings
+        """Return the plans of an iteration, with trials if any row is worth one."""
         search = self._search
+        # Mean costs are what is expected; planned ones are safer, where times spread.
+        expected = self._learner.costs()
+        outlook = self._outlook(iteration, expected)
+        # The doubt of a row's power counts in its favour, while few rows are known even more, so
+        # that it is tried.
         tuning = self._tuning
-        rows = float(self._learner.times.known.sum())
-        is_early = iteration < self._early and self._learner.planned_share() < tuning.enough
-        # While few rows are known, the doubt of a row's power counts in its favour, so that it is
-        # tried.
-        optimism = tuning.early_optimism if is_early else tuning.late_optimism
-        # Times spread, and the plan must hold in spite of it, so lower clocks are planned longer.
-        margin = self._guarantee.margin.start(self._learner.times.spread)
-        mean = self._learner.costs()
-        plan = self._learner.costs("plan", optimism, margin)
-        # The agreed time counts from the replay by the same rows, so that their common error
-        # cancels.
-        full = search.full()
-        reference_s = max(search.replay(full, mean_costs)[0] for mean_costs in mean)
-        agreed_s = reference_s * (settings.slowdown + tuning.tight)
-        # A pipeline beside a slower one may take as long as that one, which costs nobody time.
-        deadlines_s = [max(agreed_s, wait_s) for wait_s in self._waits_s]
-        programs, is_due = self._searched_programs(iteration, rows, plan, mean, deadlines_s)
-        run = programs
+        optimism = tuning.early_optimism if outlook.is_early else tuning.late_optimism
+        costs = self._learner.costs("plan", optimism, outlook.margin)
+        plans, is_searched = self._plans.programs(outlook, costs, expected)
+        programs = plans
         trials = 0
-        if settings.learn:
+        if self.settings.learn:
             # The best that rows may hope for tells which of them to try.
-            if is_due:
-                self._aim(rows, programs[0], max(deadlines_s), iteration)
-            run, trials = self._with_trials(
-                iteration, programs, reference_s, margin, is_early=is_early
-            )
+            if is_searched:
+                self._trials.aim(outlook, plans[0])
+            programs, trials = self._trials.add(outlook, plans)
         # The step from one iteration's last clock to the next one's first is a change of the budget
         # too.
-        run = [search.joined(p, before) for p, before in zip(run, self._last, strict=True)]
+        joined = [
+            search.joined(program, before)
+            for program, before in zip(programs, self._last, strict=True)
+        ]
         time_s = max(
-            search.replay(p, mean_costs)[0] for p, mean_costs in zip(run, mean, strict=True)
+            search.replay(program, of_pipeline)[0]
+            for program, of_pipeline in zip(joined, expected, strict=True)
         )
-        # The plan saves, not the trials on top of it, so the saving is told without them.
-        saving, error = self._saving(programs[0], mean[0])
         return self._decision(
             iteration,
             "learning" if trials else "following",
-            tuple(run),
+            tuple(joined),
             trials=trials,
             time_s=time_s * self._guarantee.ratio,
-            saving=(saving, error),
+            # The plan saves, not the trials on top of it, so the saving is told without them.
+            saving=self._saving(plans[0], expected[0]),
         )
 
-    def _searched_programs(
-        self,
-        iteration: int,
-        rows: float,
-        plan: Sequence[Costs],
-        mean: Sequence[Costs],
-        deadlines_s: Sequence[float],
-    ) -> tuple[list[Integers], bool]:
-        """Return the program of each pipeline for its deadline, by the costs of `plan`, and whether
-        they were searched again; between searches the last ones stay.
-        """
-        programs: list[Integers] = []
-        # Later iterations rest longer, so that searching takes a bounded share of the process'
-        # time.
+    def _outlook(self, iteration: int, expected: Sequence[Costs]) -> Outlook:
+        """Return what is known of an iteration ahead, where rows cost what is expected."""
         tuning = self._tuning
-        rest = max(1, int(iteration * tuning.rest))
-        is_grown = rows >= tuning.growth * self._solved.rows
-        solve = is_grown or iteration - self._solved.iteration >= tuning.again * rest
-        is_due = solve or iteration - self._searched.iteration >= rest or self._is_new(plan)
-        # Equal pipelines share a plan, so each group is searched once.
-        plans: dict[tuple[float, ...], Integers] = {}
-        for pipeline, costs in enumerate(plan):
-            group = self._group(pipeline)
-            deadline_s = deadlines_s[pipeline]
-            if not is_due and group in self._plan:
-                plans[group] = self._plan[group]
-            elif group not in plans:
-                plans[group] = self._best(
-                    group, costs, mean[pipeline], deadline_s, iteration, solve=solve
-                )
-            programs.append(plans[group])
-        self._plan = plans
-        if is_due:
-            times_s = np.array([costs.time_s for costs in plan])
-            self._searched = _Searched(iteration, rows, times_s)
-        if solve:
-            self._solved = self._searched
-        return programs, is_due
-
-    def _with_trials(
-        self,
-        iteration: int,
-        programs: Sequence[Integers],
-        reference_s: float,
-        margin: float,
-        *,
-        is_early: bool,
-    ) -> tuple[list[Integers], int]:
-        """Return the programs with trials of rows that are not settled, and how many these are."""
-        search = self._search
-        # A trial may be longer than a plan, as it runs once and the ledger charges it.
-        tuning = self._tuning
-        more = tuning.trial if is_early else tuning.late_trial
-        trials = 0
-        limit_s = reference_s * (self.settings.slowdown + more)
-        run = list(programs)
-        spare_s = 0.0
-        # Two bounds on a trial: what is likely at most, and what is possible if the physical
-        # bound fails.
-        safe = self._learner.costs("safe", margin=max(margin, 0.0))
-        doubt = self._learner.costs("doubt", margin=max(margin, 0.0))
-        doubt_s = reference_s * (tuning.doubt if self._trials_seen() else tuning.more_doubt)
-        # Full clocks count as settled but in one iteration of so many, which checks them for
-        # comparisons.
-        settled = self._learner.settled()
-        settled[:, 0] = iteration % (tuning.check if is_early else 2 * tuning.check) > 0
-        for pipeline, program in enumerate(programs):
-            wanted, is_open = self._wanted(program, settled, iteration, pipeline, is_early=is_early)
-            # A mode is measured alone, because nothing is known of what it costs.
-            if new := self._new_modes(iteration, pipeline):
-                wanted = new
-                spare_s = self._spare_s()
-            most_s = max(limit_s, self._waits_s[pipeline]) + spare_s
-            limits = ((safe[pipeline], most_s), (doubt[pipeline], most_s + doubt_s))
-            run[pipeline], tried = search.with_trials(
-                program, limits, wanted, is_open, settled, self._random
-            )
-            for rank, option in tried:
-                self._tried[rank, option] = iteration
-                # Full clocks and rows that are settled teach nothing, so they do not count as
-                # trials.
-                trials += int(option and (~settled[search.classes[rank], option]).sum())
-        self._costly = iteration if trials and spare_s else self._costly
-        return run, trials
-
-    def _new_modes(self, iteration: int, pipeline: int) -> list[list[int]]:
-        """Return what each rank should try if one is to run for the first time in a mode: at full
-        clocks, of which its others tell. Empty if none is.
-        """
-        ranks = range(self.job.ranks)
-        # One mode at a time, at full clocks, where its own way is known to compare with.
-        untried = self._learner.untried()
-        due = [
-            (rank, mode)
-            for mode, classes in enumerate(untried)
-            for rank in ranks
-            if classes[self._search.classes[rank]].any()
-            and not self._was_tried_lately(rank, mode, iteration)
-        ]
-        # Nothing new before the last costly one was observed, as what it owed is not known until
-        # then.
-        if not due or iteration % 2 or self._costly > self._observed:
-            return []
-        # Pipelines begin at different ranks, so that they do not all measure the same.
-        at, mode = due[(iteration + pipeline) % len(due)]
-        return [[mode] if rank == at else [] for rank in ranks]
-
-    def _spare_s(self) -> float:
-        """Return what the first computations in a mode may cost: half of what may be owed."""
-        return self._guarantee.spare_s / 2
-
-    def _is_new(self, plan: Sequence[Costs]) -> bool:
-        """Whether a row costs something else than when plans were last searched."""
-        times_s = np.array([each.time_s for each in plan])
-        before_s = self._searched.times_s
-        return before_s is None or not np.allclose(
-            times_s, before_s, rtol=self._tuning.same, atol=0.0
+        # Early by its number, and while few rows may be planned on.
+        is_among_first = iteration < self._early
+        is_early = is_among_first and self._learner.planned_share() < tuning.enough
+        turn = tuning.turn if is_among_first else tuning.late_turn
+        # The agreed time counts from the replay by the same rows, so that their common error
+        # cancels.
+        full = self._search.full()
+        reference_s = max(self._search.replay(full, costs)[0] for costs in expected)
+        agreed_s = reference_s * (self.settings.slowdown + tuning.tight)
+        return Outlook(
+            iteration=iteration,
+            observed=self._observed,
+            is_early=is_early,
+            turn=1 if is_early else turn,
+            measured_rows=int(self._learner.times.known.sum()),
+            # Times spread, and the plan must hold in spite of it, so lower clocks are planned
+            # longer.
+            margin=self._guarantee.margin.start(self._learner.times.spread),
+            reference_s=reference_s,
+            waits_s=self._waits_s,
+            # A pipeline beside a slower one may take as long as that one, which costs nobody time.
+            deadlines_s=tuple(max(agreed_s, wait_s) for wait_s in self._waits_s),
         )
-
-    def _was_tried_lately(self, rank: int, option: int, iteration: int) -> bool:
-        """Whether a rank tried an option so lately that it is not to be tried again yet."""
-        last = self._tried.get((rank, option))
-        return last is not None and iteration - last < self._tuning.repeat
-
-    def _trials_seen(self) -> bool:
-        """Whether all trials so far were observed."""
-        return max(self._tried.values(), default=-1) <= self._observed
-
-    def _group(self, pipeline: int) -> tuple[float, ...]:
-        """Pipelines with equal groups have equal plans."""
-        ranks = self.job.ranks
-        factors = self._learner.times.factor[pipeline * ranks : (pipeline + 1) * ranks].tolist()
-        return (*(round(factor, 2) for factor in factors), self._waits_s[pipeline])
-
-    def _best(
-        self,
-        group: tuple[float, ...],
-        costs: Costs,
-        mean: Costs,
-        deadline_s: float,
-        iteration: int,
-        *,
-        solve: bool,
-    ) -> Integers:
-        """Return the best of the running plan, polished, and a fresh one, polished too."""
-        search = self._search
-        before = self._plan.get(group)
-        if before is None:
-            # A new group has no plan of its own yet, so it begins with that of another.
-            before = next(iter(self._plan.values()), search.full())
-            solve = solve or bool(self._plan)
-        # Rows may have become unusable since, so the running plan is repaired before it competes.
-        starts = [search.repaired(before, costs)]
-        if solve:
-            fresh = search.solve(costs, deadline_s, iteration)
-            if fresh is not None:
-                # The fresh plan knows nothing of clock changes, so it is polished before it is
-                # compared.
-                fresh_polishes = self._tuning.fresh
-                for again in range(fresh_polishes):
-                    fresh, _, _ = search.polish(
-                        fresh, costs, deadline_s, fresh_polishes * iteration + again
-                    )
-                starts.append(fresh)
-        best, worth_j = self._polished(starts, costs, deadline_s)
-        # If no plan is cheaper than full clocks by what is expected, nothing is risked.
-        full = search.full()
-        return full if worth_j >= search.replay(full, mean)[1] else best
-
-    def _polished(
-        self, starts: Sequence[Integers], costs: Costs, deadline_s: float
-    ) -> tuple[Integers, float]:
-        """Return the best of programs, each polished, and its joules, with a price on what it is
-        late.
-        """
-        # All starts have one seed, so that they differ by where they begin and not by chance.
-        seed = int(self._random.integers(2**31))
-        polished = [self._search.polish(start, costs, deadline_s, seed) for start in starts]
-        # Lateness has a price and not a limit, as no start may be in time.
-        worths_j = [
-            joules * (1 + LATE * max(0.0, time_s / deadline_s - 1))
-            for _, time_s, joules in polished
-        ]
-        best = worths_j.index(min(worths_j))
-        return polished[best][0], worths_j[best]
-
-    def _aim(self, rows: float, program: Integers, deadline_s: float, iteration: int) -> None:
-        """Find what the plan would be if all rows cost what is expected of them, or a little
-        less.
-        """
-        # The target names rows worth a trial, so the doubt of each row's power counts in its
-        # favour.
-        hopeful = self._learner.costs("mean", 1.0, self._guarantee.margin.value or 0.0)[0]
-        if self._target is None or rows >= self._tuning.target_growth * self._target_rows:
-            self._target_rows = rows
-            self._target = self._search.solve(hopeful, deadline_s, iteration)
-        # Rows change between solutions, so the target follows them by polishing.
-        self._target, _ = self._polished(
-            [program if self._target is None else self._target], hopeful, deadline_s
-        )
-
-    def _wanted(
-        self,
-        program: Integers,
-        settled: NDArray[np.bool_],
-        iteration: int,
-        pipeline: int,
-        *,
-        is_early: bool,
-    ) -> tuple[list[list[int]], NDArray[np.bool_]]:
-        """Return the options that each rank should try, those first that the best plan might use;
-        and which it may.
-        """
-        search = self._search
-        options = settled.shape[1]
-        wanted = []
-        is_open = np.zeros((self.job.ranks, options), dtype=bool)
-        for rank, classes in enumerate(search.classes):
-            first, stop = search.problem.rank_start[rank : rank + 2]
-            is_open[rank, 0] = not settled[classes, 0].all() and program[first:stop].all()
-            for option in range(1, options):
-                # A clock that was tried lately may not be observed yet.
-                was_tried = self._was_tried_lately(rank, option, iteration)
-                is_open[rank, option] = not was_tried and not settled[classes, option].all()
-            # Ranks, pipelines and iterations begin elsewhere in the sweep, so that they measure
-            # different rows.
-            begin = rank * 5 + pipeline * 3 + iteration
-            hoped, some = self._candidates(slice(first, stop), is_open[rank], begin)
-            # Early on every rank tries; later only some of them, so that trials fade out.
-            if is_early:
-                wanted.append(
-                    [c for pair in zip_longest(hoped[:4], some[:4]) for c in pair if c is not None]
-                )
-            elif (iteration + rank) % (2 if iteration < self._early else 8) == 0:
-                wanted.append([*hoped[:2], *some[:1]])
-            else:
-                wanted.append([])
-            # Full clocks come first, as lower ones are compared with them.
-            if is_open[rank, 0]:
-                wanted[-1] = [0, *(c for c in wanted[-1] if c)]
-        return wanted, is_open
-
-    def _candidates(
-        self, nodes: slice, is_open: NDArray[np.bool_], begin: int
-    ) -> tuple[list[int], list[int]]:
-        """Return the options that a rank may try: those that the best plan might use, most used
-        first, and all others, which begin at a place of their own.
-        """
-        options = len(is_open)
-        # Bit-reversed, so that few trials already spread over all clocks.
-        sweep = _bit_reversed(options)
-        # The target tells which clocks a plan would use; without one all count alike.
-        used = (
-            np.bincount(self._target[nodes], minlength=options)
-            if self._target is not None
-            else sweep
-        )
-        by_use = np.argsort(-np.asarray(used), kind="stable").tolist()
-        hoped = [option for option in by_use if used[option] and is_open[option]]
-        turned = [sweep[(begin + step) % options] for step in range(options)]
-        some = [option for option in turned if is_open[option] and option not in hoped]
-        return hoped, some
 
     def _saving(self, program: Integers, costs: Costs) -> tuple[float, float]:
         """Return the share of energy that a program saves, and its standard error."""
-        member = self._search.problem.member
-        rank = self._search.problem.rank
         # Both programs are summed from the same rows, so that the error of their ratio is small.
-        energies = []
-        for candidate in (program, self._search.full()):
-            seconds = np.zeros_like(costs.time_s)
-            waiting_s = np.zeros(self.job.ranks)
-            computed_s = costs.time_s[member, candidate]
-            # A class may run more than once at a clock, so its seconds are added up.
-            np.add.at(seconds, (member, candidate), computed_s)
-            np.add.at(waiting_s, rank, -computed_s)
-            # What a rank does not compute of the iteration it waits, at its own power.
-            waiting_s += self._search.replay(candidate, costs)[0]
-            rows_s = self._learner.by_row(seconds)
-            energies.append(self._learner.powers.energy(rows_s, waiting_s))
+        plan_j, plan_slope = self._energy(program, costs)
+        full_j, full_slope = self._energy(self._search.full(), costs)
         # The gradient of 1 - plan / full carries the covariance of rows into the error of the
         # saving.
-        (plan_j, plan_slope), (full_j, full_slope) = energies
         slope = plan_slope / full_j - full_slope * (plan_j / full_j**2)
         return 1 - plan_j / full_j, math.sqrt(self._learner.powers.variance(slope))
+
+    def _energy(self, program: Integers, costs: Costs) -> tuple[float, Floats]:
+        """Return the joules of an iteration of this program, and how they grow with each learnt
+        power.
+        """
+        problem = self._search.problem
+        computed_s = costs.time_s[problem.member, program]
+        # A class may run more than once at a clock, so its seconds are added up.
+        options_s = np.zeros_like(costs.time_s)
+        np.add.at(options_s, (problem.member, program), computed_s)
+        # What a rank does not compute of the iteration it waits, at its own power.
+        waiting_s = np.zeros(self.job.ranks)
+        np.add.at(waiting_s, problem.rank, -computed_s)
+        waiting_s += self._search.replay(program, costs)[0]
+        return self._learner.powers.energy(self._learner.by_row(options_s), waiting_s)
 
     def _decision(
         self,
@@ -622,36 +380,38 @@ class Autopilot:
         time_s: float | None = None,
         saving: tuple[float, float] = (0.0, 0.0),
     ) -> Decision:
+        """Return the decision that pipelines run these programs, and remember it."""
         # Equal programs keep their number, so ranks need not take them again.
         if any((a != b).any() for a, b in zip(programs, self._last, strict=True)):
             self._version += 1
         self._last = programs
         # Full clocks are version 0 for ranks, whichever decision brought them.
         version = 0 if not any(program.any() for program in programs) else self._version
-        agreed = self.settings.slowdown
         # What is agreed is remembered with the decision, as the observation comes iterations later.
-        slowdown = self._slowdown(self._replayed_s) if self._replayed_s else agreed
+        slowdown = self.settings.slowdown
+        if self._replayed_s:
+            slowdown = self._slowdown(self._replayed_s)
         is_planned = phase in ("learning", "following")
-        self._ahead[iteration] = _Ran(version, programs, slowdown, is_planned)
-        clocks = tuple(self._search.clocks_mhz(program) for program in programs)
-        unknown = int((~self._learner.times.known).sum())
+        self._ahead[iteration] = _Ran(version, slowdown, is_planned)
         # A job with one mode sends none, and ranks run in the training's own way.
-        several = len(self.job.modes) > 1
-        modes = tuple(map(self._search.modes, programs)) if several else ()
-        guarantee = self._guarantee
+        modes: tuple[tuple[tuple[str, ...], ...], ...] = ()
+        if len(self.job.modes) > 1:
+            modes = tuple(self._search.modes(program) for program in programs)
+        saved, saved_error = saving
         return Decision(
-            iteration,
-            version,
-            phase,
-            clocks,
-            guarantee.ledger,
-            trials,
-            unknown,
-            time_s,
-            *saving,
-            modes,
-            untold=guarantee.audits.untold,
-            longest=guarantee.longest,
+            iteration=iteration,
+            version=version,
+            phase=phase,
+            clocks=tuple(self._search.clocks_mhz(program) for program in programs),
+            ledger=self._guarantee.ledger,
+            trials=trials,
+            unknown=int((~self._learner.times.known).sum()),
+            time_s=time_s,
+            saving=saved,
+            saving_stderr=saved_error,
+            modes=modes,
+            untold=self._guarantee.audits.untold,
+            longest=self._guarantee.longest,
         )
 
     def learned(self) -> Profile:
@@ -663,12 +423,3 @@ class Autopilot:
             UsageError: If not every stage was observed at full clocks yet.
         """
         return self._learner.profile()
-
-
-def _bit_reversed(count: int) -> list[int]:
-    """Return 0 to `count` - 1 in the order of their reversed bits, so that any few of them are
-    spread out.
-    """
-    bits = max(1, (count - 1).bit_length())
-    order = sorted(range(2**bits), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
-    return [i for i in order if i < count]

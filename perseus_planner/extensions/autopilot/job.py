@@ -145,9 +145,8 @@ def time_at_last_clock(
     return seen.changed_mhz, (duration_s - before_s) / (1.0 - before_s / old_s)
 
 
-_MOST_BEFORE = (
-    0.5  #: share of a computation at the old clock up to which it tells the time at the new one
-)
+#: share of a computation at the old clock up to which it tells the time at the new one
+_MOST_BEFORE = 0.5
 
 
 Phase: TypeAlias = Literal["reference", "learning", "following", "audit", "paying"]

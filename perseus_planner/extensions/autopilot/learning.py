@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
 
+# All by hand: numbers 22 and 31 of `benchmarks/run.py` show what the autopilot saves with them.
 _SETTLED = 0.006  #: relative standard error of a row below which it is not tried again
 _OUTLIER = 0.01  #: relative difference of a GPU's times from its rows that is not noise
 _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
@@ -44,18 +45,57 @@ _LAST = 12  #: as many as `_FEW` has, where a few times are much longer
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
 
-#: what a computation tells: which GPU ran it, in which pipeline, of which microbatch; its class, in
-#: its mode; the number of its clock; and how long it took
-_TOLD = np.dtype(
-    [
-        ("gpu", np.int64),
-        ("pipeline", np.int64),
-        ("microbatch", np.int64),
-        ("row", np.int64),
-        ("clock", np.int64),
-        ("time_s", np.float64),
-    ]
-)
+
+class _Time(NamedTuple):
+    """What one computation tells of its row."""
+
+    gpu: int  #: number of the GPU that ran it
+    pipeline: int
+    microbatch: int
+    row: int  #: its class, in its mode
+    clock: int  #: number of its clock
+    time_s: float  #: what all of it takes at that clock
+
+
+class _Times(NamedTuple):
+    """What the computations of an iteration tell: (times,) each."""
+
+    gpu: Integers  #: number of the GPU that ran it
+    work: Integers  #: equal for those of one microbatch of one pipeline
+    row: Integers  #: its class, in its mode
+    clock: Integers  #: number of its clock
+    #: logarithm of its seconds, in which factors of a GPU, an iteration and a row add up; without
+    #: the factor of the GPU.
+    log_s: Floats
+
+
+class _GpuMisses(NamedTuple):
+    """By how much a GPU seems to be slower than others, in iterations one after the other."""
+
+    misses: tuple[float, ...]  #: of each iteration, a logarithm
+    computations: int  #: how many of them told the last one
+
+
+class _Split(NamedTuple):
+    """A computation, split where its clock changed; without a change all of it ran at the first
+    clock. Clocks are numbers, and -1 where they are not known.
+    """
+
+    row: int  #: its class, in its mode
+    first: int  #: the clock at its begin
+    first_s: float  #: seconds at that
+    last: int  #: the clock at its end
+    last_s: float  #: seconds at that
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds of all of it."""
+        return self.first_s + self.last_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known at which clocks it ran."""
+        return min(self.first, self.last) >= 0
 
 
 class Learner:
@@ -100,30 +140,40 @@ class Learner:
         self.times = TimeRows(job.clocks_mhz, kinds, gpus, modes)
         ranks = class_rank.tolist() * modes
         self.powers = PowerRows(job.clocks_mhz, kinds, stages, ranks, gpus)
-        # What lies beyond the computations in a program has no clock, so nothing is learnt of it.
-        computed = len(job.iteration.keys)
         #: of each rank, the class and the microbatch of each computation
-        self._programs = [
-            [
-                (self._class_of[job.iteration.keys[place]], each.microbatch)
-                for place, each in zip(
-                    (place for place in program if place < computed), ran, strict=True
-                )
-            ]
-            for program, ran in zip(
-                job.iteration.programs, job.iteration.schedule.ranks, strict=True
-            )
-        ]
+        self._programs = self._programs_of(job)
         self._tables: TimeTables | None = None
         # All three are logarithms.
-        #: GPU -> by how much it seems slower than others, in iterations one after the other
-        self._gpu_misses: dict[int, tuple[float, ...]] = {}
+        #: by number, the GPUs that seemed slower than others in the last iteration
+        self._gpu_misses: dict[int, _GpuMisses] = {}
         #: (row, clock) -> by how much its last computations were longer than it
         self._row_misses: dict[tuple[int, int], Floats] = {}
         #: by how much all times of the last iteration were longer than at first
         self.common = 0.0
         #: by how much rows have followed what iterations had in common
         self._level = 0.0
+        self._take_prior()
+
+    def _programs_of(self, job: AutopilotJob) -> list[list[tuple[int, int]]]:
+        """Return of each rank the class, in the first mode, and the microbatch of each
+        computation.
+        """
+        iteration = job.iteration
+        # What lies beyond the computations in a program has no clock, so nothing is learnt of it.
+        computations = len(iteration.keys)
+        programs = []
+        for program, ran in zip(iteration.programs, iteration.schedule.ranks, strict=True):
+            nodes = [node for node in program if node < computations]
+            programs.append(
+                [
+                    (self._class_of[iteration.keys[node]], computation.microbatch)
+                    for node, computation in zip(nodes, ran, strict=True)
+                ]
+            )
+        return programs
+
+    def _take_prior(self) -> None:
+        """Begin with the rows of the prior, if there is one."""
         top_j = 0.0
         top_s = 0.0
         # The prior's full clocks tell the scale of powers, as the first iterations do without one.
@@ -197,10 +247,29 @@ class Learner:
     def _gpu(self, seen: RankObservation) -> int:
         return seen.pipeline * self.job.ranks + seen.rank
 
-    def _told(self, seen: RankObservation) -> Iterator[tuple[int, int, int, float]]:
-        """Yield the microbatch, class, clock and seconds that a rank's computations tell."""
+    def _told(self, observations: Sequence[RankObservation]) -> _Times | None:
+        """Return what the computations of an iteration tell; None if they tell nothing."""
+        told = [time for seen in observations for time in self._times_of(seen)]
+        if not told:
+            return None
+        gpu = np.array([time.gpu for time in told])
+        pipeline = np.array([time.pipeline for time in told])
+        microbatch = np.array([time.microbatch for time in told])
+        time_s = np.array([time.time_s for time in told])
+        return _Times(
+            gpu,
+            # Each pipeline numbers its own microbatches.
+            work=pipeline * (1 + microbatch.max()) + microbatch,
+            row=np.array([time.row for time in told]),
+            clock=np.array([time.clock for time in told]),
+            log_s=np.log(time_s) - np.log(self.times.factor[gpu]),
+        )
+
+    def _times_of(self, seen: RankObservation) -> Iterator[_Time]:
+        """Yield what a rank's computations tell."""
+        gpu = self._gpu(seen)
         # Rows are of the usual GPU, so expected times are made those of this one.
-        factor = self.times.factor[self._gpu(seen)]
+        factor = self.times.factor[gpu]
         for row, microbatch, computation in self._ran(seen):
             first = self._number.get(computation.clock_mhz or 0)
             expected_s = {}
@@ -208,40 +277,41 @@ class Learner:
             if first is not None and self.times.count[row, first]:
                 mean_s = math.exp(float(self.times.mean[row, first]))
                 expected_s[self.job.clocks_mhz[first]] = mean_s * factor
-            told = time_at_last_clock(computation, expected_s)
-            if told is not None and told[0] in self._number:
-                yield microbatch, row, self._number[told[0]], told[1]
+            last = time_at_last_clock(computation, expected_s)
+            if last is None:
+                continue
+            clock_mhz, time_s = last
+            if clock_mhz in self._number:
+                clock = self._number[clock_mhz]
+                yield _Time(gpu, seen.pipeline, microbatch, row, clock, time_s)
 
     def _ran(self, seen: RankObservation) -> Iterator[tuple[int, int, ComputationObservation]]:
         """Yield the class, in its mode, and the microbatch of each computation, and what was
         observed of it.
         """
-        for (row, microbatch), each in zip(
-            self._programs[seen.rank], seen.computations, strict=False
-        ):
-            yield row + self._classes * self.job.modes.index(each.mode), microbatch, each
+        program = self._programs[seen.rank]
+        for (own_class, microbatch), computation in zip(program, seen.computations, strict=False):
+            mode = self.job.modes.index(computation.mode)
+            yield own_class + self._classes * mode, microbatch, computation
 
-    def _parts(self, seen: RankObservation) -> Iterator[tuple[int, int, float, int, float]]:
-        """Yield of each computation its class, in its mode, and a clock and the seconds at it,
-        twice; a clock that is not known is -1.
-        """
+    def _splits(self, seen: RankObservation) -> Iterator[_Split]:
+        """Yield each computation of a rank, split where its clock changed."""
         for row, _, computation in self._ran(seen):
             duration_s = computation.end_s - computation.begin_s
-            # Without a change it all ran at the first clock, and the second part is empty.
             before_s = duration_s
             if computation.change_s is not None:
                 before_s = min(max(computation.change_s - computation.begin_s, 0.0), duration_s)
             first = self._number.get(computation.clock_mhz or 0, -1)
             last = self._number.get(computation.changed_mhz or 0, first)
-            yield row, first, before_s, last, duration_s - before_s
+            yield _Split(row, first, before_s, last, duration_s - before_s)
 
     def _seconds(self, seen: RankObservation) -> Floats:
         """Return the seconds for which a rank ran each row: (classes, clocks)."""
         seconds = np.zeros_like(self.times.mean)
-        for row, first, first_s, last, last_s in self._parts(seen):
-            if first >= 0 <= last:
-                seconds[row, first] += first_s
-                seconds[row, last] += last_s
+        for split in self._splits(seen):
+            if split.is_known:
+                seconds[split.row, split.first] += split.first_s
+                seconds[split.row, split.last] += split.last_s
         return seconds
 
     def as_at_full_clocks(self, seen: RankObservation) -> tuple[Floats, Floats] | None:
@@ -250,115 +320,121 @@ class Learner:
 
         None if it is not known at which clocks they ran.
         """
-        # The ratio of rows carries what is known of clocks; the measured seconds carry the work.
-        times_s = self.by_row(self.costs()[seen.pipeline].time_s)
-        parts = list(self._parts(seen))
-        ran_s = np.array([first_s + last_s for _, _, first_s, _, last_s in parts])
+        splits = list(self._splits(seen))
+        ran_s = np.array([split.duration_s for split in splits])
         # A few unknown clocks change little, but more of them would make the sum a guess.
-        unknown_s = sum(
-            first_s + last_s for _, first, first_s, last, last_s in parts if min(first, last) < 0
-        )
-        if not parts or unknown_s > _UNKNOWN * ran_s.sum():
+        unknown_s = sum(split.duration_s for split in splits if not split.is_known)
+        if not splits or unknown_s > _UNKNOWN * ran_s.sum():
             return None
-        # Full clocks of the first mode, as these are what the plan is compared with.
-        full_s = [
-            first_s * times_s[row % self._classes, 0] / times_s[row, max(first, 0)]
-            + last_s * times_s[row % self._classes, 0] / times_s[row, max(last, 0)]
-            for row, first, first_s, last, last_s in parts
-        ]
+        # The ratio of rows carries what is known of clocks; the measured seconds carry the work.
+        rows_s = self.by_row(self.costs()[seen.pipeline].time_s)
+        full_s = []
+        for split in splits:
+            # Full clocks of the first mode, as these are what the plan is compared with.
+            top_s = rows_s[split.row % self._classes, 0]
+            of_row_s = rows_s[split.row]
+            # An unknown clock counts as the highest one.
+            first_s = split.first_s * top_s / of_row_s[max(split.first, 0)]
+            last_s = split.last_s * top_s / of_row_s[max(split.last, 0)]
+            full_s.append(first_s + last_s)
         return ran_s, np.array(full_s)
 
     def _learn_times(self, observations: Sequence[RankObservation]) -> None:
-        """Learn what is left of an iteration's times without what the iteration, a GPU or a
-        microbatch had in common.
+        """Learn rows from an iteration's times, without what the iteration, a GPU or a microbatch
+        had in common.
         """
-        times = self.times
-        told = np.array(
-            [
-                (self._gpu(seen), seen.pipeline, *each)
-                for seen in observations
-                for each in self._told(seen)
-            ],
-            dtype=_TOLD,
-        )
-        if not len(told):
+        told = self._told(observations)
+        if told is None:
             return
-        row = told["row"]
-        clock = told["clock"]
-        # Logarithms, in which factors of a GPU, an iteration and a row add up.
-        value = np.log(told["time_s"]) - np.log(times.factor[told["gpu"]])
+        rows = self.times
+        row = told.row
+        clock = told.clock
         # A row of few times is no measure of others.
-        known = times.count[row, clock] >= _FEW
-        miss = np.where(known, value - times.mean[row, clock], np.nan)
-        well_known = times.count[row, clock] >= self._enough
-        usual = self._follow_gpus(told["gpu"], value, miss, well_known)
+        count = rows.count[row, clock]
+        is_known = count >= _FEW
+        miss = np.where(is_known, told.log_s - rows.mean[row, clock], np.nan)
+
+        # What the GPU and the iteration explain is taken out first, as no row is due to it.
+        usual = self._note_gpus(told.gpu, miss, count >= self._enough)
+        value = told.log_s - self._follow_gpus(told.gpu)
         # Full clocks tell what the iteration has in common, unless a GPU seems to have changed.
-        full = known & self._is_full(row, clock)
-        is_told = not self._gpu_misses and full.sum() >= _TOPS
-        self.common = float(np.median(miss[full])) if is_told else usual
+        is_full = is_known & self._is_full(row, clock)
+        has_tops = not self._gpu_misses and is_full.sum() >= _TOPS
+        self.common = float(np.median(miss[is_full])) if has_tops else usual
         value -= self.common
+
         # Rows that were learnt anew cannot tell what a microbatch had in common.
-        is_learnt_anew = self._relearn_changed(row, clock, value, known)
-        known &= ~is_learnt_anew
+        is_learnt_anew = self._relearn_changed(row, clock, value, is_known)
+        is_known &= ~is_learnt_anew
         # Computations of a microbatch have its work in common, which is no cost of clocks.
-        microbatch = told["microbatch"]
-        of_work = told["pipeline"] * (1 + microbatch.max()) + microbatch
-        value -= self._shared_work(of_work, value - times.mean[row, clock], known)
+        value -= self._shared_work(told.work, value - rows.mean[row, clock], is_known)
+
         # Before the rows take up the times, as afterwards nothing is missed.
-        self._level_with_top(row[known], clock[known], value[known])
+        self._level_with_top(row[is_known], clock[is_known], value[is_known])
         for one_row, one_clock in _each(row[~is_learnt_anew], clock[~is_learnt_anew]):
             self._learn_row(one_row, one_clock, value[(row == one_row) & (clock == one_clock)])
         # Rows of few times miss less than the noise, as they have followed it.
-        many = times.count[row, clock] >= 2 * _FEW
-        times.add_noise((value - times.mean[row, clock])[many])
+        has_many = rows.count[row, clock] >= 2 * _FEW
+        rows.add_noise((value - rows.mean[row, clock])[has_many])
+        self._follow_common()
+
+    def _follow_common(self) -> None:
+        """Have all rows follow what the iteration had in common."""
         # Jumps are followed at once, and slow drift slowly, so that noise does not move all rows.
-        follows = self.common * (1.0 if abs(self.common) > _OUTLIER else _FOLLOWS)
-        times.mean[times.known] += follows
+        share = 1.0 if abs(self.common) > _OUTLIER else _FOLLOWS
+        follows = self.common * share
+        self.times.mean[self.times.known] += follows
         # Told as by how much longer than at first, as rows have followed some of it.
         self.common += self._level
         self._level += follows
 
-    def _follow_gpus(
-        self, gpu: Integers, value: Floats, miss: Floats, well_known: NDArray[np.bool_]
-    ) -> float:
-        """Have the factors of GPUs that have changed follow, take this out of `value`, and return
-        what is usual of all GPUs.
+    def _note_gpus(self, gpu: Integers, miss: Floats, well_known: NDArray[np.bool_]) -> float:
+        """Note which GPUs seem to have changed, and return what is usual of all of them.
 
         Args:
             gpu: (times,) number of the GPU of each.
-            value: (times,) their logarithms, without the factor of the GPU.
-            miss: (times,) by how much they miss the mean of their row.
+            miss: (times,) by how much it misses the mean of its row.
             well_known: (times,) whether that row is known well.
         """
-        times = self.times
         # A GPU's own factor moves all of its rows alike, so the median of their misses tells it.
-        misses = {number: miss[well_known & (gpu == number)] for number in np.unique(gpu).tolist()}
-        medians = {
-            number: float(np.median(of_gpu))
-            for number, of_gpu in misses.items()
-            if len(of_gpu) >= _FEW
-        }
+        told_by = dict[int, int]()
+        medians = dict[int, float]()
+        for number in np.unique(gpu).tolist():
+            of_gpu = miss[well_known & (gpu == number)]
+            if len(of_gpu) >= _FEW:
+                told_by[number] = len(of_gpu)
+                medians[number] = float(np.median(of_gpu))
         # What has become slower is told from others by all rows, the faster GPUs being as before;
         # what an iteration has in common is told by full clocks, as lower ones may be wrong alike.
         usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
-        noise_of = {number: times.noise / math.sqrt(len(misses[number])) for number in medians}
-        self._gpu_misses = {
-            number: (*self._gpu_misses.get(number, ()), of_gpu - usual)
-            for number, of_gpu in medians.items()
-            if abs(of_gpu - usual) > max(_OUTLIER, 6 * noise_of[number])
-        }
+        gpu_misses = dict[int, _GpuMisses]()
+        for number, median in medians.items():
+            noise = self.times.noise / math.sqrt(told_by[number])
+            if abs(median - usual) > max(_OUTLIER, 6 * noise):
+                # One that was as usual in between begins anew.
+                before = self._gpu_misses.get(number)
+                earlier = () if before is None else before.misses
+                gpu_misses[number] = _GpuMisses((*earlier, median - usual), told_by[number])
+        self._gpu_misses = gpu_misses
+        return usual
+
+    def _follow_gpus(self, gpu: Integers) -> Floats:
+        """Have the factors of GPUs that have changed for certain follow; return by how much each
+        time is longer for it: (times,).
+        """
+        longer = np.zeros(len(gpu))
         # One iteration tells that a GPU has changed if it does so by far, or if times have no
         # tails; else several must.
-        for number, slower in self._gpu_misses.items():
-            is_sure = abs(slower[-1]) > _FAR_OVER or not times.has_tails
-            if (is_sure and len(misses[number]) >= self._enough) or len(slower) >= _FEW:
+        for number, (misses, computations) in self._gpu_misses.items():
+            is_clear = abs(misses[-1]) > _FAR_OVER or not self.times.has_tails
+            if (is_clear and computations >= self._enough) or len(misses) >= _FEW:
                 # The factor takes the change over, so that the rows of all other GPUs stay as they
                 # are.
-                change = float(np.median(slower))
-                times.factor[number] *= math.exp(change)
-                value[gpu == number] -= change
-                self._gpu_misses[number] = ()
-        return usual
+                change = float(np.median(misses))
+                self.times.factor[number] *= math.exp(change)
+                longer[gpu == number] = change
+                self._gpu_misses[number] = _GpuMisses((), computations)
+        return longer
 
     def _shared_work(self, of_work: Integers, miss: Floats, known: NDArray[np.bool_]) -> Floats:
         """Return what each time has in common with the others of its microbatch, of which there is
@@ -395,6 +471,9 @@ class Learner:
             self.times.mean[one_row, one_clock] += off
 
     def _learn_row(self, row: int, clock: int, values: Floats) -> None:
+        """Learn what an iteration tells of a row, unless it is doubted and seen for the first
+        time.
+        """
         times = self.times
         if clock and times.count[row, 0] > times.count[row, clock] == 0.0 and len(values) <= _FEW:
             # A few far over the physical bound are asked for again before they are believed.
@@ -463,6 +542,7 @@ class Learner:
         return bool(low > limit or high < -limit)
 
     def _start_powers(self, observations: Sequence[RankObservation]) -> None:
+        """Begin with what GPUs drew in an iteration at full clocks, if any was counted."""
         counted = [seen for seen in observations if seen.energy_j and seen.computations]
         if not counted:
             return
@@ -488,11 +568,15 @@ class Learner:
         """(classes, options) whether trials would tell little more of a row, or another one of its
         mode is to come first.
         """
-        if self._tables is None:
-            self._tables = self.times.tables(between=self._learn)
-        settled = self.times.known & (self._tables.stderr < _SETTLED)
+        settled = self.times.known & (self._time_tables().stderr < _SETTLED)
         settled[:, 1:] |= ~self.times.known[:, :1]
         return self.by_option(settled)
+
+    def _time_tables(self) -> TimeTables:
+        """Return what is known of times, computed once after each iteration."""
+        if self._tables is None:
+            self._tables = self.times.tables(between=self._learn)
+        return self._tables
 
     def untried(self) -> NDArray[np.bool_]:
         """(modes, classes) whether nothing is known of a class in a mode."""
@@ -509,12 +593,10 @@ class Learner:
         margin: float = 0.0,
     ) -> list[Costs]:
         """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
-        if self._tables is None:
-            self._tables = self.times.tables(between=self._learn)
-        tables = self._tables
-        table: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
+        tables = self._time_tables()
+        time_s: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
         # Full clocks are the reference, so no margin makes them longer.
-        table[:, 1:] *= 1 + margin
+        time_s[:, 1:] *= 1 + margin
         # Times may be known of a prior before any energy was.
         power_w, error_w, waiting_w = (
             self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
@@ -525,9 +607,10 @@ class Learner:
         power_w = np.maximum(power_w - optimism * error_w, 0.2 * power_w)
         ranks = self.job.ranks
         all_costs = []
+        # Pipelines share rows, and differ by how much slower each of their GPUs is.
         for pipeline in range(self.job.pipelines):
             factor = self.times.factor[pipeline * ranks : (pipeline + 1) * ranks][self._class_rank]
-            all_costs.append(Costs(table * factor[:, None], power_w, waiting_w))
+            all_costs.append(Costs(time_s * factor[:, None], power_w, waiting_w))
         return all_costs
 
     def profile(self) -> Profile:
@@ -542,26 +625,29 @@ class Learner:
             raise UsageError(
                 "the autopilot has not observed all stages at full clocks; there is no profile yet"
             )
-        power_w, error_w, waiting_w = self.powers.tables()
-        variance = self.times.variance()
-        table = {}
         # A mode in which not every class was measured is not part of the profile. Rows of a mode
         # follow those of the modes before it, so the profile ends at the first gap.
         lacking = np.append(self.untried().any(axis=1), True)
         measured = self._classes * int(np.argmax(lacking))
+        power_w, power_error_w, waiting_w = self.powers.tables()
+        variance = self.times.variance()
+        table = {}
         for key, row in list(self._class_of.items())[:measured]:
             # Rows are of the usual GPU, and the profile is of the first pipeline's.
             factor = float(self.times.factor[self._class_rank[row % self._classes]])
             rows = []
             for clock in np.flatnonzero(self.times.known[row]).tolist():
-                count = float(self.times.count[row, clock])
-                time_s = math.exp(float(self.times.mean[row, clock])) * factor
-                time_error_s = time_s * math.sqrt(variance[row, clock])
-                watts = float(power_w[row, clock])
-                doubt_w = float(error_w[row, clock])
                 mhz = self.job.clocks_mhz[clock]
-                evidence = Evidence(mhz, time_error_s, doubt_w * time_s, max(1, round(count)), 0.0)
-                rows.append(Measurement(mhz, time_s, watts * time_s, evidence))
+                time_s = math.exp(float(self.times.mean[row, clock])) * factor
+                evidence = Evidence(
+                    achieved_mhz=mhz,
+                    time_stderr_s=time_s * math.sqrt(variance[row, clock]),
+                    energy_stderr_j=float(power_error_w[row, clock]) * time_s,
+                    windows=max(1, round(float(self.times.count[row, clock]))),
+                    temperature_c=0.0,  # not known
+                )
+                energy_j = float(power_w[row, clock]) * time_s
+                rows.append(Measurement(mhz, time_s, energy_j, evidence))
             table[key] = tuple(rows)
         # Waiting is learnt by rank, and a profile has it by stage.
         ranks = self.job.iteration.schedule.stage_ranks

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -121,7 +121,8 @@ class Curve:
         self.doubt = np.maximum(0.0, self.doubt + np.array((off - 1.0, -off - 1.0)))
         # Noise alone hardly does that, so the curve begins again with its first doubt.
         if self.doubt.max() > _TUNING.doubted:
-            self._covariance, self.doubt = self._prior.copy(), np.zeros(2)
+            self._covariance = self._prior.copy()
+            self.doubt = np.zeros(2)
         variance *= self._scatter
         # The update of a Gaussian process by one value.
         gain = self._covariance[index] / math.sqrt(self._covariance[index, index] + variance)
@@ -132,9 +133,27 @@ class Curve:
     def _off(self, index: int, measured: float, variance: float) -> float:
         """Return by how many standard errors a measurement is off."""
         error = math.sqrt(self._covariance[index, index] + variance)
-        return max(
-            -_TUNING.outlier, min(_TUNING.outlier, float(measured - self.mean[index]) / error)
-        )
+        return _clipped(float(measured - self.mean[index]) / error, _TUNING.outlier)
+
+
+def _clipped(value: float, most: float) -> float:
+    """Return the value from -`most` to `most` that is nearest."""
+    return max(-most, min(most, value))
+
+
+class Power(NamedTuple):
+    """What a rank drew in a block."""
+
+    watts: float
+    seconds: float  #: in which it was measured
+
+
+class Reading(NamedTuple):
+    """An energy counter at the end of an iteration."""
+
+    iterations: int  #: that were counted so far
+    energy_j: float  #: of all of them
+    time_s: float  #: of the last one
 
 
 @dataclass
@@ -145,8 +164,8 @@ class Block:
     first: int  #: the number of the first iteration
     last: int  #: of the last one
     logs: list[float] = field(default_factory=list)  #: of the seconds of those that are measured
-    #: pipeline -> energy counter (iterations, joules) and seconds of those.
-    metered: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)
+    #: pipeline -> its counter after each of those
+    metered: dict[int, list[Reading]] = field(default_factory=dict)
 
     def level(self, noise: float) -> float:
         """Return the mean of the logarithms, given their standard deviation; an outlier counts
@@ -154,20 +173,77 @@ class Block:
         """
         middle = median(self.logs)
         most = _TUNING.outlier * noise
-        return middle + fmean(max(-most, min(most, log - middle)) for log in self.logs)
+        return middle + fmean(_clipped(log - middle, most) for log in self.logs)
 
-    def power(self) -> tuple[float, float] | None:
-        """Return the mean watts of a rank and the seconds in which it was measured; None if it
-        was not.
-        """
+    def power(self) -> Power | None:
+        """Return what a rank drew in the mean; None if it was not measured."""
         watts = []
         seconds = 0.0
         for readings in self.metered.values():
-            (begin, begin_j, _), (end, end_j, _) = readings[0], readings[-1]
-            if end > begin and end_j > begin_j:
-                seconds = (end - begin) * fmean(time_s for _, _, time_s in readings[1:])
-                watts.append((end_j - begin_j) / seconds)
-        return (fmean(watts), seconds) if watts else None
+            begin = readings[0]
+            end = readings[-1]
+            iterations = end.iterations - begin.iterations
+            # A counter that stood still, or began anew, tells nothing.
+            if iterations > 0 and end.energy_j > begin.energy_j:
+                seconds = iterations * fmean(reading.time_s for reading in readings[1:])
+                watts.append((end.energy_j - begin.energy_j) / seconds)
+        return Power(fmean(watts), seconds) if watts else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Blocks at full clocks before and after planned ones, with which these are compared."""
+
+    begin: float  #: level of the one before
+    end: float  #: level of the one after
+    per_noise: float  #: the variance of the mean of both, over that of one iteration
+    powers: tuple[Power, ...]  #: what was drawn in those that were measured
+
+    @classmethod
+    def of(cls, before: Block, after: Block, noise: float) -> Comparison:
+        """Return the comparison with two blocks at full clocks, in noise of this standard
+        deviation.
+        """
+        powers = (before.power(), after.power())
+        return cls(
+            before.level(noise),
+            after.level(noise),
+            0.5 / len(before.logs) + 0.5 / len(after.logs),
+            tuple(power for power in powers if power is not None),
+        )
+
+    @property
+    def middle(self) -> float:
+        """The level of both: their mean, which cancels a steady drift."""
+        return (self.begin + self.end) / 2
+
+    @property
+    def drift(self) -> float:
+        """The variance of where between both ends a steady drift stood: that of a uniform share."""
+        return (self.end - self.begin) ** 2 / 12
+
+    @property
+    def watts(self) -> float:
+        """What a rank drew in the mean of both."""
+        return fmean(power.watts for power in self.powers)
+
+
+class Best(NamedTuple):
+    """The best value by what is known."""
+
+    position: int  #: of the value
+    time: float  #: of an iteration, as a multiple of that at full clocks
+    saving: float  #: the share of energy that it saves
+
+
+class Choices(NamedTuple):
+    """What is known of each value that may run next: (values,) each."""
+
+    lengths: np.ndarray  #: iterations of a block, in the mean
+    #: how long an iteration may take in all likelihood, as a multiple of that at full clocks.
+    longest: np.ndarray
+    log_costs: np.ndarray  #: logarithm of the least energy that is likely
+    is_possible: np.ndarray  #: whether it is fast enough, and a block of it may be risked
 
 
 class OneClock:
@@ -194,13 +270,17 @@ class OneClock:
         # Without learning, only measured values may be used.
         known = [value for value in others if settings.learn or value in rows]
         self.values = [top, *(value for value in known if value >= _TUNING.shortest * top)]
-        self._limits = settings.slowdown, settings.max_slowdown
+        self._slowdown = settings.slowdown
+        self._max_slowdown = settings.max_slowdown
+        #: the time of an iteration that the value of least energy may take in the mean, as a
+        #: multiple: it leaves the rest of what is allowed to trials.
         self._aim = max(settings.slowdown, 1.0 + max(settings.max_slowdown / 2, 1e-6))
         self._random = random.Random(settings.seed)
         self._x = np.log(top / np.array(self.values))
         # Before measurements, time rises half as fast as the clock falls, and power falls a bit
         # faster than it.
-        self._time, self._power = Curve(self._x, 0.5, 0.35), Curve(self._x, -1.2, 1.0)
+        self._time = Curve(self._x, slope=0.5, error=0.35)
+        self._power = Curve(self._x, slope=-1.2, error=1.0)
         self._measured: set[int] = set()  #: positions of values whose time and energy are
         for index, value in enumerate(self.values):
             if index and top in rows and value in rows:
@@ -216,14 +296,14 @@ class OneClock:
         self._blocks: list[Block] = []  #: since a block at full clocks that was compared
         self._ledger: Ledger | None = None
         self._owed_s = Measured()  #: by blocks that were compared
-        #: by how much they were longer than at full clocks; what all iterations since the begin had
-        #: taken there until a comparison, and those since the last one.
-        self._longer_s = Measured()
-        self._all_s = self._since_s = 0.0
-        # Of the block that runs.
-        self._index = 0
-        self._length = 2 * _TUNING.block
-        self._decided = 0
+        self._longer_s = Measured()  #: by how much these were longer than at full clocks
+        # What iterations had taken at full clocks.
+        self._all_s = 0.0  #: those until the last comparison
+        self._since_s = 0.0  #: those since then
+        # The block that runs.
+        self._index = 0  #: position of its value
+        self._length = 2 * _TUNING.block  #: iterations
+        self._decided = 0  #: the iteration from which it was decided
         self._phase: Phase = "reference"
 
     @property
@@ -253,13 +333,12 @@ class OneClock:
             self._blocks.append(Block(index, iteration, iteration))
         block = self._blocks[-1]
         block.last = iteration
-        ran = {(seen.version, *each[2:4]) for seen in observations for each in seen.computations}
         # Iterations up to here settle after the change, and count only if there are no others.
         if iteration == block.first + SETTLING:
             block.logs.clear()
             block.metered.clear()
         # A computation at another clock, or with a change inside, belongs to no value.
-        if ran != {(index, self.values[index], None)}:
+        if not self._ran_whole(observations, index):
             return
         self._step_s = observations[0].energy_step_s
         block.logs.append(math.log(time_s))
@@ -267,7 +346,17 @@ class OneClock:
         if len(block.logs) > 1:
             self._steps.append(abs(block.logs[-1] - block.logs[-2]))
         for seen in observations:
-            block.metered.setdefault(seen.pipeline, []).append((*seen.metered, seen.time_s))
+            readings = block.metered.setdefault(seen.pipeline, [])
+            readings.append(Reading(*seen.metered, seen.time_s))
+
+    def _ran_whole(self, observations: Sequence[RankObservation], index: int) -> bool:
+        """Whether all that ran is known to have run at one value from begin to end."""
+        ran = {
+            (seen.version, computation.clock_mhz, computation.change_s)
+            for seen in observations
+            for computation in seen.computations
+        }
+        return ran == {(index, self.values[index], None)}
 
     def decide(self, iteration: int) -> Decision:
         """Return what all ranks run in `iteration`, which is still ahead."""
@@ -275,25 +364,28 @@ class OneClock:
             self._decided = iteration
             # After a planned block, one at full clocks closes the comparison.
             if self._index:
-                self._index, self._length, self._phase = 0, self._full_length, "audit"
+                self._index = 0
+                self._length = self._full_length
+                self._phase = "audit"
             # Full clocks have just run on both sides, so what lies between them can be compared.
             else:
                 self._compare()
                 self._choose()
+        best = self.best
         value = self.values[self._index]
         return Decision(
-            iteration,
-            self._index,
-            self._phase,
-            (((value,),),) * self.job.pipelines,
-            self._ledger,
+            iteration=iteration,
+            version=self._index,
+            phase=self._phase,
+            clocks=(((value,),),) * self.job.pipelines,
+            ledger=self._ledger,
             trials=int(self._index > 0 and self._index not in self._measured),
             unknown=len(self.values) - len(self._measured) - (self._top_w is not None),
             # Before any comparison, nothing is known of what a value takes.
             time_s=self._seconds(self._index) if self._measured else None,
-            saving=self.best[2],
-            saving_stderr=(1.0 - self.best[2]) * self._error(self.best[0]),
-            untold=_TUNING.sure * float(self._time.error[self.best[0]]) or None,
+            saving=best.saving,
+            saving_stderr=(1.0 - best.saving) * self._error(best.position),
+            untold=_TUNING.sure * float(self._time.error[best.position]) or None,
             longest=self._longer_s.upper(_TUNING.sure) / self._all_s if self._all_s else None,
         )
 
@@ -320,13 +412,19 @@ class OneClock:
             return False
         # Iterations that settle after a change are not part of what is measured.
         length = block.last + 1 - max(block.first, self._decided) - SETTLING
-        if block.index == 0 or length >= self._length:
-            return length >= self._length
+        if length >= self._length:
+            return True
+        # A block at full clocks has a length alone, however long its iterations take.
+        return block.index > 0 and self._is_off(block)
+
+    def _is_off(self, block: Block) -> bool:
+        """Whether a planned block takes a time that noise does not explain: what is beyond it is
+        owed, so the block is compared with full clocks at once.
+        """
+        expected = math.log(self._seconds(block.index))
         # Clipped, so that one pause does not end a block.
         most = _TUNING.outlier * self._noise
-        expected = math.log(self._seconds(block.index))
-        off = sum(max(-most, min(most, log - expected)) for log in block.logs)
-        # What is beyond noise is owed, so it is compared with full clocks at once.
+        off = sum(_clipped(log - expected, most) for log in block.logs)
         return abs(off) > self._owed(len(block.logs), _TUNING.sure)
 
     @property
@@ -345,53 +443,19 @@ class OneClock:
         )
 
     def _compare(self) -> None:
-        """Charge blocks to the ledger, planned ones compared with those at full clocks before and
-        after them.
+        """Learn from planned blocks, compared with those at full clocks before and after them, and
+        charge them to the ledger.
         """
         noise = self._noise
-        # Blocks at full clocks bound what is compared, before and after it.
-        before = self._blocks[0]
         after = self._blocks[-1]
-        begin = before.level(noise)
-        end = after.level(noise)
-        # The mean of both sides cancels a steady drift.
-        middle = (begin + end) / 2
-        full = 0.5 / len(before.logs) + 0.5 / len(after.logs)
-        middle_s = math.exp(middle)
+        full = Comparison.of(self._blocks[0], after, noise)
         # The newest block tells the reference of what comes next.
-        self.reference_s = math.exp(end)
-        powers = [power for power in (before.power(), after.power()) if power]
-        if powers:
-            self._top_w = fmean(watts for watts, _ in powers)
+        self.reference_s = math.exp(full.end)
+        if full.powers:
+            self._top_w = full.watts
         for block in self._blocks:
-            if block.index == 0:
-                continue
-            # What the block's iterations would have taken at full clocks.
-            count_s = (block.last - block.first + 1) * middle_s
-            # Without a time of its own, the block is charged by what the curve says.
-            took = self._time.mean[block.index]
-            variance = self._time.error[block.index] ** 2
-            if block.logs:
-                measured = block.level(noise) - middle
-                # Errors of the block's mean, and of the mean of both blocks at full clocks.
-                sampling = noise**2 * (1 / len(block.logs) + full)
-                # The variance of where between both ends a steady drift stood: that of a uniform
-                # share.
-                drift = (end - begin) ** 2 / 12
-                known = self._time.add(block.index, measured, sampling + drift)
-                # If full clocks drifted by more, the block tells less than the curve.
-                if drift <= max(sampling, variance):
-                    took = measured
-                    variance = known
-                if powers and (power := block.power()):
-                    # The counter is up to a step old at both ends, which is an error of the root of
-                    # 1/6, or .41, steps.
-                    stale = (0.41 * self._step_s) ** 2 * (power[1] ** -2 + powers[0][1] ** -2)
-                    watts = math.log(power[0] / fmean(watts for watts, _ in powers))
-                    self._power.add(block.index, watts, stale + _TUNING.prior_error**2)
-                    self._measured.add(block.index)
-            self._owed_s.add(count_s * (math.exp(took) - self._aim), count_s**2 * variance)
-            self._longer_s.add(count_s * (math.exp(took) - 1.0), count_s**2 * variance)
+            if block.index > 0:
+                self._charge(block, full, noise)
         # The block at full clocks is the begin of the next comparison as well.
         self._blocks = [after]
         self._all_s += self._since_s
@@ -399,6 +463,40 @@ class OneClock:
         # Credit is bounded, so that a long quiet time does not pay for a long slow one.
         least_s = -_TUNING.spread * (self._aim - 1.0) * self.reference_s
         self._owed_s.raise_to(least_s, _TUNING.sure)
+
+    def _charge(self, block: Block, full: Comparison, noise: float) -> None:
+        """Learn from a planned block, and charge what it took beyond what is agreed."""
+        # Without a time of its own, the block is charged by what the curve says.
+        took = self._time.mean[block.index]
+        variance = self._time.error[block.index] ** 2
+        if block.logs:
+            measured = block.level(noise) - full.middle
+            # Errors of the block's mean, and of the mean of both blocks at full clocks.
+            sampling = noise**2 * (1 / len(block.logs) + full.per_noise)
+            measured_variance = self._time.add(block.index, measured, sampling + full.drift)
+            # If full clocks drifted by more, the block tells less than the curve.
+            if full.drift <= max(sampling, variance):
+                took = measured
+                variance = measured_variance
+            self._learn_power(block, full)
+        # What the block's iterations would have taken at full clocks.
+        iterations = block.last - block.first + 1
+        full_s = iterations * math.exp(full.middle)
+        self._owed_s.add(full_s * (math.exp(took) - self._aim), full_s**2 * variance)
+        self._longer_s.add(full_s * (math.exp(took) - 1.0), full_s**2 * variance)
+
+    def _learn_power(self, block: Block, full: Comparison) -> None:
+        """Learn what a planned block drew, if that and full clocks were measured."""
+        power = block.power()
+        if power is None or not full.powers:
+            return
+        # The counter is up to a step old at both ends, which is an error of the root of 1/6, or
+        # .41, steps.
+        stale_s = 0.41 * self._step_s
+        stale = stale_s**2 * (power.seconds**-2 + full.powers[0].seconds ** -2)
+        beside_full = math.log(power.watts / full.watts)
+        self._power.add(block.index, beside_full, stale + _TUNING.prior_error**2)
+        self._measured.add(block.index)
 
     @property
     def _upper_s(self) -> float:
@@ -412,69 +510,97 @@ class OneClock:
         assert self.reference_s is not None
         # What may still be risked, iterations at full clocks.
         left = _TUNING.risk - self._upper_s / self.reference_s
-        share = sum(self._limits)
-        error = self._time.error
+        choices = self._choices(left)
+        self._index = int(np.argmin(np.where(choices.is_possible, choices.log_costs, np.inf)))
+        if self._index == 0:
+            owed = self._begin_full(left)
+        else:
+            length = choices.lengths[self._index]
+            owed = self._begin_planned(length, choices.longest[self._index])
+        self._ledger = Ledger(
+            self.reference_s,
+            self._slowdown,
+            self._max_slowdown,
+            burst_s=owed * self.reference_s,
+            owed_s=max(0.0, self._upper_s),
+            last=self._blocks[0].last,
+            pause=_TUNING.pause,
+        )
+
+    def _choices(self, left: float) -> Choices:
+        """Return what is known of each value that may run next, where so many iterations at full
+        clocks may still be risked.
+        """
         mean = self._time.mean
-        # A curve in doubt counts as less well known.
+        error = self._time.error
+        # The less a value is known, the larger its share of full clocks, which compare with it; a
+        # curve in doubt counts as less well known.
         doubted = _TUNING.sure * error * (1.0 + self._time.doubt.max())
-        least = _TUNING.least_full
-        most = _TUNING.most_full
-        # The less a value is known, the larger its share of full clocks, which compare with it.
-        audits = [audited_share(each, self._aim - 1.0, least, most) for each in doubted.tolist()]
+        audits = [
+            audited_share(of_value, self._aim - 1.0, _TUNING.least_full, _TUNING.most_full)
+            for of_value in doubted.tolist()
+        ]
         # A block is so long that the next one at full clocks is its share of all.
         lengths = self._full_length * (1.0 / np.array(audits) - 1.0)
         # At most its error longer than expected, but no longer than the physical bound, unless it
         # is known to be.
         longest = np.exp(np.maximum(mean, np.minimum(mean + error, self._x)))
         # Credit may be spent over many iterations.
-        allowed = self._aim + max(0.0, left - _TUNING.risk) / np.maximum(_TUNING.spread, lengths)
-        # A value may be tried while it is not surely too slow.
+        credit = max(0.0, left - _TUNING.risk)
+        allowed = self._aim + credit / np.maximum(_TUNING.spread, lengths)
+        # A value may be tried while it is not surely too slow; even if it is as slow as its error
+        # allows, a block of it must not owe more than may be risked.
         may_be_fast = np.exp(mean - _TUNING.sure * error) <= allowed
-        # Doubt counts in a value's favour, so that what might be the best is measured.
-        least_cost = mean + self._power.mean - _TUNING.sure * np.hypot(error, self._power.error)
-        # Even if it is as slow as its error allows, a block of it must not owe more than may be
-        # risked.
-        is_possible = may_be_fast & (longest <= allowed + min(left, _TUNING.risk) / lengths)
+        may_be_risked = longest <= allowed + min(left, _TUNING.risk) / lengths
         # In debt, or before the power at full clocks is known, nothing is tried.
-        is_possible &= (left > 0.0) and (self._top_w is not None)
+        may_try = left > 0.0 and self._top_w is not None
+        is_possible = may_be_fast & may_be_risked & may_try
         is_possible[0] = True
-        self._index = index = int(np.argmin(np.where(is_possible, least_cost, np.inf)))
+        # Doubt counts in a value's favour, so that what might be the best is measured.
+        cost_error = np.hypot(error, self._power.error)
+        log_costs = mean + self._power.mean - _TUNING.sure * cost_error
+        return Choices(lengths, longest, log_costs, is_possible)
+
+    def _begin_full(self, left: float) -> float:
+        """Begin with one more block at full clocks, where so many iterations may still be risked;
+        return how many a rank may owe in it.
+        """
         self._length = self._full_length
-        owed = _TUNING.risk
-        if index == 0:
-            self._phase = "paying" if left <= 0.0 else "following"
-            # Full clocks follow on full clocks, so the comparison goes on with a new block.
-            last = self._blocks[-1].last
-            self._blocks.append(Block(0, last + 1, last))
-        else:
-            # The length is drawn, so that no period of the training always meets full clocks.
-            self._length = math.ceil(lengths[index] * self._random.uniform(0.5, 1.5))
-            # Noise and the planned slowdown are no debt, so ranks may owe them until the block is
-            # compared.
-            owed = self._owed(self._length, _TUNING.outlier)
-            owed += self._length * max(0.0, longest[index] - share)
-            self._phase = "following" if index in self._measured else "learning"
-        self._ledger = Ledger(
-            self.reference_s,
-            *self._limits,
-            owed * self.reference_s,
-            max(0.0, self._upper_s),
-            self._blocks[0].last,
-            pause=_TUNING.pause,
-        )
+        self._phase = "paying" if left <= 0.0 else "following"
+        # Full clocks follow on full clocks, so the comparison goes on with a new block.
+        last = self._blocks[-1].last
+        self._blocks.append(Block(0, last + 1, last))
+        return _TUNING.risk
+
+    def _begin_planned(self, mean_length: float, longest: float) -> float:
+        """Begin with a block at a planned value; return how many iterations at full clocks a rank
+        may owe in it.
+
+        Args:
+            mean_length: its iterations, in the mean.
+            longest: how long one may take, as a multiple of one at full clocks.
+        """
+        # The length is drawn, so that no period of the training always meets full clocks.
+        self._length = math.ceil(mean_length * self._random.uniform(0.5, 1.5))
+        self._phase = "following" if self._index in self._measured else "learning"
+        # Noise and the planned slowdown are no debt, so ranks may owe them until the block is
+        # compared.
+        allowed = self._slowdown + self._max_slowdown
+        owed = self._owed(self._length, _TUNING.outlier)
+        return owed + self._length * max(0.0, longest - allowed)
 
     @property
-    def best(self) -> tuple[int, float, float]:
+    def best(self) -> Best:
         """The value of least energy among those that are as fast as agreed, down to the lowest one
-        that was measured: its position, its time as a multiple, and the share of energy it saves.
+        that was measured.
         """
         # Only down to the lowest measured one, as the curve beyond it is a guess.
+        lowest = max(self._measured, default=0)
         times = np.exp(self._time.mean)
         costs = np.exp(self._time.mean + self._power.mean)
-        known = range(1, max(self._measured, default=0) + 1)
-        fast = [index for index in known if times[index] <= self._aim]
+        fast = [index for index in range(1, lowest + 1) if times[index] <= self._aim]
         best = min((0, *fast), key=lambda index: float(costs[index]))
-        return best, float(times[best]), 1.0 - float(costs[best])
+        return Best(best, float(times[best]), 1.0 - float(costs[best]))
 
     def wait_for(self, times_s: Sequence[float]) -> None:
         """Do nothing: all GPUs have one value, whichever of them waits for another."""

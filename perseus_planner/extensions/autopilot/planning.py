@@ -161,6 +161,27 @@ class Searcher:
         polished = anneal(problem, clock, goal, heat, clock[None], self._change)
         return polished, *self.replay(polished, costs)
 
+    def best_polished(
+        self,
+        starts: Sequence[Integers],
+        costs: Costs,
+        deadline_s: float,
+        random: np.random.Generator,
+    ) -> tuple[Integers, float]:
+        """Return the best of programs, each polished, and its joules, with a price on what it is
+        late.
+        """
+        # All starts have one seed, so that they differ by where they begin and not by chance.
+        seed = int(random.integers(2**31))
+        polished = [self.polish(start, costs, deadline_s, seed) for start in starts]
+        # Lateness has a price and not a limit, as no start may be in time.
+        worths_j = [
+            joules * (1 + LATE * max(0.0, time_s / deadline_s - 1))
+            for _, time_s, joules in polished
+        ]
+        best = worths_j.index(min(worths_j))
+        return polished[best][0], worths_j[best]
+
     def _usable(self, costs: Costs) -> NDArray[np.bool_]:
         """Return whether each rank may be planned on at each option: (ranks, options)."""
         finite = np.isfinite(costs.time_s)

@@ -54,6 +54,18 @@ class PlanTuning:
     target_growth: float = 1.6
 
     # Trials.
+    #: Options of a rank that are wanted while it is early, of those that the best plan might use,
+    #: and as many others.
+    early_wanted: int = 4
+    #: Later: options that the best plan might use.
+    late_hoped: int = 2
+    #: Later: other ones.
+    late_others: int = 1
+    #: One in so many ranks wants any in an iteration that is early by its number, although enough
+    #: rows may be planned on.
+    turn: int = 2
+    #: One in so many ranks wants any in later iterations.
+    late_turn: int = 8
     #: Each so many iterations a rank whose plan has no full clocks runs some computations at them,
     #: to compare lower ones with; half as often later.
     check: int = 4

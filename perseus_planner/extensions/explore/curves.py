@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -110,6 +110,16 @@ def measurements_of(phases: Phases, system: System, count: int = 0) -> tuple[Mea
     return tuple(Measurement(int(clock), time_s, energy_j) for clock, time_s, energy_j in rows)
 
 
+class BoundParts(NamedTuple):
+    """What bounds the energy of ranks with equal computations, counted twice, as without and with
+    the waits of their schedule: (2, ranks) each.
+    """
+
+    fixed_s: Floats  #: Seconds of an iteration in which the rank runs nothing that is counted
+    shared: Floats  #: Microbatches that share the rest of the time
+    slow: Floats  #: Microbatches that run while it waits, at their least energy
+
+
 @dataclass(frozen=True, eq=False)
 class Bound:
     """A lower bound on time and energy of iterations of a whole job."""
@@ -119,28 +129,42 @@ class Bound:
     blocking_w: float  #: Power of all of them while they wait
     #: The hull of computations that run one after the other; see `CurveMaker`.
     hull_of: Callable[[tuple[Phases, ...]], Floats]
-    #: By the computations of a microbatch, of the ranks that have them, without and with waits:
-    #: seconds in which each runs nothing, microbatches that share the rest of the time, others.
-    parts: Mapping[tuple[Phases, ...], NDArray[np.float64]]
+    #: By the computations of a microbatch, those of the ranks that have them.
+    parts: Mapping[tuple[Phases, ...], BoundParts]
 
     def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the least joules at each of `times_s`; infinite where that is too short."""
         # Floats of the least time may differ in the last bits.
-        enough = times_s >= self.least_s * (1 - 1e-9)
-        if not enough.any():
+        is_enough = times_s >= self.least_s * (1 - 1e-9)
+        if not is_enough.any():
             return np.full(len(times_s), np.inf)
         total_j = np.zeros(len(times_s))
-        # Ranks with equal computations have equal bounds, so each group is looked up once.
-        for computations, (fixed_s, counts, others) in self.parts.items():
-            spare_s, effective_j = self.hull_of(computations)
-            # What the pipeline leaves of the time is shared by the microbatches of the rank.
-            each_s = (times_s - fixed_s[..., np.newaxis]) / counts[..., np.newaxis]
-            each_j = np.interp(each_s, spare_s, effective_j) * counts[..., np.newaxis]
-            # Each of the two counts is a bound by itself, so the larger one holds.
-            total_j += (each_j + others[..., np.newaxis] * effective_j[-1]).max(0).sum(0)
+        # Ranks with equal computations have equal hulls, so each group is looked up once.
+        for computations, parts in self.parts.items():
+            total_j += self._above_waiting_j(computations, parts, times_s)
         # Energies are above waiting, which all GPUs draw for the whole time.
         energy_j = self.gpus_per_rank * total_j + self.blocking_w * times_s
-        return np.where(enough, energy_j, np.inf)
+        return np.where(is_enough, energy_j, np.inf)
+
+    def _above_waiting_j(
+        self, computations: tuple[Phases, ...], parts: BoundParts, times_s: Floats
+    ) -> Floats:
+        """Return the least joules above waiting of ranks with equal computations, on one GPU of
+        each, together: (times,).
+        """
+        hull_s, hull_j = self.hull_of(computations)
+        # Times are a third axis, behind the two counts and the ranks.
+        fixed_s = parts.fixed_s[..., np.newaxis]
+        shared = parts.shared[..., np.newaxis]
+        slow = parts.slow[..., np.newaxis]
+        # What the pipeline leaves of the time is shared evenly, which is best on a convex hull.
+        microbatch_s = (times_s - fixed_s) / shared
+        microbatch_j = np.interp(microbatch_s, hull_s, hull_j)
+        bounds_j = microbatch_j * shared + slow * hull_j[-1]
+        # Each of the two counts is a bound by itself, so the larger one holds.
+        of_ranks_j: Floats = bounds_j.max(axis=0)
+        total_j: Floats = of_ranks_j.sum(axis=0)
+        return total_j
 
 
 def _slopes(curve: Curve) -> NDArray[np.float64]:
@@ -151,6 +175,20 @@ def _slopes(curve: Curve) -> NDArray[np.float64]:
     if len(apart) == 0:
         return np.zeros(1)
     return np.asarray(np.diff(curve.energies_j)[apart] / np.diff(curve.times_s)[apart])
+
+
+def _least_j(curve: Curve, prices_w: Floats) -> Floats:
+    """Return the least of a curve's energy less the price of its time, at each price."""
+    least_j: Floats = np.min(curve.energies_j - prices_w[:, np.newaxis] * curve.times_s, axis=1)
+    return least_j
+
+
+def _alike_ranks(stages: Sequence[object], ranks: int) -> list[list[int]]:
+    """Return the ranks that have the same stages, together: these share one hull."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(ranks):
+        alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
+    return list(alike.values())
 
 
 class CurveMaker:
@@ -171,50 +209,91 @@ class CurveMaker:
         """Return a lower bound on the time of an iteration, and on the energy of the whole job."""
         job = candidate.job
         stages = job.stage_phases(self.system, candidate.times)
-        # Of which each has every so many-th stage
-        kinds = job.kinds
         ranks = job.ranks
+        microbatches = job.microbatches
         # A rank computes all its stages for every microbatch, at full clocks at best.
-        all_s = np.bincount(job.stage_ranks, self._top_s(stages, kinds))
-        forward_s, backward_s = (self._top_s(stages[:ranks], kind) for kind in "FB")
-        trip_s = self._top_s(stages[-ranks:], kinds[:2])
+        stages_s = self._top_s(stages, job.kinds)
+        microbatch_s = np.bincount(job.stage_ranks, stages_s).astype(float)
+        outside_s = self._outside_s(job, stages)
+        # What a rank runs while it waits is not counted in the rest of its time.
+        waits = self._waits(job)
+        waited_s = self._waited_s(job, stages, waits, microbatch_s)
+        without_waits_s = microbatches * microbatch_s
+        with_waits_s = waited_s + (microbatches - waits) * microbatch_s
+        least_s = outside_s + np.maximum(without_waits_s, with_waits_s)
+        none = np.zeros(ranks)
+        fixed_s = np.array([outside_s, outside_s + waited_s])
+        shared = np.array([none + microbatches, microbatches - waits])
+        slow = np.array([none, waits])
+        parts = {
+            self._computations(stages[some[0] :: ranks], job.kinds): BoundParts(
+                fixed_s[:, some], shared[:, some], slow[:, some]
+            )
+            for some in _alike_ranks(stages, ranks)
+        }
+        return Bound(
+            float(least_s.max()),
+            gpus_per_rank=job.gpus / ranks,
+            blocking_w=job.gpus * self._gpu.blocking_power_w,
+            hull_of=self._hull,
+            parts=parts,
+        )
+
+    def _outside_s(self, job: Configuration, stages: list[dict[str, Phases]]) -> Floats:
+        """Return the seconds of an iteration before the first and after the last computation of
+        each rank.
+        """
         hop_s = job.transfer_s(self.system)
-        count = job.microbatches
+        forward_s = self._top_s(stages[: job.ranks], "F")
         end_s = self.ends_s(job, stages)
         # After its last backward the ranks before it run one each, and then have an end of their
         # own.
-        if kinds == "FB":  # else gradients of weights may wait
+        if job.kinds == "FB":  # else gradients of weights may wait
+            backward_s = self._top_s(stages[: job.ranks], "B")
             back_s = np.cumsum(backward_s + hop_s) - backward_s - hop_s
             end_s = back_s + np.maximum.accumulate(end_s - back_s)
         # Before its first forward the ranks before it run one each.
-        fixed_s = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
-        after = np.arange(ranks)[::-1]
-        # Only of these two schedules it is known that ranks wait so.
-        waits = np.where(job.schedule in ("1f1b", "zb-h1") and count > after + 1, after, 0)
+        outside_s: Floats = end_s + np.cumsum(forward_s + hop_s) - forward_s - hop_s
+        return outside_s
+
+    def _waits(self, job: Configuration) -> NDArray[np.int64]:
+        """Return for how many microbatches each rank waits, twice: those of the ranks after it;
+        none where it is not known that ranks wait so.
+        """
+        after = np.arange(job.ranks)[::-1]
+        waits_so = job.schedule in ("1f1b", "zb-h1") and job.microbatches > after + 1
+        return np.where(waits_so, after, 0)
+
+    def _waited_s(
+        self,
+        job: Configuration,
+        stages: list[dict[str, Phases]],
+        waits: NDArray[np.int64],
+        microbatch_s: Floats,
+    ) -> Floats:
+        """Return the seconds of both waits of each rank, one of which may be filled.
+
+        Args:
+            job: The configuration.
+            stages: The computations of its stages.
+            waits: (ranks,) for how many microbatches each rank waits.
+            microbatch_s: (ranks,) seconds of all its computations of one.
+        """
+        # A forward and a backward on each rank after it, and a transfer before and after.
+        hop_s = job.transfer_s(self.system)
+        trip_s = self._top_s(stages[-job.ranks :], job.kinds[:2])
+        after = np.arange(job.ranks)[::-1]
         wait_s = (trip_s.sum() - np.cumsum(trip_s) + 2 * hop_s * after) * (waits > 0)
         # One of its two waits may be filled by the computations that it runs beside.
-        waited_s = wait_s + np.maximum(wait_s, waits * (all_s - forward_s))
-        least_s = fixed_s + np.maximum(count * all_s, waited_s + (count - waits) * all_s)
-        none = np.zeros(ranks)
-        parts = np.array(
-            [[fixed_s, fixed_s + waited_s], [none + count, count - waits], [none, waits]]
-        )
-        # Ranks of equal stages have one hull, so they are kept together.
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(ranks):
-            alike.setdefault(tuple(map(id, stages[rank::ranks])), []).append(rank)
-        return Bound(
-            float(least_s.max()),
-            job.gpus / ranks,
-            job.gpus * self._gpu.blocking_power_w,
-            self._hull,
-            {
-                tuple(phases[kind] for phases in stages[some[0] :: ranks] for kind in kinds): parts[
-                    ..., some
-                ]
-                for some in alike.values()
-            },
-        )
+        forward_s = self._top_s(stages[: job.ranks], "F")
+        beside_s = waits * (microbatch_s - forward_s)
+        waited_s: Floats = wait_s + np.maximum(wait_s, beside_s)
+        return waited_s
+
+    @staticmethod
+    def _computations(stages: Sequence[Mapping[str, Phases]], kinds: str) -> tuple[Phases, ...]:
+        """Return the computations of a microbatch on a rank with these stages."""
+        return tuple(phases[kind] for phases in stages for kind in kinds)
 
     def size(self, job: Configuration) -> int:
         """Return the number of computations that the exact curve takes."""
@@ -226,29 +305,27 @@ class CurveMaker:
         few = self._solved_counts(job)
         if len(few) == 1:
             return self._solved(candidate, job.microbatches)
-        first, second = (self._solved(candidate, count) for count in few)
-        # In many microbatches the least of energy - slope * time is linear in their number, at
-        # every slope.
-        # Slopes are the prices of time, at which both curves are read.
-        slopes = np.quantile(
-            np.concatenate([_slopes(first), _slopes(second)]), np.linspace(0, 1, _SLOPES)
-        )
-        # At each price, the least of energy minus price times time.
-        values = [
-            np.min(curve.energies_j - slopes[:, np.newaxis] * curve.times_s, axis=1)
-            for curve in (first, second)
-        ]
-        # Each further microbatch adds the same at every price.
-        more = (job.microbatches - few[0]) / (few[1] - few[0])
-        value = values[0] + more * (values[1] - values[0])
+        # In many microbatches the least of energy - price * time is linear in their number, at
+        # every price of time. So it is read off two curves, and carried on.
+        fewer = self._solved(candidate, few[0])
+        more = self._solved(candidate, few[1])
+        slopes = np.concatenate([_slopes(fewer), _slopes(more)])
+        prices_w = np.quantile(slopes, np.linspace(0, 1, _SLOPES))
+        fewer_j = _least_j(fewer, prices_w)
+        more_j = _least_j(more, prices_w)
+        steps = (job.microbatches - few[0]) / (few[1] - few[0])
+        least_j = fewer_j + steps * (more_j - fewer_j)
         # Ends of the curve grow with the microbatches as well.
-        ends_s = first.times_s[[0, -1]] + more * (second.times_s[[0, -1]] - first.times_s[[0, -1]])
-        # Equal slopes meet nowhere.
-        apart = np.diff(slopes) > 0
-        turns_s = (np.diff(-value)[apart] / np.diff(slopes)[apart]).clip(*ends_s)
-        times_s = np.unique([ends_s[0], *turns_s, ends_s[1]])
-        # Back from prices to times: the upper envelope of the lines.
-        return Curve(times_s, np.max(value + slopes * times_s[:, np.newaxis], axis=1))
+        fewer_ends_s = fewer.times_s[[0, -1]]
+        more_ends_s = more.times_s[[0, -1]]
+        ends_s = fewer_ends_s + steps * (more_ends_s - fewer_ends_s)
+        # Back from prices to times. Each price is a line below the curve, which turns where the
+        # lines of two prices meet; equal prices meet nowhere.
+        is_apart = np.diff(prices_w) > 0
+        turns_s = np.diff(-least_j)[is_apart] / np.diff(prices_w)[is_apart]
+        times_s = np.unique([ends_s[0], *turns_s.clip(*ends_s), ends_s[1]])
+        lines_j = least_j + prices_w * times_s[:, np.newaxis]
+        return Curve(times_s, lines_j.max(axis=1))
 
     def _solved_counts(self, job: Configuration) -> list[int]:
         """Return the microbatches of the iterations that are solved: the job's, or two smaller

@@ -272,7 +272,6 @@ class Taken:
     at_s: float  #: When the job reported it, seconds since the epoch.
 
 
-Name = TypeVar("Name")
 Value = TypeVar("Value")
 
 
@@ -702,9 +701,8 @@ class Together:
     measured: int  #: Those of them that send their power; that of the others is by their plans.
     silent: int  #: Jobs that are not heard of, which are left out.
     power_w: float  #: Watts of all their GPUs.
-    saves_w: (
-        float  #: Watts less than with all clocks at maximum, of the jobs that `compared` counts.
-    )
+    #: Watts less than with all clocks at maximum, of the jobs that `compared` counts.
+    saves_w: float
     compared: int  #: Jobs of which it is known what all clocks at maximum would draw.
     extra_w: float  #: Watts that they save beside stragglers, of those.
 

@@ -490,3 +490,32 @@ def test_a_mode_that_takes_twice_as_long_is_tried_within_the_ledger_and_left():
     times_s = [ran.time_s for ran in done.ran]
     assert sum(times_s) <= 1.005 * full_s * len(times_s) + 0.04 * full_s + max(times_s) - full_s
     assert saved(truth, done.programs[last_planned(done)][0]) > 4
+
+
+def test_a_pipeline_that_tries_no_mode_may_not_be_late_for_one_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What a mode may cost was given to the trials of all pipelines after the one that tried it."""
+    limits_s: dict[bool, list[float]] = {False: [], True: []}
+    of_iterations: list[dict[bool, list[float]]] = []
+    with_trials = Searcher.with_trials
+
+    def noted(search: Searcher, program: Any, limits: Any, wanted: Any, *given: Any) -> Any:
+        # Of two modes, odd options are in the second one, and option 1 is it at full clocks.
+        tries_mode = sorted(wanted) == [[]] * (len(wanted) - 1) + [[1]]
+        limits_s[tries_mode].append(limits[0][1])
+        return with_trials(search, program, limits, wanted, *given)
+
+    def begin(number: int, world: World) -> None:
+        of_iterations.append({tries: list(limits) for tries, limits in limits_s.items()})
+        limits_s[False].clear()
+        limits_s[True].clear()
+
+    monkeypatch.setattr(Searcher, "with_trials", noted)
+    train(nanobatched("computation"), 12, microbatches=8, pipelines=3, before=begin)
+    mixed = [limits for limits in of_iterations if limits[False] and limits[True]]
+    assert mixed
+    for limits in mixed:
+        # All pipelines have equal GPUs, so one limit holds for those that try clocks.
+        assert len(set(limits[False])) == 1
+        assert min(limits[True]) > limits[False][0]

@@ -219,7 +219,8 @@ class Batches:
             count: How many there are; None if the engine does not know.
             microbatches: Returns them; None if it does not show them.
         """
-        self._microbatches, asked = count, self._asked
+        self._microbatches = count
+        asked = self._asked
         count = None if self._is_whole else count
         if not self.leads:
             return
