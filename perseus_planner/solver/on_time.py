@@ -79,6 +79,7 @@ _EXPECTED = 4.9e-5
 _WAITS = 8  #: iterations of which is remembered what each place waits for (by hand)
 _SCALINGS = 20  #: rounds at most, to find the scale of times
 _SAME = 1e-13  #: relative
+_HAIR = 2e-13  #: relative: more than `_SAME` and the rounding of a sum of times
 
 
 class _Drawn(NamedTuple):
@@ -90,11 +91,13 @@ class _Drawn(NamedTuple):
     energy_j: Floats
 
 
-class _Faster(NamedTuple):
-    """The next faster operating point of a computation."""
+class _Late(NamedTuple):
+    """Cases in which a plan is late, of the draws and of iterations with jitter."""
 
-    clock_mhz: int
-    gain_s_per_j: float  #: of the time that it saves, for the effective energy that it costs
+    time_s: dict[Key, Floats]  #: (clocks, cases) seconds at each clock of the draws, without jitter
+    #: (computations, cases) how late the case is, times the jitter there, where the computation is
+    #: on its longest path; else 0
+    weight: Floats
 
 
 class _Move(NamedTuple):
@@ -418,7 +421,9 @@ class OnTimePlanner:
         """What expected times and energies are multiplied by for the baseline of measured rows."""
         if self.estimate is None:
             return 1.0, 1.0
-        wanted_s = self.curve.baseline_time_s
+        # A hair earlier: a search that adds up in another order must not find all clocks at maximum
+        # late for the baseline's own deadline.
+        wanted_s = self.curve.baseline_time_s * (1 - _HAIR)
         wanted_j = self.curve.baseline_energy_j
         overhead_s = self.curve.profile.overhead_s
         base = baseline(self.curve.dag.with_profile(self.estimate.mean))
@@ -509,7 +514,7 @@ class OnTimePlanner:
         for _ in range(_REPAIRS):
             if lateness(drawn) <= 0.0 or self._effective_j(drawn) >= most_j:
                 break
-            moves = faster(clocks, self._late_by(drawn, ratio))
+            moves = faster(clocks, self._late(drawn, ratio))
             if not moves:
                 break
             # A part of them at a time, as each faster clock may move the longest path elsewhere.
@@ -524,20 +529,32 @@ class OnTimePlanner:
                 drawn = self._replayed_plan(self._plan_of(drawn), margin)
         return drawn
 
-    def _faster_points(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
+    def _faster_points(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
         """Return the moves of single computations to their next faster operating point, as
         `_faster_segments` does.
         """
+        alike: dict[tuple[Key, int], list[int]] = {}
+        for place, point in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
+            alike.setdefault(point, []).append(place)
         moves = []
-        for place, (key, mhz) in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
-            faster = self._faster[key].get(mhz)
-            if faster is not None and late_by[place] > 0.0:
-                # Lateness that is reached, times seconds that a joule buys.
-                score = float(late_by[place]) * faster.gain_s_per_j
-                moves.append(_Move(score, (place,), faster.clock_mhz, place))
+        for (key, at_mhz), places in alike.items():
+            left = np.array(places)
+            # What is expected to be faster may be slower where the plan is late; full clocks are
+            # what lateness is counted from.
+            for to_mhz in self._faster[key].get(at_mhz, ()):
+                time_s = late.time_s[key]
+                less_s = time_s[self._draw_row[at_mhz]] - time_s[self._draw_row[to_mhz]]
+                cost_j = self._costs_j[key][to_mhz] - self._costs_j[key][at_mhz]
+                scores = late.weight[left] @ less_s / max(cost_j, _LEAST_J)
+                moves += [
+                    _Move(score, (place,), to_mhz, place)
+                    for place, score in zip(left.tolist(), scores.tolist(), strict=True)
+                    if score > 0.0
+                ]
+                left = left[scores <= 0.0]
         return _in_order(moves)
 
-    def _faster_segments(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
+    def _faster_segments(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
         """Return the moves that take lateness away, those first that cost the least energy for it.
 
         What gets a faster clock is a whole segment, in which a rank keeps its clock, or the
@@ -547,11 +564,10 @@ class OnTimePlanner:
 
         Args:
             clocks: of each computation, MHz.
-            late_by: see `_late_by`.
+            late: when the plan of these clocks is late.
         """
         iteration = self._mean.dag.iteration
         keys = iteration.keys
-        costs = self._costs
         moves = []
         for rank, program in enumerate(iteration.programs):
             # Fixed operations have no clock, and end no segment.
@@ -559,62 +575,83 @@ class OnTimePlanner:
             segments = _segments(own, clocks)
             for number, segment in enumerate(segments):
                 at_mhz = clocks[segment[0]]
-                common = set.intersection(*(set(costs[keys[place]]) for place in segment))
-                tried = [(segment, mhz) for mhz in sorted(common) if mhz > at_mhz]
+                of_keys = {keys[place] for place in segment}
+                common = set.intersection(*(set(self._costs_j[key]) for key in of_keys))
+                tried = [(segment, sorted(common))]
                 # The segments before and after it; iterations follow each other, so all have both.
                 if len(segments) > 1:
                     before = clocks[segments[number - 1][0]]
                     after = clocks[segments[(number + 1) % len(segments)][0]]
-                    ends = (([segment[0]], before), ([segment[-1]], after))
-                    tried += [(places, mhz) for places, mhz in ends if mhz > at_mhz]
-                is_found = False
-                for places, to_mhz in tried:
-                    # Of the clocks of the whole segment, the next one that is faster is enough.
-                    if is_found and places is segment:
-                        continue
-                    score = self._score(places, at_mhz, to_mhz, late_by)
-                    if score > 0.0:
-                        is_found = is_found or places is segment
-                        moves.append(_Move(score, tuple(places), to_mhz, rank))
+                    tried += [([segment[0]], [before]), ([segment[-1]], [after])]
+                # Of the clocks of the whole segment, the next one that is faster is enough.
+                for places, clocks_mhz in tried:
+                    faster = [mhz for mhz in clocks_mhz if mhz > at_mhz]
+                    moves += self._first_move(places, at_mhz, faster, late, rank)
         return _in_order(moves)
 
-    def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
-        """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
-        one of them has no such clock.
+    def _first_move(
+        self, places: Sequence[int], at_mhz: int, faster: Sequence[int], late: _Late, owner: int
+    ) -> list[_Move]:
+        """Return the move of places to the first of some faster clocks that takes lateness away, if
+        there is one.
         """
-        keys = self._mean.dag.iteration.keys
-        gain = 0.0
-        cost_j = 0.0
+        # Where a place is on no longest path, it takes none away.
+        if not late.weight[places].any():
+            return []
+        by_key: dict[Key, list[int]] = {}
         for place in places:
-            of_clock = self._costs[keys[place]]
-            if to_mhz not in of_clock:
-                return 0.0
-            gain += late_by[place] * (of_clock[at_mhz][0] - of_clock[to_mhz][0])
-            cost_j += of_clock[to_mhz][1] - of_clock[at_mhz][1]
-        return float(gain / max(cost_j, _LEAST_J))
+            by_key.setdefault(self._mean.dag.iteration.keys[place], []).append(place)
+        # Seconds at each clock, times lateness.
+        late_s = sum(
+            late.time_s[key] @ late.weight[of_key].sum(axis=0) for key, of_key in by_key.items()
+        )
+        for to_mhz in faster:
+            costs = [(self._costs_j[key], len(of_key)) for key, of_key in by_key.items()]
+            if any(to_mhz not in costs_j for costs_j, _ in costs):
+                continue
+            cost_j = sum(count * (costs_j[to_mhz] - costs_j[at_mhz]) for costs_j, count in costs)
+            gain = float(late_s[self._draw_row[at_mhz]] - late_s[self._draw_row[to_mhz]])
+            if gain > 0.0:
+                return [_Move(gain / max(cost_j, _LEAST_J), tuple(places), to_mhz, owner)]
+        return []
 
-    def _late_by(self, drawn: _Drawn, ratio: float) -> Floats:
-        """Return the lateness of all draws in which a place is on the longest path, for each place:
-        what a faster clock there may take away.
+    @cached_property
+    def _draw_row(self) -> dict[int, int]:
+        """Clock -> its row in the draws."""
+        return {clock: row for row, clock in enumerate(self._draws.clocks_mhz)}
+
+    def _late(self, drawn: _Drawn, ratio: float) -> _Late:
+        """Return the cases in which a plan is later than `ratio` times the baseline, the worst ones
+        of the draws and all with jitter.
         """
         dag = self._mean.dag
         iteration = dag.iteration
         clocks = drawn.clocks_mhz
         # How late each draw is; the worst ones stand for all, as each is replayed again.
         excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
-        latest = np.argsort(-excess, kind="stable")[:_LATEST]
-        latest = latest[excess[latest] > 0.0]
-        durations = _durations(dag, clocks, self._draws, latest)
-        late_by: Floats = _on_longest_path(iteration, durations) @ excess[latest]
+        cases = np.argsort(-excess, kind="stable")[:_LATEST]
+        cases = cases[excess[cases] > 0.0]
+        durations = _durations(dag, clocks, self._draws, cases)
+        weight = _on_longest_path(iteration, durations)[: len(clocks)] * excess[cases]
         if self._jitter is not None:
-            # What is late with jitter alone is late in iterations that have their own longest
-            # path, and not in the draws that are the latest by their rows.
+            # What is late with jitter alone is late in iterations that have their own longest path,
+            # and not in the draws that are the latest by their rows.
             durations = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
             _, with_s = _replayed(iteration, durations)
             with_s += dag.profile.overhead_s
             excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-            late_by += _on_longest_path(iteration, durations) @ excess
-        return late_by
+            on_path = _on_longest_path(iteration, durations)[: len(clocks)]
+            weight = np.concatenate([weight, on_path * excess * self._jitter], axis=1)
+            cases = np.concatenate([cases, self._jittered])
+        time_s = {key: self._draws.time_s[key] for key in set(iteration.keys)}
+        return _Late(
+            {
+                # Exact rows have one draw that holds for all cases.
+                key: rows[:, cases] if rows.shape[1] > 1 else np.repeat(rows, len(cases), axis=1)
+                for key, rows in time_s.items()
+            },
+            weight,
+        )
 
     def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
         """Return the best plan found with one clock for each rank, by local search on the draws.
@@ -711,52 +748,33 @@ class OnTimePlanner:
         return options
 
     @cached_property
-    def _costs(self) -> dict[Key, dict[int, tuple[float, float]]]:
-        """(stage, kind) -> clock -> seconds and effective joules of the expected rows."""
+    def _costs_j(self) -> dict[Key, dict[int, float]]:
+        """(stage, kind) -> clock -> effective joules of the expected rows."""
         profile = self._mean.profile
         return {
             key: {
-                row.clock_mhz: (
-                    row.time_s,
-                    row.energy_j - profile.blocking_w(key.stage) * row.time_s,
-                )
+                row.clock_mhz: row.energy_j - profile.blocking_w(key.stage) * row.time_s
                 for row in profile.measurements[key]
             }
             for key in set(self._mean.dag.iteration.keys)
         }
 
     @cached_property
-    def _faster(self) -> dict[Key, dict[int, _Faster]]:
-        """(stage, kind) -> clock -> the next faster operating point, for clocks that have one that
-        is at most the top clock.
+    def _faster(self) -> dict[Key, dict[int, tuple[int, ...]]]:
+        """(stage, kind) -> clock below the top clock -> the next faster operating point, if there
+        is one, and the top clock.
         """
-        steps: dict[Key, dict[int, _Faster]] = {}
+        steps: dict[Key, dict[int, tuple[int, ...]]] = {}
         for key in set(self._mean.dag.iteration.keys):
-            rows = self._mean.profile.measurements[key]
+            top, *rows = self._mean.profile.measurements[key]
             points = self._mean.dag.points[key]
-            top = rows[0]
-            waiting_w = self._mean.profile.blocking_w(key.stage)
-            # Effective joules of every row, operating point or not.
-            own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
             steps[key] = {}
-            for row in rows[1:]:
+            for row in rows:
                 quicker = [point for point in points if point.time_s < row.time_s * (1 - _SAME)]
-                if quicker:
-                    # The slowest of the faster points is the smallest step.
-                    time_s, effective_j, mhz = max(
-                        (point.time_s, point.effective_j, point.clock_mhz) for point in quicker
-                    )
-                # The top clock need not be an operating point, but all clocks at maximum must stay
-                # in reach.
-                elif top.time_s <= row.time_s:
-                    time_s = top.time_s
-                    effective_j = own_j[top.clock_mhz]
-                    mhz = top.clock_mhz
-                else:
-                    continue
-                # A step may cost nothing: its gain is finite all the same.
-                cost_j = max(effective_j - own_j[row.clock_mhz], _LEAST_J)
-                steps[key][row.clock_mhz] = _Faster(mhz, (row.time_s - time_s) / cost_j)
+                # The slowest of the faster points is the smallest step. The top clock need not be
+                # an operating point, but all clocks at maximum must stay in reach.
+                step = [max(quicker, key=lambda point: point.time_s).clock_mhz] if quicker else []
+                steps[key][row.clock_mhz] = (*step, top.clock_mhz)
         return steps
 
     def _replayed(self, clocks_mhz: list[int], margin: float | None) -> _Drawn:
