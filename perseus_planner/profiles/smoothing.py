@@ -446,20 +446,20 @@ def _drift(scales: Scales, apart: Floats) -> Floats:
 
 def _with_noise(drift: Floats, scales: Scales, variance: Floats) -> Floats:
     """Return the (k, k) covariance of the drift and the noise of points."""
-    covariance = drift.copy()
+    covariance: Floats = drift.copy()
     _add_to_diagonal(covariance, scales.noise**2 * variance)
     return covariance
 
 
 def _add_to_diagonal(matrix: Floats, added: Floats | float) -> None:
     """Add numbers to the diagonal of a matrix that lies in one piece."""
-    matrix.reshape(-1)[:: len(matrix) + 1] += added
+    diagonal = matrix.reshape(-1)[:: len(matrix) + 1]
+    np.add(diagonal, added, out=diagonal)
 
 
 def _root(covariance: Floats) -> Floats:
     """Return the Cholesky factor."""
     # Rounding may leave the covariance of a smooth curve a little below 0.
     positive = covariance.copy()
-    _add_to_diagonal(positive, _JITTER * np.trace(covariance))
-    root: Floats = np.linalg.cholesky(positive)
-    return root
+    _add_to_diagonal(positive, float(_JITTER * np.trace(covariance)))
+    return np.asarray(np.linalg.cholesky(positive), dtype=np.float64)

@@ -395,6 +395,8 @@ class OnTimePlanner:
         """All clocks at their maximum."""
         rows = self._mean.profile.measurements
         clocks = [rows[key][0].clock_mhz for key in self._mean.dag.iteration.keys]
+        if self.curve.profile.clock_change is None:
+            return self._replayed(clocks, None)
         return self._replayed_plan(self.mean_planner.plan_of(clocks, None), None)
 
     @property
