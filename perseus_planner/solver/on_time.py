@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpu
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.drawn_replay import DrawnReplay
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
-    from perseus_planner.schedules.iteration import Iteration
     from perseus_planner.solver.network import Integers
 
 _DRAWS = 500
@@ -76,7 +75,6 @@ _ROUNDING = 1e-9
 # No draw is faster than all clocks at maximum, so a mean of exactly 1 would allow no draw that is
 # slower. A mean that is 1.0000 in the digits that are printed does.
 _EXPECTED = 4.9e-5
-_WAITS = 8  #: iterations of which is remembered what each place waits for (by hand)
 _SCALINGS = 20  #: rounds at most, to find the scale of times
 _SAME = 1e-13  #: relative
 _HAIR = 2e-13  #: relative: more than `_SAME` and the rounding of a sum of times
@@ -368,39 +366,40 @@ class OnTimePlanner:
         return jitter.draw(rank_of, _ITERATIONS) if jitter else None
 
     @cached_property
-    def _jittered(self) -> Integers:
-        """The draw of each iteration with jitter, as `replay_draws` takes them."""
-        assert self._jitter is not None
-        draws = max(row.shape[-1] for row in self._draws.time_s.values())
-        numbers: Integers = np.arange(self._jitter.shape[1]) % draws
-        return numbers
+    def _replay(self) -> DrawnReplay:
+        """The iteration under the draws."""
+        return DrawnReplay(self._mean.dag, self._draws, self._jitter)
+
+    @cached_property
+    def _baseline_replay(self) -> DrawnReplay:
+        """The iteration that savings are compared with, under the draws."""
+        dag = self._mean.dag
+        if dag.base in (None, dag.iteration):
+            return self._replay
+        return DrawnReplay(PipelineDag(dag.profile, dag.base, dag.base), self._draws, self._jitter)
 
     @cached_property
     def _jittered_baseline_s(self) -> Floats:
         """Seconds of each iteration with jitter, with all clocks at their maximum."""
-        dag = self._mean.dag
-        base = PipelineDag(dag.profile, dag.base or dag.iteration, dag.base or dag.iteration)
-        clocks = self._baseline.clocks_mhz
-        durations = _durations(base, clocks, self._draws, self._jittered, self._jitter)
-        _, seconds = _replayed(base.iteration, durations)
-        seconds += dag.profile.overhead_s
-        return seconds
+        seconds = self._baseline_replay.jittered_s(self._baseline.clocks_mhz)
+        return seconds + self._mean.profile.overhead_s
 
     @cached_property
     def _baseline(self) -> _Drawn:
         """All clocks at their maximum, in the modes that savings are compared with."""
-        dag = self._mean.dag
-        if dag.base in (None, dag.iteration):
+        replay = self._baseline_replay
+        if replay is self._replay:
             return self._at_maximum
-        base = PipelineDag(dag.profile, dag.base, dag.base)
-        clocks = [row.clock_mhz for row in base.baseline_measurements()]
-        return _Drawn(clocks, None, *replay_draws(base, clocks, self._draws, self._jitter))
+        clocks = [row.clock_mhz for row in replay.dag.baseline_measurements()]
+        return _Drawn(clocks, None, *replay.replay(clocks))
 
     @cached_property
     def _at_maximum(self) -> _Drawn:
         """All clocks at their maximum."""
         rows = self._mean.profile.measurements
         clocks = [rows[key][0].clock_mhz for key in self._mean.dag.iteration.keys]
+        if self.curve.profile.clock_change is None:
+            return self._replayed(clocks, None)
         return self._replayed_plan(self.mean_planner.plan_of(clocks, None), None)
 
     @property
@@ -517,9 +516,8 @@ class OnTimePlanner:
             moves = faster(clocks, self._late(drawn, ratio))
             if not moves:
                 break
-            # A part of them at a time, as each faster clock may move the longest path elsewhere.
             moved = set[int]()
-            for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
+            for move in moves:
                 if move.owner not in moved:
                     moved.add(move.owner)
                     for place in move.places:
@@ -530,32 +528,35 @@ class OnTimePlanner:
         return drawn
 
     def _faster_points(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
-        """Return the moves of single computations to their next faster operating point, as
-        `_faster_segments` does.
+        """Return the moves of a round, of single computations to their next faster operating
+        point, as `_faster_segments` does.
         """
-        alike: dict[tuple[Key, int], list[int]] = {}
-        for place, point in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
-            alike.setdefault(point, []).append(place)
-        moves = []
-        for (key, at_mhz), places in alike.items():
-            left = np.array(places)
+        numbers = self._replay.numbers(clocks)
+        by_number = np.argsort(numbers, kind="stable")
+        ends = np.flatnonzero(np.diff(numbers[by_number])) + 1
+        scores = np.zeros(len(numbers))
+        to_mhz = np.zeros(len(numbers), dtype=np.int64)
+        # Computations of one point have one next faster point.
+        for places in np.split(by_number, ends):
+            key = self._mean.dag.iteration.keys[places[0]]
+            at_mhz = clocks[places[0]]
+            time_s = late.time_s[key]
+            left = places
             # What is expected to be faster may be slower where the plan is late; full clocks are
             # what lateness is counted from.
-            for to_mhz in self._faster[key].get(at_mhz, ()):
-                time_s = late.time_s[key]
-                less_s = time_s[self._draw_row[at_mhz]] - time_s[self._draw_row[to_mhz]]
-                cost_j = self._costs_j[key][to_mhz] - self._costs_j[key][at_mhz]
-                scores = late.weight[left] @ less_s / max(cost_j, _LEAST_J)
-                moves += [
-                    _Move(score, (place,), to_mhz, place)
-                    for place, score in zip(left.tolist(), scores.tolist(), strict=True)
-                    if score > 0.0
-                ]
-                left = left[scores <= 0.0]
-        return _in_order(moves)
+            for mhz in self._faster[key].get(at_mhz, ()):
+                less_s = time_s[self._draw_row[at_mhz]] - time_s[self._draw_row[mhz]]
+                cost_j = self._costs_j[key][mhz] - self._costs_j[key][at_mhz]
+                scores[left] = late.weight[left] @ less_s / max(cost_j, _LEAST_J)
+                to_mhz[left] = mhz
+                left = left[scores[left] <= 0.0]
+        # Places rise, and break ties.
+        order = np.argsort(-scores, kind="stable")[: _in_a_round(int((scores > 0.0).sum()))]
+        return [_Move(scores[place], (place,), to_mhz[place], place) for place in order.tolist()]
 
     def _faster_segments(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
-        """Return the moves that take lateness away, those first that cost the least energy for it.
+        """Return the moves of a round: of those that take lateness away the part that cost the
+        least energy for it, these first.
 
         What gets a faster clock is a whole segment, in which a rank keeps its clock, or the
         computation at one end of it, which joins the segment beside it. Two such moves of a rank
@@ -587,7 +588,7 @@ class OnTimePlanner:
                 for places, clocks_mhz in tried:
                     faster = [mhz for mhz in clocks_mhz if mhz > at_mhz]
                     moves += self._first_move(places, at_mhz, faster, late, rank)
-        return _in_order(moves)
+        return _in_order(moves)[: _in_a_round(len(moves))]
 
     def _first_move(
         self, places: Sequence[int], at_mhz: int, faster: Sequence[int], late: _Late, owner: int
@@ -624,34 +625,29 @@ class OnTimePlanner:
         """Return the cases in which a plan is later than `ratio` times the baseline, the worst ones
         of the draws and all with jitter.
         """
-        dag = self._mean.dag
-        iteration = dag.iteration
         clocks = drawn.clocks_mhz
         # How late each draw is; the worst ones stand for all, as each is replayed again.
         excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
         cases = np.argsort(-excess, kind="stable")[:_LATEST]
         cases = cases[excess[cases] > 0.0]
-        durations = _durations(dag, clocks, self._draws, cases)
-        weight = _on_longest_path(iteration, durations)[: len(clocks)] * excess[cases]
+        on_path = self._replay.longest_paths(clocks, cases).on_path[: len(clocks)]
+        weight = on_path * excess[cases]
         if self._jitter is not None:
             # What is late with jitter alone is late in iterations that have their own longest path,
             # and not in the draws that are the latest by their rows.
-            durations = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
-            _, with_s = _replayed(iteration, durations)
-            with_s += dag.profile.overhead_s
+            paths = self._replay.longest_paths(clocks)
+            with_s = paths.time_s + self._mean.profile.overhead_s
             excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-            on_path = _on_longest_path(iteration, durations)[: len(clocks)]
-            weight = np.concatenate([weight, on_path * excess * self._jitter], axis=1)
-            cases = np.concatenate([cases, self._jittered])
-        time_s = {key: self._draws.time_s[key] for key in set(iteration.keys)}
-        return _Late(
-            {
-                # Exact rows have one draw that holds for all cases.
-                key: rows[:, cases] if rows.shape[1] > 1 else np.repeat(rows, len(cases), axis=1)
-                for key, rows in time_s.items()
-            },
-            weight,
-        )
+            jittered = paths.on_path[: len(clocks)] * excess * self._jitter
+            weight = np.concatenate([weight, jittered], axis=1)
+            cases = np.concatenate([cases, self._replay.jittered_draws])
+        return _Late({key: self._case_s(key, cases) for key in self._replay.keys}, weight)
+
+    def _case_s(self, key: Key, cases: Integers) -> Floats:
+        """Return the (clocks, cases) seconds that a computation takes in some draws."""
+        rows = self._draws.time_s[key]
+        # Exact rows have one draw that holds for all cases.
+        return rows[:, cases] if rows.shape[1] > 1 else np.repeat(rows, len(cases), axis=1)
 
     def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
         """Return the best plan found with one clock for each rank, by local search on the draws.
@@ -779,11 +775,7 @@ class OnTimePlanner:
 
     def _replayed(self, clocks_mhz: list[int], margin: float | None) -> _Drawn:
         """Return the replays of these clocks, as if clock changes cost nothing."""
-        return _Drawn(
-            clocks_mhz,
-            margin,
-            *replay_draws(self._mean.dag, clocks_mhz, self._draws, self._jitter),
-        )
+        return _Drawn(clocks_mhz, margin, *self._replay.replay(clocks_mhz))
 
     def _replayed_plan(self, plan: Plan, margin: float | None) -> _Drawn:
         """Return the replays of a plan's clocks.
@@ -889,6 +881,13 @@ def _limit_of(ratio: float, tolerance: float) -> float:
     return ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
 
 
+def _in_a_round(moves: int) -> int:
+    """Return how many of some moves a round makes: a part of them at a time, as each faster clock
+    may move the longest path elsewhere.
+    """
+    return math.ceil(moves * _AT_ONCE)
+
+
 def _in_order(moves: list[_Move]) -> list[_Move]:
     """Return the moves, the best first; places break ties, so that equal input gives an equal
     plan.
@@ -918,151 +917,3 @@ def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:
     # The model's own doubt is independent of the draws', so both add as squares.
     low, high = (math.hypot(wider * end, _LEAST_DOUBT * unit) for end in ends.tolist())
     return Interval(mean, mean - low, mean + high)
-
-
-def replay_draws(
-    dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws, jitter: Floats | None = None
-) -> tuple[Floats, Floats]:
-    """Return the (draws,) seconds of an iteration, and its joules over all GPUs, waiting included.
-
-    Clock changes take no time.
-
-    Args:
-        dag: the iteration.
-        clocks_mhz: the clock of each computation, by its place in `dag.computations`.
-        draws: of the profile's computations.
-        jitter: (computations, m) how many times as long they take in m iterations of a run. The
-            seconds are the mean of such iterations then.
-    """
-    iteration = dag.iteration
-    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
-    effective_j: Floats = np.zeros(1)
-    # Energy is a sum over rows, so equal ones are counted, not repeated.
-    for (key, i), count in Counter(points).items():
-        waiting_j = dag.profile.blocking_w(key.stage) * draws.time_s[key][i]
-        effective_j = effective_j + count * (draws.energy_j[key][i] - waiting_j)
-    for operation in iteration.operations:
-        if operation.energy_j is not None:
-            # An operation without energies of its own draws what waiting draws, which is in the
-            # total.
-            effective_j += (
-                operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
-            )
-    count = max((row.shape[-1] for row in draws.time_s.values()), default=1)
-    _, time_s = _replayed(iteration, _durations(dag, clocks_mhz, draws, np.arange(count)))
-    if jitter is not None:
-        # Jitter has fewer iterations than there are draws, so it enters as one factor: the mean
-        # with it over the mean without it, both of the same draws.
-        some = np.arange(min(count, jitter.shape[1]))
-        jittered_s = _durations(dag, clocks_mhz, draws, np.arange(jitter.shape[1]) % count, jitter)
-        _, with_s = _replayed(iteration, jittered_s)
-        time_s *= np.mean(with_s) / np.mean(time_s[some])
-    time_s += dag.profile.overhead_s
-    return time_s, effective_j + dag.waiting_w * time_s
-
-
-class _Durations(NamedTuple):
-    """How long each place takes in some cases; few of the rows differ."""
-
-    row_s: Floats  #: (rows, cases) seconds
-    row: Integers  #: (places,) which of the rows each place is
-
-
-def _durations(
-    dag: PipelineDag,
-    clocks_mhz: Sequence[int],
-    draws: Draws,
-    cases: Integers,
-    jitter: Floats | None = None,
-) -> _Durations:
-    """Return how long each computation and operation takes in some cases.
-
-    Args:
-        dag: the iteration.
-        clocks_mhz: the clock of each computation.
-        draws: of the profile's computations.
-        cases: which draws.
-        jitter: (computations, cases) how many times as long they take.
-    """
-    iteration = dag.iteration
-    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    points = list(zip(iteration.keys, clocks_mhz, strict=True))
-    numbers = {point: number for number, point in enumerate(dict.fromkeys(points))}
-    row_s = np.empty((len(numbers) + len(iteration.operations), len(cases)))
-    for (key, mhz), number in numbers.items():
-        row = draws.time_s[key][index[mhz]]
-        # Exact rows have one draw that holds for all cases.
-        row_s[number] = row[cases] if len(row) > 1 else row[0]
-    for number, operation in enumerate(iteration.operations, len(numbers)):
-        row_s[number] = operation.time_s
-    of_place = np.array(
-        [*(numbers[point] for point in points), *range(len(numbers), len(row_s))], dtype=np.int64
-    )
-    if jitter is None:
-        return _Durations(row_s, of_place)
-    # With jitter every computation takes its own time.
-    each_s = row_s[of_place]
-    each_s[: len(points)] *= jitter
-    return _Durations(each_s, np.arange(len(each_s), dtype=np.int64))
-
-
-class _Waits(NamedTuple):
-    """What each place of an iteration waits for, as its kernels take it."""
-
-    order: Integers  #: (n,) the places, each after all that it waits for
-    before_start: Integers  #: (n + 1,) where those of each place begin in `before`
-    before: Integers  #: the places that are waited for
-    before_lag_s: Floats  #: how long after these have ended, seconds
-
-
-@lru_cache(maxsize=_WAITS)
-def _waits(iteration: Iteration) -> _Waits:
-    """Return what each place waits for."""
-    counts = [len(waited) for waited in iteration.waits]
-    pairs = [pair for waited in iteration.waits for pair in waited]
-    return _Waits(
-        np.array(iteration.order, dtype=np.int64),
-        np.array([0, *np.cumsum(counts)], dtype=np.int64),
-        np.array([place for place, _ in pairs], dtype=np.int64),
-        np.array([lag_s for _, lag_s in pairs], dtype=np.float64),
-    )
-
-
-@kernel("end_s", "latest_s")
-def replay_all(
-    waits: _Waits, row_s: Floats, row: Integers, draws: int, end_s: Floats, latest_s: Floats
-) -> None:
-    """Write when each place ends in each draw to `end_s`, and when all have ended to `latest_s`,
-    (draws,), given `_Durations`.
-    """
-    raise NotImplementedError
-
-
-@kernel("on_path")
-def mark_longest(
-    waits: _Waits, end_s: Floats, latest_s: Floats, draws: int, on_path: Floats
-) -> None:
-    """Write to `on_path`, which holds zeros, 1 where a place is on the longest path of a draw,
-    given what `replay_all` wrote.
-    """
-    raise NotImplementedError
-
-
-def _replayed(iteration: Iteration, durations: _Durations) -> tuple[Floats, Floats]:
-    """Return the (places, draws) seconds at which each place ends, and the (draws,) seconds until
-    all have.
-    """
-    draws = durations.row_s.shape[1]
-    end_s = np.empty((len(durations.row), draws))
-    latest_s = np.empty(draws)
-    replay_all(_waits(iteration), *durations, draws, end_s, latest_s)
-    return end_s, latest_s
-
-
-def _on_longest_path(iteration: Iteration, durations: _Durations) -> Floats:
-    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0."""
-    end_s, latest_s = _replayed(iteration, durations)
-    on_path = np.zeros_like(end_s)
-    mark_longest(_waits(iteration), end_s, latest_s, len(latest_s), on_path)
-    return on_path

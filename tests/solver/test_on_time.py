@@ -29,8 +29,9 @@ from perseus_planner.profiles.estimation import Draws, exact_draws
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
+from perseus_planner.solver.drawn_replay import DrawnReplay
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.on_time import _segments, replay_draws
+from perseus_planner.solver.on_time import _segments
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
@@ -64,9 +65,8 @@ def time_ratio(plan: Plan, draws: Draws, longer: np.ndarray | None = None) -> np
     """Return the plan's time under each draw, over that with all clocks at maximum."""
     dag = truth(0).dag
     top = [row.clock_mhz for row in dag.baseline_measurements()]
-    plan_s, top_s = (
-        replay_draws(dag, clocks, draws, longer)[0] for clocks in ([*plan.clocks.values()], top)
-    )
+    replay = DrawnReplay(dag, draws, longer)
+    plan_s, top_s = (replay.replay(clocks)[0] for clocks in ([*plan.clocks.values()], top))
     return plan_s / top_s
 
 
@@ -245,11 +245,9 @@ def test_solve_and_plan_have_one_baseline():
     assert base == (frontier.baseline_time_s, frontier.baseline_energy_j)
     assert plan.deadline_s == 1.02 * frontier.baseline_time_s
     assert plan.on_time is not None
-    expected = replay_draws(
-        frontier.dag.with_profile(frontier.profile.estimated().mean),
-        [row.clock_mhz for row in frontier.dag.baseline_measurements()],
-        exact_draws(frontier.profile.estimated().mean.measurements),
-    )[0]
+    mean = frontier.profile.estimated().mean
+    replay = DrawnReplay(frontier.dag.with_profile(mean), exact_draws(mean.measurements))
+    expected = replay.replay([row.clock_mhz for row in frontier.dag.baseline_measurements()])[0]
     assert plan.on_time.time_scale * expected[0] == pytest.approx(base[0], rel=1e-9)
 
 
