@@ -39,11 +39,14 @@ from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
 from perseus_planner.solver.drawn_replay import DrawnReplay
+from perseus_planner.solver.exchanges import Path, Replay, exchange
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
 
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.estimation import Estimate
@@ -156,7 +159,7 @@ class OnTimePlanner:
         )
 
         def is_on_time(drawn: _Drawn) -> bool:
-            return lateness(drawn) <= 0.0
+            return bool(lateness(drawn.time_s) <= 0.0)
 
         in_segments = max_changes is not None or self.curve.profile.clock_change is not None
         step = _step_of(ratio) if in_segments else _Step(ratio, ratio)
@@ -172,6 +175,18 @@ class OnTimePlanner:
                 tried.append(repaired)
 
         if in_segments:
+            made = self._made_within(step.end, probability, tolerance, max_changes)
+            # Plans of one clock for each rank are the same in all budgets, and come first: their
+            # search must not depend on what a larger budget finds.
+            changes = [self._changes(drawn.clocks_mhz) for drawn in made]
+            # The fewer clocks there are, the more one of them is worth: these are searched for each
+            # deadline.
+            if step.end != ratio:
+                tried.append(self._steady(lateness))
+            repair(drawn for drawn, count in zip(made, changes, strict=True) if count == 0)
+            start = min(filter(is_on_time, tried), key=self._effective_j, default=None)
+            if start is not None:
+                tried.append(self._exchanged(start, lateness))
             # Between two deadlines of the series the plan for the earlier one is a candidate.
             if step.end != ratio:
                 with suppress(InfeasibleDeadline):
@@ -179,11 +194,7 @@ class OnTimePlanner:
                     plan = self.plan(earlier_s, probability, tolerance, max_changes)
                     margin = None if plan.on_time is None else plan.on_time.margin
                     tried.append(self._replayed_plan(plan, margin))
-                # The fewer clocks there are, the more one of them is worth: these are searched for
-                # each deadline.
-                tried.append(self._steady(lateness))
-            made = self._made_within(step.end, probability, tolerance, max_changes)
-            repair(made)
+            repair(drawn for drawn, count in zip(made, changes, strict=True) if count > 0)
         else:
             # Rough plans with a few margins are repaired; the best margin gets all effort once.
             made = self._made(deadline_s, _MARGINS, is_rough=True)
@@ -199,7 +210,7 @@ class OnTimePlanner:
             unsafe = self._repaired(
                 unsafe,
                 step.begin,
-                lambda drawn: self._expected_ratio(drawn) / ratio - _EXPECTED - 1,
+                lambda time_s: self._expected_ratio(time_s) / ratio - _EXPECTED - 1,
                 math.inf,
                 in_segments=in_segments,
             )
@@ -208,7 +219,8 @@ class OnTimePlanner:
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
         if not on_time:
             # The refusal names the least time that any of these plans keeps.
-            least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
+            ratios = (self._likely_ratio(drawn.time_s, probability) for drawn in tried)
+            least = float(min(ratios, default=1.0))
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
         safety_j = float(np.mean(best.energy_j - unsafe.energy_j))
@@ -285,14 +297,17 @@ class OnTimePlanner:
         return max((count for count in counts if count > 1), default=0)
 
     def _lateness(
-        self, drawn: _Drawn, *, ratio: float, probability: float, tolerance: float
-    ) -> float:
-        """Return how late a plan is, at most 0 if it is on time: the worse of its likely time
-        against the limit and its mean against the deadline itself, of which what is expected takes
-        no tolerance.
+        self, time_s: Floats, *, ratio: float, probability: float, tolerance: float
+    ) -> Floats:
+        """Return how late plans of (..., draws) seconds are, (...,), at most 0 for one that is on
+        time: the worse of its likely time against the limit and its mean against the deadline
+        itself, of which what is expected takes no tolerance.
         """
-        likely = self._likely_ratio(drawn, probability) / _limit_of(ratio, tolerance) - _ROUNDING
-        return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
+        limit = _limit_of(ratio, tolerance)
+        likely = self._likely_ratio(time_s, probability) / limit - _ROUNDING
+        expected = self._expected_ratio(time_s) / ratio - _EXPECTED
+        late: Floats = np.maximum(likely, expected) - 1
+        return late
 
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
@@ -487,7 +502,7 @@ class OnTimePlanner:
         self,
         drawn: _Drawn,
         ratio: float,
-        lateness: Callable[[_Drawn], float],
+        lateness: Callable[[Floats], Floats],
         most_j: float,
         *,
         in_segments: bool,
@@ -503,7 +518,7 @@ class OnTimePlanner:
         Args:
             drawn: the plan.
             ratio: over the baseline; draws count by how much later than this they are.
-            lateness: how late a plan is; at most 0 if it is on time.
+            lateness: how late a plan of such seconds is; at most 0 if it is on time.
             most_j: effective energy from which on a plan is not worth more repairs, joules.
             in_segments: whether whole clock segments get faster, which adds no clock change.
         """
@@ -511,7 +526,7 @@ class OnTimePlanner:
         clocks = list(drawn.clocks_mhz)
         margin = drawn.margin
         for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0 or self._effective_j(drawn) >= most_j:
+            if lateness(drawn.time_s) <= 0.0 or self._effective_j(drawn) >= most_j:
                 break
             moves = faster(clocks, self._late(drawn, ratio))
             if not moves:
@@ -649,7 +664,7 @@ class OnTimePlanner:
         # Exact rows have one draw that holds for all cases.
         return rows[:, cases] if rows.shape[1] > 1 else np.repeat(rows, len(cases), axis=1)
 
-    def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
+    def _steady(self, lateness: Callable[[Floats], Floats]) -> _Drawn:
         """Return the best plan found with one clock for each rank, by local search on the draws.
 
         It begins with the slowest common pace that is on time, and with all clocks at their
@@ -669,7 +684,7 @@ class OnTimePlanner:
             """Return the last number that is on time, where `low` is, by halving."""
             while low < high:
                 middle = (low + high + 1) // 2
-                if lateness(drawn_of(chosen_of(middle))) <= 0.0:
+                if lateness(drawn_of(chosen_of(middle)).time_s) <= 0.0:
                     low = middle
                 else:
                     high = middle - 1
@@ -693,7 +708,7 @@ class OnTimePlanner:
         # From full clocks, the ranks with most to save take the slack; from a common pace it is
         # shared.
         for start in ([0] * len(options), at_pace(slowest(0, len(loads_s) - 1, at_pace))):
-            if lateness(drawn_of(start)) > 0.0:
+            if lateness(drawn_of(start).time_s) > 0.0:
                 continue
             # What each rank saves between its clock here and its slowest one.
             gain_j = [
@@ -706,6 +721,80 @@ class OnTimePlanner:
                 chosen[rank] = slowest(chosen[rank], len(options[rank]) - 1, of_rank)
             candidates.append(drawn_of(chosen))
         return min(candidates, key=self._effective_j)
+
+    def _exchanged(self, start: _Drawn, lateness: Callable[[Floats], Floats]) -> _Drawn:
+        """Return a plan of one clock for each rank after a local search on the draws.
+
+        Args:
+            start: such a plan, on time.
+            lateness: how late a plan of such seconds is; at most 0 if it is on time.
+        """
+        keys = self._mean.dag.iteration.keys
+        count = self._replay.count
+        places = [[i for i in rank if i < len(keys)] for rank in self._mean.dag.iteration.programs]
+        start_mhz = [start.clocks_mhz[of_rank[0]] for of_rank in places]
+        # A plan may have a clock that another one beats.
+        options = [
+            sorted({mhz, *(option[2] for option in of_rank)}, reverse=True)
+            for mhz, of_rank in zip(start_mhz, self._paces, strict=True)
+        ]
+        rank_of = self._mean.dag.iteration.rank_of[: len(keys)]
+
+        def drawn_of(chosen: Sequence[int]) -> _Drawn:
+            return self._replayed([options[rank][chosen[rank]] for rank in rank_of], start.margin)
+
+        def replay(chosen: Sequence[int]) -> Replay:
+            drawn = drawn_of(chosen)
+            cases = np.arange(count)
+            paths = self._replay.longest_paths(drawn.clocks_mhz, cases)
+            time_s = paths.time_s
+            on_path = paths.on_path
+            if self._jitter is not None:
+                # The iterations with jitter follow the draws, and their paths are as long as they
+                # are with it.
+                jittered = self._replay.longest_paths(drawn.clocks_mhz)
+                time_s = np.concatenate([time_s, jittered.time_s])
+                jittered.on_path[: len(keys)] *= self._jitter
+                on_path = np.concatenate([on_path, jittered.on_path], axis=1)
+                cases = np.concatenate([cases, self._replay.jittered_draws])
+            option_s = [
+                self._path_s(of_rank, clocks, on_path, cases)
+                for of_rank, clocks in zip(places, options, strict=True)
+            ]
+            own_s = sum(of_rank[i] for of_rank, i in zip(option_s, chosen, strict=True))
+            return Replay(bool(lateness(drawn.time_s) <= 0.0), Path(time_s - own_s, option_s))
+
+        def are_on_time(case_s: Floats) -> npt.NDArray[np.bool_]:
+            time_s = case_s[:, :count]
+            if self._jitter is not None:
+                # Jitter enters as one factor, as in a replay.
+                with_s = case_s[:, count:]
+                some_s = time_s[:, : with_s.shape[1]]
+                time_s = time_s * (np.mean(with_s, axis=1) / np.mean(some_s, axis=1))[:, None]
+            is_on_time: npt.NDArray[np.bool_] = (
+                lateness(time_s + self._mean.profile.overhead_s) <= 0.0
+            )
+            return is_on_time
+
+        options_j = [
+            [sum(self._costs_j[keys[place]][mhz] for place in of_rank) for mhz in clocks]
+            for of_rank, clocks in zip(places, options, strict=True)
+        ]
+        chosen = [clocks.index(mhz) for clocks, mhz in zip(options, start_mhz, strict=True)]
+        return drawn_of(exchange(chosen, options_j, replay, are_on_time))
+
+    def _path_s(
+        self, places: Sequence[int], clocks: Sequence[int], on_path: Floats, cases: Integers
+    ) -> Floats:
+        """Return the (clocks, cases) seconds of places on a path, at each of some clocks."""
+        by_key: dict[Key, list[int]] = {}
+        for place in places:
+            by_key.setdefault(self._mean.dag.iteration.keys[place], []).append(place)
+        rows = [self._draw_row[mhz] for mhz in clocks]
+        seconds: Floats = np.zeros((len(clocks), len(cases)))
+        for key, of_key in by_key.items():
+            seconds += on_path[of_key].sum(axis=0) * self._case_s(key, cases)[rows]
+        return seconds
 
     @cached_property
     def _paces(self) -> list[list[tuple[float, float, int]]]:
@@ -806,15 +895,17 @@ class OnTimePlanner:
             baseline_energy_j=self.curve.baseline_energy_j,
         )
 
-    def _expected_ratio(self, drawn: _Drawn) -> float:
-        """Return the mean time over that with all clocks at their maximum."""
-        return float(np.mean(drawn.time_s / self._baseline.time_s))
+    def _expected_ratio(self, time_s: Floats) -> Floats:
+        """Return the mean of (..., draws) seconds over those with all clocks at their maximum."""
+        mean: Floats = np.mean(time_s / self._baseline.time_s, axis=-1)
+        return mean
 
-    def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
-        """Return the time that the plan keeps with this probability, over that with all clocks
+    def _likely_ratio(self, time_s: Floats, probability: float) -> Floats:
+        """Return what (..., draws) seconds keep with this probability, over those with all clocks
         at their maximum.
         """
-        return float(np.quantile(drawn.time_s / self._baseline.time_s, probability))
+        likely: Floats = np.quantile(time_s / self._baseline.time_s, probability, axis=-1)
+        return likely
 
     def _effective_j(self, drawn: _Drawn) -> float:
         return float(np.mean(drawn.energy_j - self.curve.dag.waiting_w * drawn.time_s))
