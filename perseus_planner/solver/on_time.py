@@ -567,7 +567,12 @@ class OnTimePlanner:
                 left = left[scores[left] <= 0.0]
         # Places rise, and break ties.
         order = np.argsort(-scores, kind="stable")[: _in_a_round(int((scores > 0.0).sum()))]
-        return [_Move(scores[place], (place,), to_mhz[place], place) for place in order.tolist()]
+        return [
+            _Move(score, (place,), mhz, place)
+            for score, place, mhz in zip(
+                scores[order].tolist(), order.tolist(), to_mhz[order].tolist(), strict=True
+            )
+        ]
 
     def _faster_segments(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
         """Return the moves of a round: of those that take lateness away the part that cost the
