@@ -124,7 +124,7 @@ def _local_search(frontier: Frontier, judge: OnTimePlanner, slowdown: float, see
             continue
         drawn = judge._replayed([clocks[rank][tried[rank]] for rank in rank_of], None)
         own_j = judge._effective_j(drawn)
-        if own_j < best_j and judge._lateness(drawn, **limits) <= 0.0:
+        if own_j < best_j and judge._lateness(drawn.time_s, **limits) <= 0.0:
             chosen = tried
             best_j = own_j
     return best_j

@@ -7,6 +7,7 @@ an error that all rows share.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -295,7 +296,10 @@ class _Sweep:
             gpu=" + ".join(dict.fromkeys(self.group.gather(self.gpu.name))),
             origin=self.gpu.origin,
             control=self.settings.control,
-            shared_errors=(self._drift("time_s"), self._drift("energy_j")),
+            shared_errors=(
+                self._drift("time_s", "time_stderr_s"),
+                self._drift("energy_j", "energy_stderr_j"),
+            ),
             gpu_spread=together(self.meter.spreads),
             memory=_most(self.group.gather(dict(self.stage.memory))),
             shared_by=self.stage.shared_by,
@@ -310,14 +314,23 @@ class _Sweep:
             for kind, table in self._visits.items()
         }
 
-    def _drift(self, quantity: str) -> float:
-        """Return how far apart the rows of the highest setting were: the largest standard deviation
-        of a kind, relative.
+    def _drift(self, quantity: str, error: str) -> float:
+        """Return how far apart the rows of the highest setting were, beyond the noise of their
+        windows: a relative standard deviation, of all kinds together, as one GPU drifts.
         """
-        tops = (table[max(table)] for table in self._visits.values())
-        # Only a setting that was measured several times tells how far the GPU has drifted.
-        values = ([getattr(row, quantity) for row in rows] for rows in tops if len(rows) > 1)
-        return max((stdev(of_kind) / (fmean(of_kind) or 1.0) for of_kind in values), default=0.0)
+        beyond = []
+        for table in self._visits.values():
+            rows = table[max(table)]
+            # Only a setting that was measured several times tells how far the GPU has drifted.
+            if len(rows) < 2:
+                continue
+            mean = fmean(getattr(row, quantity) for row in rows) or 1.0
+            spread = stdev(getattr(row, quantity) for row in rows) / mean
+            errors = [getattr(row.evidence, error) / mean for row in rows if row.evidence]
+            # Windows are noisy where nothing drifts: that is in the standard errors of the rows,
+            # and would be counted twice.
+            beyond.append(spread**2 - math.fsum(each**2 for each in errors) / len(rows))
+        return math.sqrt(max(0.0, fmean(beyond))) if beyond else 0.0
 
     def _measure_settings(self) -> Mapping[int, float]:
         """Measure at one setting after another; return clock or limit -> power of the blocked GPUs,

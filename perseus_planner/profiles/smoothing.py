@@ -120,7 +120,7 @@ class Curves:
         """
         # A draw of the model, as if there were no points.
         model = self._model
-        n = len(self._parts.one)
+        n = len(self._parts.line)
         shared = model.root @ random.standard_normal((n, count))
         own = np.empty((len(self._points), n, count))
         for group, covariance in zip(model.alike, model.own, strict=True):
@@ -130,7 +130,8 @@ class Curves:
         # What the drawn points, with their noise, miss of the real ones is the correction.
         missed = []
         for curve_points, value, curve in zip(self._points, self._values, own, strict=True):
-            covariance = _noise(self.scales, curve_points.variance, curve_points.order)
+            drift = _drift(self.scales, _apart(curve_points.order))
+            covariance = _with_noise(drift, self.scales, curve_points.variance)
             noise = np.linalg.cholesky(covariance) @ random.standard_normal((len(value), count))
             missed.append(
                 value[:, None] - shared[curve_points.place] - curve[curve_points.place] - noise
@@ -163,12 +164,13 @@ class Curves:
             uncertain: (n, n) the covariance of the shared curve.
         """
         noise = self.scales.noise**2
-        drift = _noise(self.scales, np.zeros_like(given.variance), given.order)
+        drift = _drift(self.scales, _apart(given.order))
+        shape = self._parts.wave(self.scales)
         best = given
         least = np.inf
         # A curve whose shape is its own is less likely, and explains more.
         for unlike, improbable in _UNLIKE.items():
-            own = self._parts.own(self.scales, unlike) + uncertain
+            own = self._parts.own(self.scales, unlike, shape) + uncertain
             covariance = own[np.ix_(given.place, given.place)] + drift
             for price, variance in self._variances(given, missed, covariance):
                 # The likelihood of the curve under each explanation decides, with its price.
@@ -204,16 +206,19 @@ class Curves:
         places = np.unique(np.concatenate([group.place for group in alike]))
         parts = self._parts.at(places)
         alike = [group._replace(place=np.searchsorted(places, group.place)) for group in alike]
+        # The same for all scales, of which some hundred are tried.
+        values = [group.stacked(self._values) for group in alike]
+        likely = np.log(guess)
 
         def cost(log_scales: Floats) -> float:
             # Scales at which the covariance cannot be factored are no solution.
             try:
                 model = _Model(parts, Scales(*np.exp(log_scales).tolist()), alike)
-                misfit = model.misfit(self._values)
+                misfit = model.misfit(values)
             except np.linalg.LinAlgError:
                 return np.inf
             # The prior of each scale, in logarithms.
-            return misfit + 0.5 * float(np.sum(((log_scales - np.log(guess)) / doubt) ** 2))
+            return misfit + 0.5 * float(np.sum(((log_scales - likely) / doubt) ** 2))
 
         return Scales(*np.exp(_minimise(cost, np.log(self.scales))).tolist())
 
@@ -272,31 +277,31 @@ def _minimise(cost: Callable[[Floats], float], start: Floats) -> Floats:
 
 
 class _Parts(NamedTuple):
-    """(n, n) covariances on the grid, at scales of 1."""
+    """(n, n) covariances on the grid, at scales of 1; each step of a clock adds to the diagonal
+    alone.
+    """
 
     bend: Floats
     kink: Floats
     line: Floats
-    one: Floats
+    vague: Floats  #: of the shared level and slope
 
     def at(self, places: Integers) -> _Parts:
         """Return the covariances of some places of the grid."""
         return _Parts(*(covariance[np.ix_(places, places)] for covariance in self))
 
-    def shared(self, scales: Scales) -> Floats:
-        """Return the covariance of the shared curve."""
-        return _VAGUE * (1 + self.line) + self._wave(scales)
-
-    def own(self, scales: Scales, unlike: float) -> Floats:
-        """Return the covariance of a curve's own part."""
-        wave = (unlike * scales.shape) ** 2 * self._wave(scales)
-        own: Floats = (
-            scales.level**2 + scales.slope**2 * self.line + wave + _LEAST_STEP**2 * self.one
-        )
+    def own(self, scales: Scales, unlike: float, wave: Floats) -> Floats:
+        """Return the covariance of a curve's own part, given that of the shared `wave`."""
+        own: Floats = scales.level**2 + scales.slope**2 * self.line
+        own += (unlike * scales.shape) ** 2 * wave
+        _add_to_diagonal(own, _LEAST_STEP**2)
         return own
 
-    def _wave(self, scales: Scales) -> Floats:
-        return scales.bend**2 * self.bend + scales.kink**2 * self.kink + scales.step**2 * self.one
+    def wave(self, scales: Scales) -> Floats:
+        """Return the covariance of the shape of the shared curve: all but its level and slope."""
+        wave: Floats = scales.bend**2 * self.bend + scales.kink**2 * self.kink
+        _add_to_diagonal(wave, scales.step**2)
+        return wave
 
 
 def _parts(x: Floats) -> _Parts:
@@ -304,7 +309,8 @@ def _parts(x: Floats) -> _Parts:
     # Brownian motion.
     near = np.minimum.outer(x, x)
     far = np.maximum.outer(x, x)
-    return _Parts(near * near * (3 * far - near) / 6, near, np.outer(x, x), np.eye(len(x)))
+    line = np.outer(x, x)
+    return _Parts(near * near * (3 * far - near) / 6, near, line, _VAGUE * (1 + line))
 
 
 class _Alike(NamedTuple):
@@ -312,16 +318,21 @@ class _Alike(NamedTuple):
     own.
     """
 
-    place: Integers  #: (k,) as in `Points`, and so the next three
+    place: Integers  #: (k,) as in `Points`, and so the next
     variance: Floats
-    order: Floats
+    apart: Floats  #: (k, k) how far the points are from each other in the order of measurement
     unlike: float
     curves: list[int]  #: which ones they are
+
+    def stacked(self, values: Sequence[Floats]) -> Floats:
+        """Return the (k, m) values of these curves, given those of all."""
+        return np.stack([values[i] for i in self.curves], axis=1)
 
 
 def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
     # Equal places, variances and orders have one covariance, which is factored once.
     groups: dict[tuple[bytes, bytes, bytes, float], _Alike] = {}
+    apart: dict[bytes, Floats] = {}
     for i in curves:
         curve = points[i]
         key = (
@@ -331,7 +342,9 @@ def _alike(points: Sequence[Points], curves: Sequence[int]) -> list[_Alike]:
             curve.unlike,
         )
         if key not in groups:
-            groups[key] = _Alike(curve.place, curve.variance, curve.order, curve.unlike, [])
+            if key[2] not in apart:
+                apart[key[2]] = _apart(curve.order)
+            groups[key] = _Alike(curve.place, curve.variance, apart[key[2]], curve.unlike, [])
         groups[key].curves.append(i)
     return list(groups.values())
 
@@ -340,35 +353,49 @@ class _Model:
     """The curves at known scales."""
 
     def __init__(self, parts: _Parts, scales: Scales, alike: Sequence[_Alike]) -> None:
-        n = len(parts.one)
+        n = len(parts.line)
         self.alike = alike
-        self.root = _root(parts.shared(scales))
-        self.own = [parts.own(scales, group.unlike) for group in alike]
+        wave = parts.wave(scales)
+        self.root = _root(parts.vague + wave)
+        self.own = [parts.own(scales, group.unlike, wave) for group in alike]
         # Of the covariance of each group's points about the shared curve.
         self.inverses: list[Floats] = []
         self.half_log = 0.0
         # Given the shared curve, curves are independent, so their precisions add up.
         precision = np.zeros((n, n))
+        # Groups whose points were measured in one order have one array of distances.
+        drifts: dict[int, Floats] = {}
         for group, own in zip(alike, self.own, strict=True):
+            if id(group.apart) not in drifts:
+                drifts[id(group.apart)] = _drift(scales, group.apart)
+            noise = _with_noise(drifts[id(group.apart)], scales, group.variance)
+            # What a curve has of its own, and the noise of its points; places rise, so as many as
+            # there are on the grid are all of them.
+            is_whole = len(group.place) == n
             block = np.ix_(group.place, group.place)
-            # What a curve has of its own, and the noise of its points.
-            root = np.linalg.cholesky(own[block] + _noise(scales, group.variance, group.order))
+            root = np.linalg.cholesky((own if is_whole else own[block]) + noise)
             half = np.linalg.inv(root)
             inverse = half.T @ half
             self.inverses.append(inverse)
-            self.half_log += len(group.curves) * float(np.log(np.diag(root)).sum())
-            precision[block] += len(group.curves) * inverse
+            self.half_log += len(group.curves) * float(np.log(root.diagonal()).sum())
+            if is_whole:
+                precision += len(group.curves) * inverse
+            else:
+                precision[block] += len(group.curves) * inverse
         # By the matrix inversion lemma all matrices are as large as the number of clocks.
-        self.precision_root = np.linalg.cholesky(np.eye(n) + self.root.T @ precision @ self.root)
-        self.half_log += float(np.log(np.diag(self.precision_root)).sum())
+        inner = self.root.T @ precision @ self.root
+        _add_to_diagonal(inner, 1.0)
+        self.precision_root = np.linalg.cholesky(inner)
+        self.half_log += float(np.log(self.precision_root.diagonal()).sum())
 
     def misfit(self, values: Sequence[Floats]) -> float:
-        """Return minus the log probability of the values of the curves, but for a constant."""
+        """Return minus the log probability of the curves, but for a constant, given the (k, m)
+        values of each group of them.
+        """
         # The quadratic form of all points is that about the shared curve, less what that explains.
         squares = 0.0
         weighed = np.zeros(len(self.root))
-        for group, inverse in zip(self.alike, self.inverses, strict=True):
-            value = np.stack([values[i] for i in group.curves], axis=1)
+        for group, inverse, value in zip(self.alike, self.inverses, values, strict=True):
             pulled = inverse @ value
             squares += float(np.sum(value * pulled))
             weighed[group.place] += pulled.sum(axis=1)
@@ -403,18 +430,36 @@ class _Model:
         return shared, own
 
 
-def _noise(scales: Scales, variance: Floats, order: Floats) -> Floats:
-    """Return the (k, k) covariance of the noise and the drift of points."""
-    # Points that were measured close to each other share most of the drift.
-    apart = np.abs(np.subtract.outer(order, order))
+def _apart(order: Floats) -> Floats:
+    """Return the (k, k) distances of points in the order in which they were measured."""
+    apart: Floats = np.abs(np.subtract.outer(order, order))
+    return apart
+
+
+def _drift(scales: Scales, apart: Floats) -> Floats:
+    """Return the (k, k) covariance of the drift: points that were measured close to each other
+    share most of it.
+    """
     covariance: Floats = scales.drift**2 * np.exp(-apart / scales.length)
-    covariance[np.diag_indices_from(covariance)] += scales.noise**2 * variance
     return covariance
+
+
+def _with_noise(drift: Floats, scales: Scales, variance: Floats) -> Floats:
+    """Return the (k, k) covariance of the drift and the noise of points."""
+    covariance: Floats = drift.copy()
+    _add_to_diagonal(covariance, scales.noise**2 * variance)
+    return covariance
+
+
+def _add_to_diagonal(matrix: Floats, added: Floats | float) -> None:
+    """Add numbers to the diagonal of a matrix that lies in one piece."""
+    diagonal = matrix.reshape(-1)[:: len(matrix) + 1]
+    np.add(diagonal, added, out=diagonal)
 
 
 def _root(covariance: Floats) -> Floats:
     """Return the Cholesky factor."""
-    n = len(covariance)
     # Rounding may leave the covariance of a smooth curve a little below 0.
-    root: Floats = np.linalg.cholesky(covariance + _JITTER * np.trace(covariance) * np.eye(n))
-    return root
+    positive = covariance.copy()
+    _add_to_diagonal(positive, float(_JITTER * np.trace(covariance)))
+    return np.asarray(np.linalg.cholesky(positive), dtype=np.float64)

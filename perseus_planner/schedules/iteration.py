@@ -151,7 +151,12 @@ class Iteration:
         kinds = self.kinds or tuple(c.kind for c in self.computations)
         modes = self.modes or (OWN,) * len(self.computations)
         stages = (c.stage for c in self.computations)
-        return tuple(map(Key, stages, kinds, modes))
+        # One object for all equal keys: a dictionary finds what it holds without comparing it.
+        made = dict[tuple[int, str, str], Key]()
+        return tuple(
+            made.get(each) or made.setdefault(each, Key(*each))
+            for each in zip(stages, kinds, modes, strict=True)
+        )
 
     @property
     def without_modes(self) -> Iteration:

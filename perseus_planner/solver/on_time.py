@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,19 +38,21 @@ from perseus_planner.profiles.estimation import Draws, exact_draws, on_other_gpu
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
-from perseus_planner.solver.kernels import kernel
+from perseus_planner.solver.drawn_replay import DrawnReplay
+from perseus_planner.solver.exchanges import Path, Replay, exchange
 from perseus_planner.solver.modes import baseline
 from perseus_planner.solver.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy.typing as npt
+
     from perseus_planner.plans.plan import Plan
     from perseus_planner.profiles.estimation import Estimate
     from perseus_planner.profiles.keys import Key
     from perseus_planner.profiles.profiles import Profile
     from perseus_planner.profiles.smoothing import Floats
-    from perseus_planner.schedules.iteration import Iteration
     from perseus_planner.solver.network import Integers
 
 _DRAWS = 500
@@ -76,9 +78,9 @@ _ROUNDING = 1e-9
 # No draw is faster than all clocks at maximum, so a mean of exactly 1 would allow no draw that is
 # slower. A mean that is 1.0000 in the digits that are printed does.
 _EXPECTED = 4.9e-5
-_WAITS = 8  #: iterations of which is remembered what each place waits for (by hand)
 _SCALINGS = 20  #: rounds at most, to find the scale of times
 _SAME = 1e-13  #: relative
+_HAIR = 2e-13  #: relative: more than `_SAME` and the rounding of a sum of times
 
 
 class _Drawn(NamedTuple):
@@ -90,11 +92,13 @@ class _Drawn(NamedTuple):
     energy_j: Floats
 
 
-class _Faster(NamedTuple):
-    """The next faster operating point of a computation."""
+class _Late(NamedTuple):
+    """Cases in which a plan is late, of the draws and of iterations with jitter."""
 
-    clock_mhz: int
-    gain_s_per_j: float  #: of the time that it saves, for the effective energy that it costs
+    time_s: dict[Key, Floats]  #: (clocks, cases) seconds at each clock of the draws, without jitter
+    #: (computations, cases) how late the case is, times the jitter there, where the computation is
+    #: on its longest path; else 0
+    weight: Floats
 
 
 class _Move(NamedTuple):
@@ -155,7 +159,7 @@ class OnTimePlanner:
         )
 
         def is_on_time(drawn: _Drawn) -> bool:
-            return lateness(drawn) <= 0.0
+            return bool(lateness(drawn.time_s) <= 0.0)
 
         in_segments = max_changes is not None or self.curve.profile.clock_change is not None
         step = _step_of(ratio) if in_segments else _Step(ratio, ratio)
@@ -171,6 +175,18 @@ class OnTimePlanner:
                 tried.append(repaired)
 
         if in_segments:
+            made = self._made_within(step.end, probability, tolerance, max_changes)
+            # Plans of one clock for each rank are the same in all budgets, and come first: their
+            # search must not depend on what a larger budget finds.
+            changes = [self._changes(drawn.clocks_mhz) for drawn in made]
+            # The fewer clocks there are, the more one of them is worth: these are searched for each
+            # deadline.
+            if step.end != ratio:
+                tried.append(self._steady(lateness))
+            repair(drawn for drawn, count in zip(made, changes, strict=True) if count == 0)
+            start = min(filter(is_on_time, tried), key=self._effective_j, default=None)
+            if start is not None:
+                tried.append(self._exchanged(start, lateness))
             # Between two deadlines of the series the plan for the earlier one is a candidate.
             if step.end != ratio:
                 with suppress(InfeasibleDeadline):
@@ -178,11 +194,7 @@ class OnTimePlanner:
                     plan = self.plan(earlier_s, probability, tolerance, max_changes)
                     margin = None if plan.on_time is None else plan.on_time.margin
                     tried.append(self._replayed_plan(plan, margin))
-                # The fewer clocks there are, the more one of them is worth: these are searched for
-                # each deadline.
-                tried.append(self._steady(lateness))
-            made = self._made_within(step.end, probability, tolerance, max_changes)
-            repair(made)
+            repair(drawn for drawn, count in zip(made, changes, strict=True) if count > 0)
         else:
             # Rough plans with a few margins are repaired; the best margin gets all effort once.
             made = self._made(deadline_s, _MARGINS, is_rough=True)
@@ -198,7 +210,7 @@ class OnTimePlanner:
             unsafe = self._repaired(
                 unsafe,
                 step.begin,
-                lambda drawn: self._expected_ratio(drawn) / ratio - _EXPECTED - 1,
+                lambda time_s: self._expected_ratio(time_s) / ratio - _EXPECTED - 1,
                 math.inf,
                 in_segments=in_segments,
             )
@@ -207,7 +219,8 @@ class OnTimePlanner:
         on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
         if not on_time:
             # The refusal names the least time that any of these plans keeps.
-            least = min((self._likely_ratio(drawn, probability) for drawn in tried), default=1.0)
+            ratios = (self._likely_ratio(drawn.time_s, probability) for drawn in tried)
+            least = float(min(ratios, default=1.0))
             raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
         best = min(on_time, key=self._effective_j)
         safety_j = float(np.mean(best.energy_j - unsafe.energy_j))
@@ -284,14 +297,17 @@ class OnTimePlanner:
         return max((count for count in counts if count > 1), default=0)
 
     def _lateness(
-        self, drawn: _Drawn, *, ratio: float, probability: float, tolerance: float
-    ) -> float:
-        """Return how late a plan is, at most 0 if it is on time: the worse of its likely time
-        against the limit and its mean against the deadline itself, of which what is expected takes
-        no tolerance.
+        self, time_s: Floats, *, ratio: float, probability: float, tolerance: float
+    ) -> Floats:
+        """Return how late plans of (..., draws) seconds are, (...,), at most 0 for one that is on
+        time: the worse of its likely time against the limit and its mean against the deadline
+        itself, of which what is expected takes no tolerance.
         """
-        likely = self._likely_ratio(drawn, probability) / _limit_of(ratio, tolerance) - _ROUNDING
-        return max(likely, self._expected_ratio(drawn) / ratio - _EXPECTED) - 1
+        limit = _limit_of(ratio, tolerance)
+        likely = self._likely_ratio(time_s, probability) / limit - _ROUNDING
+        expected = self._expected_ratio(time_s) / ratio - _EXPECTED
+        late: Floats = np.maximum(likely, expected) - 1
+        return late
 
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
@@ -365,39 +381,40 @@ class OnTimePlanner:
         return jitter.draw(rank_of, _ITERATIONS) if jitter else None
 
     @cached_property
-    def _jittered(self) -> Integers:
-        """The draw of each iteration with jitter, as `replay_draws` takes them."""
-        assert self._jitter is not None
-        draws = max(row.shape[-1] for row in self._draws.time_s.values())
-        numbers: Integers = np.arange(self._jitter.shape[1]) % draws
-        return numbers
+    def _replay(self) -> DrawnReplay:
+        """The iteration under the draws."""
+        return DrawnReplay(self._mean.dag, self._draws, self._jitter)
+
+    @cached_property
+    def _baseline_replay(self) -> DrawnReplay:
+        """The iteration that savings are compared with, under the draws."""
+        dag = self._mean.dag
+        if dag.base in (None, dag.iteration):
+            return self._replay
+        return DrawnReplay(PipelineDag(dag.profile, dag.base, dag.base), self._draws, self._jitter)
 
     @cached_property
     def _jittered_baseline_s(self) -> Floats:
         """Seconds of each iteration with jitter, with all clocks at their maximum."""
-        dag = self._mean.dag
-        base = PipelineDag(dag.profile, dag.base or dag.iteration, dag.base or dag.iteration)
-        clocks = self._baseline.clocks_mhz
-        durations = _durations(base, clocks, self._draws, self._jittered, self._jitter)
-        _, seconds = _replayed(base.iteration, durations)
-        seconds += dag.profile.overhead_s
-        return seconds
+        seconds = self._baseline_replay.jittered_s(self._baseline.clocks_mhz)
+        return seconds + self._mean.profile.overhead_s
 
     @cached_property
     def _baseline(self) -> _Drawn:
         """All clocks at their maximum, in the modes that savings are compared with."""
-        dag = self._mean.dag
-        if dag.base in (None, dag.iteration):
+        replay = self._baseline_replay
+        if replay is self._replay:
             return self._at_maximum
-        base = PipelineDag(dag.profile, dag.base, dag.base)
-        clocks = [row.clock_mhz for row in base.baseline_measurements()]
-        return _Drawn(clocks, None, *replay_draws(base, clocks, self._draws, self._jitter))
+        clocks = [row.clock_mhz for row in replay.dag.baseline_measurements()]
+        return _Drawn(clocks, None, *replay.replay(clocks))
 
     @cached_property
     def _at_maximum(self) -> _Drawn:
         """All clocks at their maximum."""
         rows = self._mean.profile.measurements
         clocks = [rows[key][0].clock_mhz for key in self._mean.dag.iteration.keys]
+        if self.curve.profile.clock_change is None:
+            return self._replayed(clocks, None)
         return self._replayed_plan(self.mean_planner.plan_of(clocks, None), None)
 
     @property
@@ -418,7 +435,9 @@ class OnTimePlanner:
         """What expected times and energies are multiplied by for the baseline of measured rows."""
         if self.estimate is None:
             return 1.0, 1.0
-        wanted_s = self.curve.baseline_time_s
+        # A hair earlier: a search that adds up in another order must not find all clocks at maximum
+        # late for the baseline's own deadline.
+        wanted_s = self.curve.baseline_time_s * (1 - _HAIR)
         wanted_j = self.curve.baseline_energy_j
         overhead_s = self.curve.profile.overhead_s
         base = baseline(self.curve.dag.with_profile(self.estimate.mean))
@@ -483,7 +502,7 @@ class OnTimePlanner:
         self,
         drawn: _Drawn,
         ratio: float,
-        lateness: Callable[[_Drawn], float],
+        lateness: Callable[[Floats], Floats],
         most_j: float,
         *,
         in_segments: bool,
@@ -499,7 +518,7 @@ class OnTimePlanner:
         Args:
             drawn: the plan.
             ratio: over the baseline; draws count by how much later than this they are.
-            lateness: how late a plan is; at most 0 if it is on time.
+            lateness: how late a plan of such seconds is; at most 0 if it is on time.
             most_j: effective energy from which on a plan is not worth more repairs, joules.
             in_segments: whether whole clock segments get faster, which adds no clock change.
         """
@@ -507,14 +526,13 @@ class OnTimePlanner:
         clocks = list(drawn.clocks_mhz)
         margin = drawn.margin
         for _ in range(_REPAIRS):
-            if lateness(drawn) <= 0.0 or self._effective_j(drawn) >= most_j:
+            if lateness(drawn.time_s) <= 0.0 or self._effective_j(drawn) >= most_j:
                 break
-            moves = faster(clocks, self._late_by(drawn, ratio))
+            moves = faster(clocks, self._late(drawn, ratio))
             if not moves:
                 break
-            # A part of them at a time, as each faster clock may move the longest path elsewhere.
             moved = set[int]()
-            for move in moves[: math.ceil(len(moves) * _AT_ONCE)]:
+            for move in moves:
                 if move.owner not in moved:
                     moved.add(move.owner)
                     for place in move.places:
@@ -524,21 +542,41 @@ class OnTimePlanner:
                 drawn = self._replayed_plan(self._plan_of(drawn), margin)
         return drawn
 
-    def _faster_points(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
-        """Return the moves of single computations to their next faster operating point, as
-        `_faster_segments` does.
+    def _faster_points(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
+        """Return the moves of a round, of single computations to their next faster operating
+        point, as `_faster_segments` does.
         """
-        moves = []
-        for place, (key, mhz) in enumerate(zip(self._mean.dag.iteration.keys, clocks, strict=True)):
-            faster = self._faster[key].get(mhz)
-            if faster is not None and late_by[place] > 0.0:
-                # Lateness that is reached, times seconds that a joule buys.
-                score = float(late_by[place]) * faster.gain_s_per_j
-                moves.append(_Move(score, (place,), faster.clock_mhz, place))
-        return _in_order(moves)
+        numbers = self._replay.numbers(clocks)
+        by_number = np.argsort(numbers, kind="stable")
+        ends = np.flatnonzero(np.diff(numbers[by_number])) + 1
+        scores = np.zeros(len(numbers))
+        to_mhz = np.zeros(len(numbers), dtype=np.int64)
+        # Computations of one point have one next faster point.
+        for places in np.split(by_number, ends):
+            key = self._mean.dag.iteration.keys[places[0]]
+            at_mhz = clocks[places[0]]
+            time_s = late.time_s[key]
+            left = places
+            # What is expected to be faster may be slower where the plan is late; full clocks are
+            # what lateness is counted from.
+            for mhz in self._faster[key].get(at_mhz, ()):
+                less_s = time_s[self._draw_row[at_mhz]] - time_s[self._draw_row[mhz]]
+                cost_j = self._costs_j[key][mhz] - self._costs_j[key][at_mhz]
+                scores[left] = late.weight[left] @ less_s / max(cost_j, _LEAST_J)
+                to_mhz[left] = mhz
+                left = left[scores[left] <= 0.0]
+        # Places rise, and break ties.
+        order = np.argsort(-scores, kind="stable")[: _in_a_round(int((scores > 0.0).sum()))]
+        return [
+            _Move(score, (place,), mhz, place)
+            for score, place, mhz in zip(
+                scores[order].tolist(), order.tolist(), to_mhz[order].tolist(), strict=True
+            )
+        ]
 
-    def _faster_segments(self, clocks: Sequence[int], late_by: Floats) -> list[_Move]:
-        """Return the moves that take lateness away, those first that cost the least energy for it.
+    def _faster_segments(self, clocks: Sequence[int], late: _Late) -> list[_Move]:
+        """Return the moves of a round: of those that take lateness away the part that cost the
+        least energy for it, these first.
 
         What gets a faster clock is a whole segment, in which a rank keeps its clock, or the
         computation at one end of it, which joins the segment beside it. Two such moves of a rank
@@ -547,11 +585,10 @@ class OnTimePlanner:
 
         Args:
             clocks: of each computation, MHz.
-            late_by: see `_late_by`.
+            late: when the plan of these clocks is late.
         """
         iteration = self._mean.dag.iteration
         keys = iteration.keys
-        costs = self._costs
         moves = []
         for rank, program in enumerate(iteration.programs):
             # Fixed operations have no clock, and end no segment.
@@ -559,64 +596,80 @@ class OnTimePlanner:
             segments = _segments(own, clocks)
             for number, segment in enumerate(segments):
                 at_mhz = clocks[segment[0]]
-                common = set.intersection(*(set(costs[keys[place]]) for place in segment))
-                tried = [(segment, mhz) for mhz in sorted(common) if mhz > at_mhz]
+                of_keys = {keys[place] for place in segment}
+                common = set.intersection(*(set(self._costs_j[key]) for key in of_keys))
+                tried = [(segment, sorted(common))]
                 # The segments before and after it; iterations follow each other, so all have both.
                 if len(segments) > 1:
                     before = clocks[segments[number - 1][0]]
                     after = clocks[segments[(number + 1) % len(segments)][0]]
-                    ends = (([segment[0]], before), ([segment[-1]], after))
-                    tried += [(places, mhz) for places, mhz in ends if mhz > at_mhz]
-                is_found = False
-                for places, to_mhz in tried:
-                    # Of the clocks of the whole segment, the next one that is faster is enough.
-                    if is_found and places is segment:
-                        continue
-                    score = self._score(places, at_mhz, to_mhz, late_by)
-                    if score > 0.0:
-                        is_found = is_found or places is segment
-                        moves.append(_Move(score, tuple(places), to_mhz, rank))
-        return _in_order(moves)
+                    tried += [([segment[0]], [before]), ([segment[-1]], [after])]
+                # Of the clocks of the whole segment, the next one that is faster is enough.
+                for places, clocks_mhz in tried:
+                    faster = [mhz for mhz in clocks_mhz if mhz > at_mhz]
+                    moves += self._first_move(places, at_mhz, faster, late, rank)
+        return _in_order(moves)[: _in_a_round(len(moves))]
 
-    def _score(self, places: Sequence[int], at_mhz: int, to_mhz: int, late_by: Floats) -> float:
-        """Return the lateness that a faster clock of some places takes away, for its energy; 0 if
-        one of them has no such clock.
+    def _first_move(
+        self, places: Sequence[int], at_mhz: int, faster: Sequence[int], late: _Late, owner: int
+    ) -> list[_Move]:
+        """Return the move of places to the first of some faster clocks that takes lateness away, if
+        there is one.
         """
-        keys = self._mean.dag.iteration.keys
-        gain = 0.0
-        cost_j = 0.0
+        # Where a place is on no longest path, it takes none away.
+        if not late.weight[places].any():
+            return []
+        by_key: dict[Key, list[int]] = {}
         for place in places:
-            of_clock = self._costs[keys[place]]
-            if to_mhz not in of_clock:
-                return 0.0
-            gain += late_by[place] * (of_clock[at_mhz][0] - of_clock[to_mhz][0])
-            cost_j += of_clock[to_mhz][1] - of_clock[at_mhz][1]
-        return float(gain / max(cost_j, _LEAST_J))
+            by_key.setdefault(self._mean.dag.iteration.keys[place], []).append(place)
+        # Seconds at each clock, times lateness.
+        late_s = sum(
+            late.time_s[key] @ late.weight[of_key].sum(axis=0) for key, of_key in by_key.items()
+        )
+        for to_mhz in faster:
+            costs = [(self._costs_j[key], len(of_key)) for key, of_key in by_key.items()]
+            if any(to_mhz not in costs_j for costs_j, _ in costs):
+                continue
+            cost_j = sum(count * (costs_j[to_mhz] - costs_j[at_mhz]) for costs_j, count in costs)
+            gain = float(late_s[self._draw_row[at_mhz]] - late_s[self._draw_row[to_mhz]])
+            if gain > 0.0:
+                return [_Move(gain / max(cost_j, _LEAST_J), tuple(places), to_mhz, owner)]
+        return []
 
-    def _late_by(self, drawn: _Drawn, ratio: float) -> Floats:
-        """Return the lateness of all draws in which a place is on the longest path, for each place:
-        what a faster clock there may take away.
+    @cached_property
+    def _draw_row(self) -> dict[int, int]:
+        """Clock -> its row in the draws."""
+        return {clock: row for row, clock in enumerate(self._draws.clocks_mhz)}
+
+    def _late(self, drawn: _Drawn, ratio: float) -> _Late:
+        """Return the cases in which a plan is later than `ratio` times the baseline, the worst ones
+        of the draws and all with jitter.
         """
-        dag = self._mean.dag
-        iteration = dag.iteration
         clocks = drawn.clocks_mhz
         # How late each draw is; the worst ones stand for all, as each is replayed again.
         excess = np.maximum(0.0, drawn.time_s / self._baseline.time_s - ratio)
-        latest = np.argsort(-excess, kind="stable")[:_LATEST]
-        latest = latest[excess[latest] > 0.0]
-        durations = _durations(dag, clocks, self._draws, latest)
-        late_by: Floats = _on_longest_path(iteration, durations) @ excess[latest]
+        cases = np.argsort(-excess, kind="stable")[:_LATEST]
+        cases = cases[excess[cases] > 0.0]
+        on_path = self._replay.longest_paths(clocks, cases).on_path[: len(clocks)]
+        weight = on_path * excess[cases]
         if self._jitter is not None:
-            # What is late with jitter alone is late in iterations that have their own longest
-            # path, and not in the draws that are the latest by their rows.
-            durations = _durations(dag, clocks, self._draws, self._jittered, self._jitter)
-            _, with_s = _replayed(iteration, durations)
-            with_s += dag.profile.overhead_s
+            # What is late with jitter alone is late in iterations that have their own longest path,
+            # and not in the draws that are the latest by their rows.
+            paths = self._replay.longest_paths(clocks)
+            with_s = paths.time_s + self._mean.profile.overhead_s
             excess = np.maximum(0.0, with_s / self._jittered_baseline_s - ratio)
-            late_by += _on_longest_path(iteration, durations) @ excess
-        return late_by
+            jittered = paths.on_path[: len(clocks)] * excess * self._jitter
+            weight = np.concatenate([weight, jittered], axis=1)
+            cases = np.concatenate([cases, self._replay.jittered_draws])
+        return _Late({key: self._case_s(key, cases) for key in self._replay.keys}, weight)
 
-    def _steady(self, lateness: Callable[[_Drawn], float]) -> _Drawn:
+    def _case_s(self, key: Key, cases: Integers) -> Floats:
+        """Return the (clocks, cases) seconds that a computation takes in some draws."""
+        rows = self._draws.time_s[key]
+        # Exact rows have one draw that holds for all cases.
+        return rows[:, cases] if rows.shape[1] > 1 else np.repeat(rows, len(cases), axis=1)
+
+    def _steady(self, lateness: Callable[[Floats], Floats]) -> _Drawn:
         """Return the best plan found with one clock for each rank, by local search on the draws.
 
         It begins with the slowest common pace that is on time, and with all clocks at their
@@ -636,7 +689,7 @@ class OnTimePlanner:
             """Return the last number that is on time, where `low` is, by halving."""
             while low < high:
                 middle = (low + high + 1) // 2
-                if lateness(drawn_of(chosen_of(middle))) <= 0.0:
+                if lateness(drawn_of(chosen_of(middle)).time_s) <= 0.0:
                     low = middle
                 else:
                     high = middle - 1
@@ -660,7 +713,7 @@ class OnTimePlanner:
         # From full clocks, the ranks with most to save take the slack; from a common pace it is
         # shared.
         for start in ([0] * len(options), at_pace(slowest(0, len(loads_s) - 1, at_pace))):
-            if lateness(drawn_of(start)) > 0.0:
+            if lateness(drawn_of(start).time_s) > 0.0:
                 continue
             # What each rank saves between its clock here and its slowest one.
             gain_j = [
@@ -673,6 +726,80 @@ class OnTimePlanner:
                 chosen[rank] = slowest(chosen[rank], len(options[rank]) - 1, of_rank)
             candidates.append(drawn_of(chosen))
         return min(candidates, key=self._effective_j)
+
+    def _exchanged(self, start: _Drawn, lateness: Callable[[Floats], Floats]) -> _Drawn:
+        """Return a plan of one clock for each rank after a local search on the draws.
+
+        Args:
+            start: such a plan, on time.
+            lateness: how late a plan of such seconds is; at most 0 if it is on time.
+        """
+        keys = self._mean.dag.iteration.keys
+        count = self._replay.count
+        places = [[i for i in rank if i < len(keys)] for rank in self._mean.dag.iteration.programs]
+        start_mhz = [start.clocks_mhz[of_rank[0]] for of_rank in places]
+        # A plan may have a clock that another one beats.
+        options = [
+            sorted({mhz, *(option[2] for option in of_rank)}, reverse=True)
+            for mhz, of_rank in zip(start_mhz, self._paces, strict=True)
+        ]
+        rank_of = self._mean.dag.iteration.rank_of[: len(keys)]
+
+        def drawn_of(chosen: Sequence[int]) -> _Drawn:
+            return self._replayed([options[rank][chosen[rank]] for rank in rank_of], start.margin)
+
+        def replay(chosen: Sequence[int]) -> Replay:
+            drawn = drawn_of(chosen)
+            cases = np.arange(count)
+            paths = self._replay.longest_paths(drawn.clocks_mhz, cases)
+            time_s = paths.time_s
+            on_path = paths.on_path
+            if self._jitter is not None:
+                # The iterations with jitter follow the draws, and their paths are as long as they
+                # are with it.
+                jittered = self._replay.longest_paths(drawn.clocks_mhz)
+                time_s = np.concatenate([time_s, jittered.time_s])
+                jittered.on_path[: len(keys)] *= self._jitter
+                on_path = np.concatenate([on_path, jittered.on_path], axis=1)
+                cases = np.concatenate([cases, self._replay.jittered_draws])
+            option_s = [
+                self._path_s(of_rank, clocks, on_path, cases)
+                for of_rank, clocks in zip(places, options, strict=True)
+            ]
+            own_s = sum(of_rank[i] for of_rank, i in zip(option_s, chosen, strict=True))
+            return Replay(bool(lateness(drawn.time_s) <= 0.0), Path(time_s - own_s, option_s))
+
+        def are_on_time(case_s: Floats) -> npt.NDArray[np.bool_]:
+            time_s = case_s[:, :count]
+            if self._jitter is not None:
+                # Jitter enters as one factor, as in a replay.
+                with_s = case_s[:, count:]
+                some_s = time_s[:, : with_s.shape[1]]
+                time_s = time_s * (np.mean(with_s, axis=1) / np.mean(some_s, axis=1))[:, None]
+            is_on_time: npt.NDArray[np.bool_] = (
+                lateness(time_s + self._mean.profile.overhead_s) <= 0.0
+            )
+            return is_on_time
+
+        options_j = [
+            [sum(self._costs_j[keys[place]][mhz] for place in of_rank) for mhz in clocks]
+            for of_rank, clocks in zip(places, options, strict=True)
+        ]
+        chosen = [clocks.index(mhz) for clocks, mhz in zip(options, start_mhz, strict=True)]
+        return drawn_of(exchange(chosen, options_j, replay, are_on_time))
+
+    def _path_s(
+        self, places: Sequence[int], clocks: Sequence[int], on_path: Floats, cases: Integers
+    ) -> Floats:
+        """Return the (clocks, cases) seconds of places on a path, at each of some clocks."""
+        by_key: dict[Key, list[int]] = {}
+        for place in places:
+            by_key.setdefault(self._mean.dag.iteration.keys[place], []).append(place)
+        rows = [self._draw_row[mhz] for mhz in clocks]
+        seconds: Floats = np.zeros((len(clocks), len(cases)))
+        for key, of_key in by_key.items():
+            seconds += on_path[of_key].sum(axis=0) * self._case_s(key, cases)[rows]
+        return seconds
 
     @cached_property
     def _paces(self) -> list[list[tuple[float, float, int]]]:
@@ -711,61 +838,38 @@ class OnTimePlanner:
         return options
 
     @cached_property
-    def _costs(self) -> dict[Key, dict[int, tuple[float, float]]]:
-        """(stage, kind) -> clock -> seconds and effective joules of the expected rows."""
+    def _costs_j(self) -> dict[Key, dict[int, float]]:
+        """(stage, kind) -> clock -> effective joules of the expected rows."""
         profile = self._mean.profile
         return {
             key: {
-                row.clock_mhz: (
-                    row.time_s,
-                    row.energy_j - profile.blocking_w(key.stage) * row.time_s,
-                )
+                row.clock_mhz: row.energy_j - profile.blocking_w(key.stage) * row.time_s
                 for row in profile.measurements[key]
             }
             for key in set(self._mean.dag.iteration.keys)
         }
 
     @cached_property
-    def _faster(self) -> dict[Key, dict[int, _Faster]]:
-        """(stage, kind) -> clock -> the next faster operating point, for clocks that have one that
-        is at most the top clock.
+    def _faster(self) -> dict[Key, dict[int, tuple[int, ...]]]:
+        """(stage, kind) -> clock below the top clock -> the next faster operating point, if there
+        is one, and the top clock.
         """
-        steps: dict[Key, dict[int, _Faster]] = {}
+        steps: dict[Key, dict[int, tuple[int, ...]]] = {}
         for key in set(self._mean.dag.iteration.keys):
-            rows = self._mean.profile.measurements[key]
+            top, *rows = self._mean.profile.measurements[key]
             points = self._mean.dag.points[key]
-            top = rows[0]
-            waiting_w = self._mean.profile.blocking_w(key.stage)
-            # Effective joules of every row, operating point or not.
-            own_j = {row.clock_mhz: row.energy_j - waiting_w * row.time_s for row in rows}
             steps[key] = {}
-            for row in rows[1:]:
+            for row in rows:
                 quicker = [point for point in points if point.time_s < row.time_s * (1 - _SAME)]
-                if quicker:
-                    # The slowest of the faster points is the smallest step.
-                    time_s, effective_j, mhz = max(
-                        (point.time_s, point.effective_j, point.clock_mhz) for point in quicker
-                    )
-                # The top clock need not be an operating point, but all clocks at maximum must stay
-                # in reach.
-                elif top.time_s <= row.time_s:
-                    time_s = top.time_s
-                    effective_j = own_j[top.clock_mhz]
-                    mhz = top.clock_mhz
-                else:
-                    continue
-                # A step may cost nothing: its gain is finite all the same.
-                cost_j = max(effective_j - own_j[row.clock_mhz], _LEAST_J)
-                steps[key][row.clock_mhz] = _Faster(mhz, (row.time_s - time_s) / cost_j)
+                # The slowest of the faster points is the smallest step. The top clock need not be
+                # an operating point, but all clocks at maximum must stay in reach.
+                step = [max(quicker, key=lambda point: point.time_s).clock_mhz] if quicker else []
+                steps[key][row.clock_mhz] = (*step, top.clock_mhz)
         return steps
 
     def _replayed(self, clocks_mhz: list[int], margin: float | None) -> _Drawn:
         """Return the replays of these clocks, as if clock changes cost nothing."""
-        return _Drawn(
-            clocks_mhz,
-            margin,
-            *replay_draws(self._mean.dag, clocks_mhz, self._draws, self._jitter),
-        )
+        return _Drawn(clocks_mhz, margin, *self._replay.replay(clocks_mhz))
 
     def _replayed_plan(self, plan: Plan, margin: float | None) -> _Drawn:
         """Return the replays of a plan's clocks.
@@ -796,15 +900,17 @@ class OnTimePlanner:
             baseline_energy_j=self.curve.baseline_energy_j,
         )
 
-    def _expected_ratio(self, drawn: _Drawn) -> float:
-        """Return the mean time over that with all clocks at their maximum."""
-        return float(np.mean(drawn.time_s / self._baseline.time_s))
+    def _expected_ratio(self, time_s: Floats) -> Floats:
+        """Return the mean of (..., draws) seconds over those with all clocks at their maximum."""
+        mean: Floats = np.mean(time_s / self._baseline.time_s, axis=-1)
+        return mean
 
-    def _likely_ratio(self, drawn: _Drawn, probability: float) -> float:
-        """Return the time that the plan keeps with this probability, over that with all clocks
+    def _likely_ratio(self, time_s: Floats, probability: float) -> Floats:
+        """Return what (..., draws) seconds keep with this probability, over those with all clocks
         at their maximum.
         """
-        return float(np.quantile(drawn.time_s / self._baseline.time_s, probability))
+        likely: Floats = np.quantile(time_s / self._baseline.time_s, probability, axis=-1)
+        return likely
 
     def _effective_j(self, drawn: _Drawn) -> float:
         return float(np.mean(drawn.energy_j - self.curve.dag.waiting_w * drawn.time_s))
@@ -871,6 +977,13 @@ def _limit_of(ratio: float, tolerance: float) -> float:
     return ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
 
 
+def _in_a_round(moves: int) -> int:
+    """Return how many of some moves a round makes: a part of them at a time, as each faster clock
+    may move the longest path elsewhere.
+    """
+    return math.ceil(moves * _AT_ONCE)
+
+
 def _in_order(moves: list[_Move]) -> list[_Move]:
     """Return the moves, the best first; places break ties, so that equal input gives an equal
     plan.
@@ -900,151 +1013,3 @@ def _interval(values: Floats, wider: float, unit: float = 1.0) -> Interval:
     # The model's own doubt is independent of the draws', so both add as squares.
     low, high = (math.hypot(wider * end, _LEAST_DOUBT * unit) for end in ends.tolist())
     return Interval(mean, mean - low, mean + high)
-
-
-def replay_draws(
-    dag: PipelineDag, clocks_mhz: Sequence[int], draws: Draws, jitter: Floats | None = None
-) -> tuple[Floats, Floats]:
-    """Return the (draws,) seconds of an iteration, and its joules over all GPUs, waiting included.
-
-    Clock changes take no time.
-
-    Args:
-        dag: the iteration.
-        clocks_mhz: the clock of each computation, by its place in `dag.computations`.
-        draws: of the profile's computations.
-        jitter: (computations, m) how many times as long they take in m iterations of a run. The
-            seconds are the mean of such iterations then.
-    """
-    iteration = dag.iteration
-    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    points = [(key, index[clock]) for key, clock in zip(iteration.keys, clocks_mhz, strict=True)]
-    effective_j: Floats = np.zeros(1)
-    # Energy is a sum over rows, so equal ones are counted, not repeated.
-    for (key, i), count in Counter(points).items():
-        waiting_j = dag.profile.blocking_w(key.stage) * draws.time_s[key][i]
-        effective_j = effective_j + count * (draws.energy_j[key][i] - waiting_j)
-    for operation in iteration.operations:
-        if operation.energy_j is not None:
-            # An operation without energies of its own draws what waiting draws, which is in the
-            # total.
-            effective_j += (
-                operation.energy_j - dag.rank_waiting_w[operation.rank] * operation.time_s
-            )
-    count = max((row.shape[-1] for row in draws.time_s.values()), default=1)
-    _, time_s = _replayed(iteration, _durations(dag, clocks_mhz, draws, np.arange(count)))
-    if jitter is not None:
-        # Jitter has fewer iterations than there are draws, so it enters as one factor: the mean
-        # with it over the mean without it, both of the same draws.
-        some = np.arange(min(count, jitter.shape[1]))
-        jittered_s = _durations(dag, clocks_mhz, draws, np.arange(jitter.shape[1]) % count, jitter)
-        _, with_s = _replayed(iteration, jittered_s)
-        time_s *= np.mean(with_s) / np.mean(time_s[some])
-    time_s += dag.profile.overhead_s
-    return time_s, effective_j + dag.waiting_w * time_s
-
-
-class _Durations(NamedTuple):
-    """How long each place takes in some cases; few of the rows differ."""
-
-    row_s: Floats  #: (rows, cases) seconds
-    row: Integers  #: (places,) which of the rows each place is
-
-
-def _durations(
-    dag: PipelineDag,
-    clocks_mhz: Sequence[int],
-    draws: Draws,
-    cases: Integers,
-    jitter: Floats | None = None,
-) -> _Durations:
-    """Return how long each computation and operation takes in some cases.
-
-    Args:
-        dag: the iteration.
-        clocks_mhz: the clock of each computation.
-        draws: of the profile's computations.
-        cases: which draws.
-        jitter: (computations, cases) how many times as long they take.
-    """
-    iteration = dag.iteration
-    index = {clock: i for i, clock in enumerate(draws.clocks_mhz)}
-    points = list(zip(iteration.keys, clocks_mhz, strict=True))
-    numbers = {point: number for number, point in enumerate(dict.fromkeys(points))}
-    row_s = np.empty((len(numbers) + len(iteration.operations), len(cases)))
-    for (key, mhz), number in numbers.items():
-        row = draws.time_s[key][index[mhz]]
-        # Exact rows have one draw that holds for all cases.
-        row_s[number] = row[cases] if len(row) > 1 else row[0]
-    for number, operation in enumerate(iteration.operations, len(numbers)):
-        row_s[number] = operation.time_s
-    of_place = np.array(
-        [*(numbers[point] for point in points), *range(len(numbers), len(row_s))], dtype=np.int64
-    )
-    if jitter is None:
-        return _Durations(row_s, of_place)
-    # With jitter every computation takes its own time.
-    each_s = row_s[of_place]
-    each_s[: len(points)] *= jitter
-    return _Durations(each_s, np.arange(len(each_s), dtype=np.int64))
-
-
-class _Waits(NamedTuple):
-    """What each place of an iteration waits for, as its kernels take it."""
-
-    order: Integers  #: (n,) the places, each after all that it waits for
-    before_start: Integers  #: (n + 1,) where those of each place begin in `before`
-    before: Integers  #: the places that are waited for
-    before_lag_s: Floats  #: how long after these have ended, seconds
-
-
-@lru_cache(maxsize=_WAITS)
-def _waits(iteration: Iteration) -> _Waits:
-    """Return what each place waits for."""
-    counts = [len(waited) for waited in iteration.waits]
-    pairs = [pair for waited in iteration.waits for pair in waited]
-    return _Waits(
-        np.array(iteration.order, dtype=np.int64),
-        np.array([0, *np.cumsum(counts)], dtype=np.int64),
-        np.array([place for place, _ in pairs], dtype=np.int64),
-        np.array([lag_s for _, lag_s in pairs], dtype=np.float64),
-    )
-
-
-@kernel("end_s", "latest_s")
-def replay_all(
-    waits: _Waits, row_s: Floats, row: Integers, draws: int, end_s: Floats, latest_s: Floats
-) -> None:
-    """Write when each place ends in each draw to `end_s`, and when all have ended to `latest_s`,
-    (draws,), given `_Durations`.
-    """
-    raise NotImplementedError
-
-
-@kernel("on_path")
-def mark_longest(
-    waits: _Waits, end_s: Floats, latest_s: Floats, draws: int, on_path: Floats
-) -> None:
-    """Write to `on_path`, which holds zeros, 1 where a place is on the longest path of a draw,
-    given what `replay_all` wrote.
-    """
-    raise NotImplementedError
-
-
-def _replayed(iteration: Iteration, durations: _Durations) -> tuple[Floats, Floats]:
-    """Return the (places, draws) seconds at which each place ends, and the (draws,) seconds until
-    all have.
-    """
-    draws = durations.row_s.shape[1]
-    end_s = np.empty((len(durations.row), draws))
-    latest_s = np.empty(draws)
-    replay_all(_waits(iteration), *durations, draws, end_s, latest_s)
-    return end_s, latest_s
-
-
-def _on_longest_path(iteration: Iteration, durations: _Durations) -> Floats:
-    """Return (places, draws) 1 where a place is on the longest path of a draw, else 0."""
-    end_s, latest_s = _replayed(iteration, durations)
-    on_path = np.zeros_like(end_s)
-    mark_longest(_waits(iteration), end_s, latest_s, len(latest_s), on_path)
-    return on_path

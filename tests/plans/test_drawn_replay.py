@@ -11,7 +11,7 @@ from strategies import drawn, problems
 from perseus_planner.plans.replay import time_and_energy
 from perseus_planner.profiles.estimation import Draws
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver.on_time import replay_draws
+from perseus_planner.solver.drawn_replay import DrawnReplay
 
 COUNT = 3
 
@@ -29,7 +29,7 @@ def test_each_draw_is_replayed_as_alone(dag: PipelineDag):
         {key: random.uniform(0.0, 2.0, shape) for key in dag.profile.measurements},
     )
     chosen = [int(random.integers(len(clocks))) for _ in dag.computations]
-    time_s, energy_j = replay_draws(dag, [clocks[i] for i in chosen], draws)
+    time_s, energy_j = DrawnReplay(dag, draws).replay([clocks[i] for i in chosen])
     assert time_s.shape == energy_j.shape == (COUNT,)
     row = dag.baseline_measurements()[0]
     for draw in range(COUNT):

@@ -57,7 +57,7 @@ def test_python_and_c_declare_the_same():
         name: (result, _ARGUMENT.findall(" ".join(arguments.split())))
         for result, name, arguments in _KERNEL.findall(text)
     }
-    for module in ("clock_search", "mincut", "on_time", "planner"):
+    for module in ("clock_search", "drawn_replay", "mincut", "planner"):
         importlib.import_module(f"perseus_planner.solver.{module}")
     importlib.import_module("perseus_planner.extensions.autopilot.batches.solver")
     of_python = {}

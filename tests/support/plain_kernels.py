@@ -1283,16 +1283,21 @@ def _lower(problem: Any, scale: Any, deadline_s: float, state: Any) -> None:
                 first = stop
 
 
-def replay_all(waits: Any, row_s: Any, row: Any, draws: int, end_s: Any, latest_s: Any) -> None:
-    """Write when each place ends in each draw to `end_s`, and when all have to `latest_s`."""
+def replay_all(
+    waits: Any, row_s: Any, row: Any, draws: int, end_s: Any, width: int, latest_s: Any
+) -> None:
+    """Write when all places have ended in each draw to `latest_s`, and when each has to `end_s`,
+    which has room for `width` draws.
+    """
     latest_s[:] = 0.0
-    for place in waits.order:
-        for d in range(draws):
+    for d in range(draws):
+        column = end_s[:, d % width]
+        for place in waits.order:
             start_s = 0.0
             for i in range(waits.before_start[place], waits.before_start[place + 1]):
-                start_s = max(start_s, end_s[waits.before[i], d] + waits.before_lag_s[i])
-            end_s[place, d] = start_s + row_s[row[place], d]
-            latest_s[d] = max(latest_s[d], end_s[place, d])
+                start_s = max(start_s, column[waits.before[i]] + waits.before_lag_s[i])
+            column[place] = start_s + row_s[row[place], d]
+            latest_s[d] = max(latest_s[d], column[place])
 
 
 def mark_longest(waits: Any, end_s: Any, latest_s: Any, draws: int, on_path: Any) -> None:
