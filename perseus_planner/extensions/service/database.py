@@ -135,31 +135,28 @@ class Sqlite(Database):
     claim = _CLAIM.format(value="?", names="'written_s'")
 
     def __init__(self, location: str) -> None:
-        """Open a file, given by its path or by a URL, or create it.
+        """Open a file, or create it.
 
         Raises:
             StorageError: If it cannot be opened.
         """
-        if "://" in location and not location.startswith("sqlite://"):
+        if "://" in location:
             raise StorageError(
                 f"{without_password(location)}: is not a database of the service; give the path of "
                 "an SQLite file, or postgresql://user@host/name"
             )
-        path = re.sub("^sqlite:///?", "", location) or ":memory:"
-        self._path = None if path == ":memory:" else path
-        if self._path is not None:
-            _make_private(self._path)
+        _make_private(location)
         try:
             connection = sqlite3.connect(
-                path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+                location, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
         except sqlite3.Error as error:
-            raise _error(path, error) from error
-        super().__init__(path, connection, (sqlite3.Error,))
+            raise _error(location, error) from error
+        super().__init__(location, connection, (sqlite3.Error,))
         #: Path of each file that is open -> its device and inode
         self._identities: dict[str, tuple[int, int]] = {}
         with suppress(OSError):
-            self._identities[path] = _identity(path)
+            self._identities[location] = _identity(location)
 
     def become_writer(self) -> None:
         """Have what is written survive a loss of power."""
@@ -173,9 +170,7 @@ class Sqlite(Database):
         Raises:
             Fenced: If one is not.
         """
-        if self._path is None:
-            return
-        log = f"{self._path}-wal"
+        log = f"{self.location}-wal"
         if log not in self._identities:  # it is there once something was written
             with suppress(OSError):
                 self._identities[log] = _identity(log)
