@@ -26,10 +26,6 @@ AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
-CHECKED_AFTER_S = 30.0
-SHARED_CHECKED_AFTER_S = 2.0
-"""How long nothing may be written before it is checked that something can be: a file, and a
-database of which another service stands by."""
 _CLAIM = (
     "UPDATE meta SET value = {value} WHERE name IN ({names}) "
     "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)"
@@ -48,6 +44,8 @@ class Database:
         location: Where it is, as it is shown.
     """
 
+    #: How long nothing may be written before it is checked that something can be, seconds.
+    checked_after_s: ClassVar[float] = 30.0
     _begin: ClassVar[str]
     #: Changes a row for the time of writing (the first `?`), if that names the writer (the second
     #: one), so that any other one waits for the end of this transaction.
@@ -58,11 +56,6 @@ class Database:
         self.location = location
         self._connection = connection
         self._errors = errors
-
-    @property
-    def checked_after_s(self) -> float:
-        """How long nothing may be written before it is checked that something can be, seconds."""
-        return CHECKED_AFTER_S
 
     def execute(self, statement: str, *values: Any) -> Any:
         """Run a statement with a value for each `?`, and return the cursor."""
@@ -190,6 +183,7 @@ class Postgres(Database):
     nothing can be written any more.
     """
 
+    checked_after_s = 2.0  # as another service may stand by
     _begin = "BEGIN"
     claim = _CLAIM.format(
         value=f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END",
@@ -221,11 +215,6 @@ class Postgres(Database):
                 "lets this user in"
             ) from error
         super().__init__(without_password(location), connection, (psycopg.Error,))
-
-    @property
-    def checked_after_s(self) -> float:
-        """Shorter, as another service may stand by."""
-        return SHARED_CHECKED_AFTER_S
 
     def execute(self, statement: str, *values: Any) -> Any:
         """Run a statement with a value for each `?`, and return the cursor."""
