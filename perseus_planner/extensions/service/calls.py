@@ -36,6 +36,7 @@ class Call(Request):
 
     #: That class; None if the route takes no body.
     kind: Any = None
+    _text: bytearray | None = None
 
     @property
     def live(self) -> AsyncService:
@@ -47,6 +48,14 @@ class Call(Request):
     def service(self) -> Service:
         """The service itself."""
         return self.live.service
+
+    async def body(self) -> Any:
+        """Return the body, which is read once, into one place."""
+        if self._text is None:
+            self._text = bytearray()
+            async for part in self.stream():
+                self._text += part
+        return self._text
 
     async def json(self) -> Any:
         """Read the body as what the route takes, so that FastAPI has nothing left to convert; a
@@ -104,14 +113,18 @@ class CallRoute(APIRoute):
         return checked
 
 
-def _parsed(kind: Any, body: bytes) -> Any:
-    """Return a value of `kind` from a body.
+def _parsed(kind: Any, body: bytearray) -> Any:
+    """Return a value of `kind` from a body, which is empty then: FastAPI holds it until the request
+    is answered, and it may have megabytes.
 
     Raises:
         ValidationError: If it is not one.
         UsageError: If it has too many values.
     """
-    if kind is Registration:
-        return read_registration(body)
-    check_size(body)
-    return from_json(kind, body)
+    try:
+        if kind is Registration:
+            return read_registration(body)
+        check_size(body)
+        return from_json(kind, body)
+    finally:
+        body.clear()

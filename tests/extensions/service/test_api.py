@@ -656,3 +656,11 @@ def test_a_registration_is_refused_by_the_first_place_that_is_wrong(body: bytes,
     with pytest.raises((ValueError, UsageError)) as refused:
         read_registration(body)
     assert complaint in str(refused.value)
+
+
+def test_a_registration_is_refused_for_what_is_beside_its_places(ask):
+    places = [{"rank": rank, "pipeline": 0, "stages": [0]} for rank in range(2)]
+    answer = ask("POST", "/v1/jobs", json=JOB | {"places": places, "pipelines": "two"})
+    status, code, message = refusal(answer)
+    assert (status, code) == (422, "invalid")
+    assert message.startswith("body.pipelines: ")
