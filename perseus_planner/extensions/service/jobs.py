@@ -13,7 +13,7 @@ from typing import Any
 
 from perseus_planner.base.errors import InfeasibleDeadline, shown
 from perseus_planner.base.prefixes import si
-from perseus_planner.extensions.service.curve import Curve, NotSolved, Numbers, Slow
+from perseus_planner.extensions.service.curve import Curve, NotSolved, Slow
 from perseus_planner.extensions.service.look import Look
 from perseus_planner.extensions.service.models import (
     REMEMBERED,
@@ -254,9 +254,17 @@ def first_state(job: RegisteredJob, frontier: bytes, planning: Planning) -> JobS
     check_deadline(job.deadline_s, curve)
     numbers = planning.numbers(job, curve)
     # power is shared once the job is known
-    without_budget = replace(job, power_w=None)
-    first_look = Look.empty(job.since_s)
-    decision = _decision(without_budget, None, first_look, numbers, None, job.since_s)
+    without_budget = _within_budgets(replace(job, power_w=None), None, numbers)
+    reason = _own_reason(job, None)
+    decision = decide(
+        without_budget,
+        Look.empty(job.since_s),
+        numbers,
+        None,
+        job.since_s,
+        reason=reason,
+        past_s=past_least_energy_s(job, reason, numbers),
+    )
     asked, indices = requests_of(job, curve, decision)
     texts = [planning.plan(request, frontier) for request in asked]
     return JobState(
@@ -513,25 +521,15 @@ def _decided(state: JobState, look: Look, planning: Planning, now_s: float) -> D
     Raises:
         NotSolved: If slow stages have to be solved first.
     """
-    numbers = planning.numbers(state.job, state.curve)
-    return _decision(state.job, state.share, look, numbers, state.decision, now_s)
-
-
-def _decision(
-    job: RegisteredJob,
-    share: Share | None,
-    look: Look,
-    numbers: Numbers,
-    before: Decision | None,
-    now_s: float,
-) -> Decision:
-    """Decide what the pipelines of a job are to do within its share of the budgets."""
+    job = state.job
+    share = state.share
+    numbers = planning.numbers(job, state.curve)
     reason = _own_reason(job, share)
     return decide(
         _within_budgets(job, share, numbers),
         look,
         numbers,
-        before,
+        state.decision,
         now_s,
         reason=reason,
         past_s=past_least_energy_s(job, reason, numbers),
