@@ -364,14 +364,16 @@ def status_of(error: PlannerError) -> int:
     return 409 if isinstance(error, (Conflict, InfeasibleError)) else 422
 
 
-def complaint(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the first error in a request in one sentence, without repeating values."""
+def complaint(errors: Sequence[Mapping[str, Any]], where: str = "") -> str:
+    """Describe the first error in a request in one sentence, without repeating values; `where`
+    stands before the field.
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}; send a JSON object"
     field = ".".join(str(name)[:_SHOWN] for name in first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{field}: {first['msg']}{more}; /openapi.json describes what is expected"
+    return f"{where}{field}: {first['msg']}{more}; /openapi.json describes what is expected"
 
 
 def _least(error: PlannerError) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from http import HTTPStatus
@@ -14,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Match
 
 from perseus_planner.base import __version__
@@ -32,7 +32,7 @@ from perseus_planner.extensions.service.alerts import (
     read_alert,
     rule_of,
 )
-from perseus_planner.extensions.service.calls import SCHEME, Call, CheckedRoute, json_response
+from perseus_planner.extensions.service.calls import SCHEME, Call, CallRoute, json_response
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.headline import together
 from perseus_planner.extensions.service.kinds import KEY, MOST_WHOLE, NAME
@@ -106,6 +106,7 @@ def _route(
 
 _LONGEST_POLL_S = 60.0
 _MOST_POINTS = 500
+_QUICK = 1  # the level of gzip: higher ones take much longer and save little
 
 
 JobName = Annotated[str, Path(pattern=NAME, description="Name of the job.")]
@@ -127,7 +128,7 @@ Wait = Annotated[
 ]
 
 
-router = APIRouter(route_class=CheckedRoute)
+router = APIRouter(route_class=CallRoute)
 _get, _put, _post, _delete = (
     partial(_route, method) for method in ("GET", "PUT", "POST", "DELETE")
 )
@@ -169,31 +170,31 @@ async def register(call: Call, sent: Registration) -> Response:
 
 
 @_get("/v1/jobs", "read", Jobs, also=_UNCHANGED)
-def jobs(call: Call) -> bytes:
+def jobs(call: Call) -> Response:
     """List all running jobs with their status."""
     statuses = call.service.jobs()
     texts = b",".join(map(to_json, statuses))
-    return b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(statuses)))
+    return call.page(b'{"jobs":[%b],"together":%b}' % (texts, to_json(together(statuses))))
 
 
 @_get("/v1/totals", "read", Totals, also=_UNCHANGED)
-def totals(call: Call) -> Totals:
+def totals(call: Call) -> Response:
     """List what every job ran, used and saved since it was registered, also of jobs that have
     ended.
     """
-    return Totals(call.service.totals())
+    return call.page(Totals(call.service.totals()))
 
 
 @_get("/v1/jobs/{job}", "read", JobStatus, 404, also=_UNCHANGED)
-def status(call: Call, job: JobName) -> JobStatus:
+def status(call: Call, job: JobName) -> Response:
     """Return what a job's pipelines are to do and why, which version it runs, and its reports."""
-    return call.service.status(job)
+    return call.page(call.service.status(job))
 
 
 @_delete("/v1/jobs/{job}", "operate", None, 404, **_NO_CONTENT)
-def end(call: Call, job: JobName) -> Future[None]:
+async def end(call: Call, job: JobName) -> None:
     """Report that a job has ended. Requests that wait for its plans are answered with 404."""
-    return call.service.end(job)
+    await call.live.done(call.service.end(job))
 
 
 @_post("/v1/jobs/{job}/reports", "report", Answer, 404, 409, status_code=202)
@@ -203,7 +204,7 @@ async def report(
     sent: ReportRequest,
     idempotency_key: Annotated[str | None, Header(pattern=KEY)] = None,
     wait_s: Wait = 0.0,
-) -> Answer:
+) -> Response:
     """Report that something is slow, or has recovered. The answer says what changes and what that
     saves.
 
@@ -216,23 +217,23 @@ async def report(
         with suppress(HTTPException, UnknownJob):
             await call.live.newer(job, answer.version - 1, wait_s)
             answer = answer.with_plans_of(call.service.status(job))
-    return answer
+    return json_response(answer, 202)
 
 
 @_get("/v1/jobs/{job}/reports", "read", Reports, 404, also=_UNCHANGED)
-def reports(call: Call, job: JobName) -> Reports:
+def reports(call: Call, job: JobName) -> Response:
     """List the reports of a job that count now or will count."""
-    return Reports(call.service.reports(job))
+    return call.page(Reports(call.service.reports(job)))
 
 
 @_delete("/v1/jobs/{job}/reports/{key}", "report", Answer, 404)
-def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Future[Answer]:
+async def clear(call: Call, job: JobName, key: Annotated[str, Path(pattern=KEY)]) -> Response:
     """Withdraw a report."""
-    return call.service.clear(job, key)
+    return await call.done(call.service.clear(job, key))
 
 
 @_post("/v1/alerts", "report", AlertAnswers)
-async def alerts(call: Call, sent: AlertGroup) -> AlertAnswers:
+async def alerts(call: Call, sent: AlertGroup) -> Response:
     """Take the alerts that Prometheus' Alertmanager posts.
 
     Each reports the GPU (label `UUID`) or node (`Hostname`, `node`, `nodename` or `instance`) that
@@ -255,7 +256,7 @@ async def alerts(call: Call, sent: AlertGroup) -> AlertAnswers:
         text = "%d of %d alerts are ignored, first one of the rule %r: %s"
         _log.warning(text, len(ignored), len(received), ignored[0].name, ignored[0].problem)
     call.app.state.metrics.count_alerts(len(received), len(ignored))
-    return AlertAnswers(answers, tuple(ignored))
+    return json_response(AlertAnswers(answers, tuple(ignored)))
 
 
 @_get("/v1/jobs/{job}/plans", "read", PlanSet, 404, also=_NOTHING_NEWER)
@@ -279,13 +280,13 @@ async def plans(
 
 
 @_post("/v1/jobs/{job}/taken", "report", None, 404, 409, **_NO_CONTENT)
-def taken(call: Call, job: JobName, sent: TakenRequest) -> Future[None]:
+async def taken(call: Call, job: JobName, sent: TakenRequest) -> None:
     """Report which version of its plans a job runs."""
-    return call.service.taken(job, sent.version, sent.iteration)
+    await call.live.done(call.service.taken(job, sent.version, sent.iteration))
 
 
 @_post("/v1/jobs/{job}/telemetry", "report", None, 404, 409, **_NO_CONTENT)
-def telemetry(call: Call, job: JobName, sent: Counters) -> Future[None]:
+async def telemetry(call: Call, job: JobName, sent: Counters) -> None:
     """Send what a run of a job has counted since it began. The job's status then says what was
     saved.
 
@@ -293,60 +294,60 @@ def telemetry(call: Call, job: JobName, sent: Counters) -> Future[None]:
     another `run`. The counts are on disk some seconds later; if the service is killed before, the
     next message makes up for it.
     """
-    return call.service.telemetry(job, sent)
+    await call.live.done(call.service.telemetry(job, sent))
 
 
 @_get("/v1/jobs/{job}/frontier", "read", Curve, 404, also=_UNCHANGED)
-def frontier(call: Call, job: JobName) -> Curve:
+def frontier(call: Call, job: JobName) -> Response:
     """Return the least energy of an iteration of one pipeline as profiled, at the times where
     its slope changes.
     """
-    return call.service.curve(job).thinned(_MOST_POINTS)
+    return call.page(call.service.curve(job).thinned(_MOST_POINTS))
 
 
 @_get("/v1/jobs/{job}/pipelines", "read", Pipelines, 404, also=_UNCHANGED)
-def pipelines(call: Call, job: JobName) -> Pipelines:
+def pipelines(call: Call, job: JobName) -> Response:
     """Return what each pipeline of a job is to do now, and the point of its frontier that it is
     planned for.
     """
-    return Pipelines(*call.service.pipelines(job))
+    return call.page(Pipelines(*call.service.pipelines(job)))
 
 
 @_get("/v1/jobs/{job}/history", "read", History, 404, also=_UNCHANGED)
-def history(call: Call, job: JobName) -> History:
+def history(call: Call, job: JobName) -> Response:
     """Return what has happened to a job, in words, and how its power, iteration time and saving
     went; both bounded.
     """
-    return call.service.history(job)
+    return call.page(call.service.history(job))
 
 
 @_put("/v1/jobs/{job}/deadline", "operate", Answer, 404, 409)
-def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Future[Answer]:
+async def deadline(call: Call, job: JobName, sent: DeadlineRequest) -> Response:
     """Set the iteration time to aim for without stragglers."""
-    return call.service.set_deadline(job, sent.deadline_s)
+    return await call.done(call.service.set_deadline(job, sent.deadline_s))
 
 
 @_put("/v1/jobs/{job}/power", "operate", Answers, 404, 409)
-async def power(call: Call, job: JobName, sent: PowerRequest) -> Answers:
+async def power(call: Call, job: JobName, sent: PowerRequest) -> Response:
     """Bound the average power of all GPUs of a job."""
     return await _set_power(call, job, sent)
 
 
 @_put("/v1/power", "operate", Answers, 409)
-async def cluster_power(call: Call, sent: PowerRequest) -> Answers:
+async def cluster_power(call: Call, sent: PowerRequest) -> Response:
     """Bound the average power of all jobs together. They slow down so that the sum fits."""
     return await _set_power(call, None, sent)
 
 
-async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Answers:
+async def _set_power(call: Call, job: str | None, sent: PowerRequest) -> Response:
     set_power = call.service.set_power(job, sent.power_w, sent.schedule)
-    return Answers(await call.live.done(set_power))
+    return json_response(Answers(await call.live.done(set_power)))
 
 
 @_get("/v1/power", "read", PowerBudget, also=_UNCHANGED)
-def power_budget(call: Call) -> PowerBudget:
+def power_budget(call: Call) -> Response:
     """Return the power budget of all jobs together, and what a schedule replaces it with later."""
-    return call.service.power_budget
+    return call.page(call.service.power_budget)
 
 
 @_get(
@@ -356,34 +357,33 @@ def power_budget(call: Call) -> PowerBudget:
     also={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     response_class=Response,
 )
-async def metrics(call: Call) -> Response:
+def metrics(call: Call) -> Response:
     """Return metrics for Prometheus."""
-    text = await call.live.call(call.app.state.metrics.text)
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response(call.app.state.metrics.text(), media_type=CONTENT_TYPE)
 
 
 @_get("/v1/me", None, Me)
-def me(call: Call) -> Me:
+async def me(call: Call) -> Response:
     """Return the client's name and role; needs no token."""
-    return Me(call.state.role, call.state.name)
+    return json_response(Me(call.state.role, call.state.name))
 
 
 @_get("/livez", None, Health)
 @router.head("/livez", include_in_schema=False)
-def livez(_: Call) -> Health:
+async def livez() -> Response:
     """Return whether the service answers at all; needs no token."""
-    return Health("ok", __version__)
+    return json_response(Health("ok", __version__))
 
 
 @_get("/healthz", None, Health)
 @router.head("/healthz", include_in_schema=False)
 @_get("/readyz", None, Health)
 @router.head("/readyz", include_in_schema=False)
-def readyz(call: Call) -> Health:
+async def readyz(call: Call) -> Response:
     """Return whether the service can take what it is sent; needs no token."""
     if call.live.problem is not None:
         raise HTTPException(503, f"the service is stuck: {call.live.problem}; see its log")
-    return Health("ok", __version__)
+    return json_response(Health("ok", __version__))
 
 
 _DESCRIPTION = """
@@ -435,5 +435,6 @@ def create_app(service: Service, access: Access, limits: Limits) -> FastAPI:
     app.state.metrics = metrics
     document = app.openapi
     app.openapi = cache(lambda: complete(document()))  # type: ignore[method-assign]
+    app.add_middleware(GZipMiddleware, compresslevel=_QUICK)
     app.add_middleware(Guard, access=access, limits=limits, metrics=metrics)
     return app

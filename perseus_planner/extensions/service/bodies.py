@@ -90,10 +90,10 @@ def _read_in_slices(body: bytes | bytearray, begin: int) -> Registration | None:
         if len(places) > MOST_PLACES:
             break
     # What is left is small: it is checked as a whole, with a stand-in for the list.
-    view = memoryview(body)
-    rest = bytearray(view[:begin])
-    rest += to_json(_SENTINEL)
-    rest += view[end:]
+    with memoryview(body) as view:
+        rest = bytearray(view[:begin])
+        rest += to_json(_SENTINEL)
+        rest += view[end:]
     check_size(rest)
     registration = from_json(Registration, rest)
     del rest

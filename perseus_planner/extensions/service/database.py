@@ -26,10 +26,6 @@ AND classid = CAST(? AS oid) AND objid = CAST(? AS oid)
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
-CHECKED_AFTER_S = 30.0
-SHARED_CHECKED_AFTER_S = 2.0
-"""How long nothing may be written before it is checked that something can be: a file, and a
-database of which another service stands by."""
 _CLAIM = (
     "UPDATE meta SET value = {value} WHERE name IN ({names}) "
     "AND EXISTS (SELECT 1 FROM meta WHERE name = 'writer' AND value = ?)"
@@ -48,6 +44,8 @@ class Database:
         location: Where it is, as it is shown.
     """
 
+    #: How long nothing may be written before it is checked that something can be, seconds.
+    checked_after_s: ClassVar[float] = 30.0
     _begin: ClassVar[str]
     #: Changes a row for the time of writing (the first `?`), if that names the writer (the second
     #: one), so that any other one waits for the end of this transaction.
@@ -58,11 +56,6 @@ class Database:
         self.location = location
         self._connection = connection
         self._errors = errors
-
-    @property
-    def checked_after_s(self) -> float:
-        """How long nothing may be written before it is checked that something can be, seconds."""
-        return CHECKED_AFTER_S
 
     def execute(self, statement: str, *values: Any) -> Any:
         """Run a statement with a value for each `?`, and return the cursor."""
@@ -135,31 +128,28 @@ class Sqlite(Database):
     claim = _CLAIM.format(value="?", names="'written_s'")
 
     def __init__(self, location: str) -> None:
-        """Open a file, given by its path or by a URL, or create it.
+        """Open a file, or create it.
 
         Raises:
             StorageError: If it cannot be opened.
         """
-        if "://" in location and not location.startswith("sqlite://"):
+        if "://" in location:
             raise StorageError(
                 f"{without_password(location)}: is not a database of the service; give the path of "
                 "an SQLite file, or postgresql://user@host/name"
             )
-        path = re.sub("^sqlite:///?", "", location) or ":memory:"
-        self._path = None if path == ":memory:" else path
-        if self._path is not None:
-            _make_private(self._path)
+        _make_private(location)
         try:
             connection = sqlite3.connect(
-                path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+                location, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
         except sqlite3.Error as error:
-            raise _error(path, error) from error
-        super().__init__(path, connection, (sqlite3.Error,))
+            raise _error(location, error) from error
+        super().__init__(location, connection, (sqlite3.Error,))
         #: Path of each file that is open -> its device and inode
         self._identities: dict[str, tuple[int, int]] = {}
         with suppress(OSError):
-            self._identities[path] = _identity(path)
+            self._identities[location] = _identity(location)
 
     def become_writer(self) -> None:
         """Have what is written survive a loss of power."""
@@ -173,9 +163,7 @@ class Sqlite(Database):
         Raises:
             Fenced: If one is not.
         """
-        if self._path is None:
-            return
-        log = f"{self._path}-wal"
+        log = f"{self.location}-wal"
         if log not in self._identities:  # it is there once something was written
             with suppress(OSError):
                 self._identities[log] = _identity(log)
@@ -195,6 +183,7 @@ class Postgres(Database):
     nothing can be written any more.
     """
 
+    checked_after_s = 2.0  # as another service may stand by
     _begin = "BEGIN"
     claim = _CLAIM.format(
         value=f"CASE name WHEN 'heartbeat' THEN CAST({_NOW} AS TEXT) ELSE ? END",
@@ -226,11 +215,6 @@ class Postgres(Database):
                 "lets this user in"
             ) from error
         super().__init__(without_password(location), connection, (psycopg.Error,))
-
-    @property
-    def checked_after_s(self) -> float:
-        """Shorter, as another service may stand by."""
-        return SHARED_CHECKED_AFTER_S
 
     def execute(self, statement: str, *values: Any) -> Any:
         """Run a statement with a value for each `?`, and return the cursor."""

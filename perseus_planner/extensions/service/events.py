@@ -42,7 +42,7 @@ def with_events(before: JobState | None, after: JobState, now_s: float) -> JobSt
 
 def _deadline(state: JobState) -> str:
     deadline_s = state.job.deadline_s
-    return "deadline removed" if deadline_s is None else f"deadline set to {_time(deadline_s)}"
+    return "deadline removed" if deadline_s is None else f"deadline set to {si(deadline_s, 's')}"
 
 
 def _budget(state: JobState) -> str:
@@ -138,7 +138,7 @@ def _stragglers(before: JobState, after: JobState) -> list[str]:
         past_s = past_least_energy_s(after.job, reason, after.curve)
         aim = "aims" if len(pipelines) == 1 else "aim"
         # Not that they run so: their plans may have to be made first, and are then taken.
-        changes.append(f"{whom} {aim} for {_time(time_s)}{keeps(reason, past_s)}")
+        changes.append(f"{whom} {aim} for {si(time_s, 's')}{keeps(reason, past_s)}")
     return [", ".join(changes)] if changes else []
 
 
@@ -154,7 +154,7 @@ def _slow(state: JobState, key: str) -> tuple[str, str]:
     if report is None:
         return "", ""
     measure = (
-        f"iterations of {_time(report.iteration_s)}"
+        f"iterations of {si(report.iteration_s or 0.0, 's')}"
         if report.slowdown is None
         else f"{report.slowdown:.4g}x"
     )
@@ -166,7 +166,3 @@ def _pipelines(numbers: list[int]) -> str:
     if len(numbers) > _NAMED:
         return f"{len(numbers)} pipelines"
     return f"pipeline{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
-
-
-def _time(time_s: float | None) -> str:
-    return "-" if time_s is None else si(time_s, "s")

@@ -248,10 +248,6 @@ class PlanSet:
     #: the job's own plan, within its budgets. null if none waits for one.
     own: int | None = None
 
-    def text(self, pipeline: int) -> str:
-        """Return the plan of one pipeline as text."""
-        return self.texts[self.of_pipeline[pipeline]]
-
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each pipeline, in order. Parsing takes some 10 ms for each text, once.

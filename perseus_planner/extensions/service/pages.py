@@ -10,9 +10,8 @@ from fastapi import APIRouter, Response
 from starlette.exceptions import HTTPException
 
 from perseus_planner.extensions.service.access import STATIC
-from perseus_planner.extensions.service.calls import Call, CheckedRoute
 
-pages = APIRouter(route_class=CheckedRoute)
+pages = APIRouter()
 _FOLDERS = (("perseus_planner.views", "web"), ("perseus_planner.extensions.service", "static"))
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -37,13 +36,13 @@ def _files() -> dict[str, bytes]:
 
 
 @pages.get("/", include_in_schema=False)
-def page(_: Call) -> Response:
+def page() -> Response:
     """Return the dashboard."""
     return _file_response("dashboard.html")
 
 
 @pages.get(STATIC + "{name}", include_in_schema=False)
-def static(_: Call, name: str) -> Response:
+def static(name: str) -> Response:
     """Return a file of the dashboard."""
     return _file_response(name)
 

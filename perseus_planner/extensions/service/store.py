@@ -101,11 +101,14 @@ class Storage:
         is_shared = location.startswith(("postgresql://", "postgres://"))
         self._database: Database = Postgres(location) if is_shared else Sqlite(location)
         self.location = self._database.location
+        #: How long nothing may be written before `probe` is due, seconds.
+        self.checked_after_s = self._database.checked_after_s
         self._lock = threading.RLock()
         self.now_s: Callable[[], float] = time.time  #: when something is written, as it is noted
         self._writer = uuid4().hex
         self._report_number = 0
-        self._size = 0  #: characters and bytes written in the transaction
+        #: How many characters and bytes the last transaction wrote, or was to write.
+        self.size = 0
         with self._database.opening():
             self._become_writer()
 
@@ -115,18 +118,13 @@ class Storage:
     def __exit__(self, *_: object) -> None:
         self._database.close()
 
-    @property
-    def checked_after_s(self) -> float:
-        """How long nothing may be written before `probe` is due, seconds."""
-        return self._database.checked_after_s
-
     # Statements
 
     def execute(self, statement: str, *values: Any) -> list[Any]:
         """Run a statement with a value for each `?`, and return its rows; while a transaction
         runs.
         """
-        self._size += sum(len(value) for value in values if isinstance(value, (str, bytes)))
+        self.size += sum(len(value) for value in values if isinstance(value, (str, bytes)))
         cursor = self._database.execute(statement, *values)
         rows: list[Any] = cursor.fetchall() if cursor.description else []
         self._count = cursor.rowcount
@@ -141,7 +139,7 @@ class Storage:
             Fenced: If it is not this one's any more.
         """
         with self._lock:
-            self._size = 0
+            self.size = 0
             with self._database.transaction():
                 yield
 
@@ -351,11 +349,6 @@ class Storage:
             with self.transaction():
                 self._claim()
                 self._set("probe", text)
-
-    @property
-    def size(self) -> int:
-        """How many characters and bytes the last transaction wrote, or was to write."""
-        return self._size
 
     def _claim(self) -> None:
         """Check that this is the writer."""

@@ -131,14 +131,13 @@ class Writer:
 
     def figures(self) -> Writing:
         """Return how it does."""
-        # The writing thread may have emptied it in between.
-        with suppress(IndexError):
+        now_s = came_s = time.monotonic()
+        with suppress(IndexError):  # nothing waits
             came_s, _ = self._waiting[0]
-            lag_s = time.monotonic() - came_s
-            return Writing(
-                self._commits, self._committing_s, self._failed, len(self._waiting), lag_s
-            )
-        return Writing(self._commits, self._committing_s, self._failed, 0, 0.0)
+        waiting = len(self._waiting)
+        return Writing(
+            self._commits, self._committing_s, self._failed, waiting, max(now_s - came_s, 0.0)
+        )
 
     def submit(self, command: Callable[[Draft], Result]) -> Future[Result]:
         """Run `command` without waiting: its result is in the future once its changes are on disk.

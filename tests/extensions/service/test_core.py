@@ -52,7 +52,7 @@ from perseus_planner.base.errors import (
     UsageError,
 )
 from perseus_planner.base.loops import SteadyClock
-from perseus_planner.extensions.service import database, planning, rows
+from perseus_planner.extensions.service import planning, rows
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.draft import Draft
 from perseus_planner.extensions.service.models import (
@@ -782,7 +782,7 @@ def test_a_service_that_has_nothing_to_write_finds_that_another_has_opened_its_d
 ):
     with Storage(one.place):
         one.service.tick()  # something was written a moment ago
-        monkeypatch.setattr(database, "CHECKED_AFTER_S", -1.0)
+        monkeypatch.setattr(one.storage, "checked_after_s", -1.0)
         with pytest.raises(Fenced, match="another service has opened it"):
             one.service.tick()
         assert "another service has opened it" in str(one.service.problem)

@@ -558,13 +558,13 @@ def test_a_service_ends_when_another_has_opened_its_database(folder: Path):
 
 
 @pytest.mark.parametrize("source", ["file", "environment"])
-def test_the_url_of_a_database_comes_from_a_file_or_the_environment(
+def test_the_place_of_the_database_comes_from_a_file_or_the_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ):
-    (folder / "url").write_text("sqlite:///named.sqlite\n")
+    (folder / "place").write_text("named.sqlite\n")
     if source == "environment":
-        monkeypatch.setenv("PLANNER_SERVICE_DATABASE", "sqlite:///named.sqlite")
-    options = ("--database", "@url") if source == "file" else ()
+        monkeypatch.setenv("PLANNER_SERVICE_DATABASE", "named.sqlite")
+    options = ("--database", "@place") if source == "file" else ()
     with planner_serve(folder, "--port", "0", "--workers", "2", *options) as (process, _):
         assert (folder / "named.sqlite").is_file()
         assert ended(process, signal.SIGTERM)[0] == 0

@@ -312,7 +312,7 @@ def test_a_row_that_was_changed_is_named_and_not_quoted(
             "postgresql://planner:secret@127.0.0.1:1/name",
             r"^postgresql://planner:\*\*\*@127\.0\.0\.1:1/name: connection .* failed: ",
         ),
-        ("://", "is not a database of the service"),
+        ("sqlite:///service.sqlite", "is not a database of the service"),
         ("/nosuchfolder/service.sqlite", "unable to open database file"),
     ],
 )
@@ -324,28 +324,14 @@ def test_a_place_of_no_use_is_refused(place: str, reason: str):
     assert "sec" not in str(refused.value)
 
 
-@pytest.mark.parametrize("location", ["{}", "sqlite:///{}"])
-def test_a_database_file_is_its_owners_alone_also_if_it_was_not(place: Path, location: str):
+def test_a_database_file_is_its_owners_alone_also_if_it_was_not(place: Path):
     for _ in range(2):
-        with Storage(location.format(place)) as storage:
+        with Storage(place) as storage:
             storage.commit(added(state()) if not storage.load().jobs else Draft())
             files = list(place.parent.glob(f"{place.name}*"))
             assert len(files) == 3
             assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
         place.chmod(0o644)
-
-
-def test_a_url_does_as_well_as_a_path(place: Path):
-    with Storage(f"sqlite:///{place}") as storage:
-        storage.commit(added(state()))
-    with Storage(place) as storage:
-        assert list(storage.load().jobs) == ["gpt"]
-
-
-def test_a_database_in_memory_does_as_well(place: Path):
-    with Storage("sqlite://") as storage:
-        storage.commit(added(state()))
-        assert storage.load().jobs == {"gpt": state()}
 
 
 def test_a_file_has_a_log_ahead_and_waits_for_the_disk(place: Path):
