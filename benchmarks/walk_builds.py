@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _SIZES = ((8, 24), (16, 128), (32, 256), (64, 256))  #: stages, microbatches
-_REPETITIONS = 2  #: of each build; the faster run counts
+_REPETITIONS = 2  #: of each build, unless asked for others; the faster run counts
 _CASE = 1  #: the A40 profile
 _SLOWDOWN = 1.02  #: of the plans
 
@@ -72,7 +72,7 @@ def _in_build(checkout: Path, stages: int, microbatches: int) -> dict[str, Any]:
     return row
 
 
-def _table(other: Path, name: str, sizes: list[tuple[int, int]]) -> str:
+def _table(other: Path, name: str, sizes: list[tuple[int, int]], repetitions: int) -> str:
     own = Path(__file__).resolve().parents[1]
     lines = [
         "# Solving beside another build",
@@ -80,24 +80,25 @@ def _table(other: Path, name: str, sizes: list[tuple[int, int]]) -> str:
         f"`python benchmarks/walk_builds.py CHECKOUT --name {name}`. 1F1B on the A40 profile, "
         "simulated: its stages repeated, each one's seconds and joules times a factor in 0.95 to "
         "1.05. CPU seconds measured on this "
-        f"machine, the faster of {_REPETITIONS} runs of each build, which take turns. Plans are "
-        f"for {_SLOWDOWN:g}x, as measured; *default plan beside it*: CPU seconds of one that is on "
-        "time with 95 %, over those.",
+        f"machine, the fastest of {repetitions} runs of each build, which take turns. Plans are "
+        f"for {_SLOWDOWN:g}x, as measured; *default plan*: one that is on time with 95 %, in CPU "
+        "seconds, and *beside it* over those of a plan as measured.",
         "",
         "| stages x microbatches | breakpoints | step of prices, W | "
         f"solve: {name}, s | this, s | ratio | plan from a loaded frontier: {name}, s | this, s | "
-        f"ratio | default plan beside it: {name} | this | frontiers |",
-        "|---|" + "---:|" * 10 + "---|",
+        f"ratio | default plan: {name}, s | this, s | ratio | beside it: {name} | this | "
+        "frontiers |",
+        "|---|" + "---:|" * 13 + "---|",
     ]
     for stages, microbatches in sizes:
         runs = [
             [_in_build(build, stages, microbatches) for build in (other, own)]
-            for _ in range(_REPETITIONS)
+            for _ in range(repetitions)
         ]
         is_equal = len({run["digest"] for pair in runs for run in pair}) == 1
         cells = [f"{stages} x {microbatches}", runs[0][1]["breakpoints"]]
         cells.append(f"{runs[0][1]['unit_w']:.3g}")
-        for what in ("solve_s", "plan_s"):
+        for what in ("solve_s", "plan_s", "default_s"):
             other_s, own_s = (min(run[i][what] for run in runs) for i in range(2))
             cells += [f"{other_s:.2f}", f"{own_s:.2f}", f"{own_s / other_s:.2f}"]
         for i in range(2):
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--name", default="other", help="of the other build")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--size", action="append", type=_size, help="such as 16x128")
+    parser.add_argument("--repetitions", type=int, default=_REPETITIONS, metavar="N")
     parser.add_argument("--solve", type=_size, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.solve:
@@ -130,7 +132,9 @@ def main() -> None:
         return
     if arguments.checkout is None:
         parser.error("CHECKOUT: is missing; name the checkout of the other build")
-    table = _table(arguments.checkout.resolve(), arguments.name, arguments.size or list(_SIZES))
+    sizes = arguments.size or list(_SIZES)
+    other = arguments.checkout.resolve()
+    table = _table(other, arguments.name, sizes, arguments.repetitions)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
 

@@ -132,8 +132,8 @@ def improve(
         The effective energy of the final `chosen`, joules.
     """
     best = Guide(guide.end_s.copy(), guide.price_w.copy(), guide.stiffness.copy())
-    plans = np.array([chosen, chosen, chosen])
-    times_s = np.empty((2, len(chosen)))
+    plans = np.array([chosen] * 4)
+    times_s = np.empty((4, len(chosen)))
     cost_j = _improve_guide(
         problem, deadline_s, guide, best, plans, times_s, cost_j, tries, step_s, group
     )

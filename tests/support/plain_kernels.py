@@ -363,9 +363,9 @@ def _set_limits(problem: Any, deadline_s: float, limit_s: Any) -> None:
             limit_s[k] = min(limit_s[k], limit_s[after[i]] - fastest_s - lag_s[i])
 
 
-def _dispatch(problem: Any, guide: Any, limit_s: Any, chosen: Any, end_s: Any) -> None:
-    """Choose a point for each computation in turn; the search begins at the points that `chosen`
-    holds.
+def _dispatch(problem: Any, guide: Any, limit_s: Any, begin: int, chosen: Any, end_s: Any) -> None:
+    """Choose a point for each computation from `begin` on in turn; the search begins at the points
+    that `chosen` holds.
     """
     member = problem.member
     point_start = problem.point_start
@@ -380,7 +380,7 @@ def _dispatch(problem: Any, guide: Any, limit_s: Any, chosen: Any, end_s: Any) -
     price_w = guide.price_w
     early = guide.stiffness[0]
     late = guide.stiffness[1]
-    for k in range(len(chosen)):
+    for k in range(begin, len(chosen)):
         start_s = 0.0
         for i in range(before_start[k], before_start[k + 1]):
             start_s = max(start_s, end_s[before[i]] + lag_s[i])
@@ -483,9 +483,9 @@ def _vary_all(guide: Any, step_s: float, size: float) -> None:
             end_s[k] += moved_s
 
 
-def _vary_group(problem: Any, guide: Any, step_s: float, size: float) -> None:
+def _vary_group(problem: Any, guide: Any, step_s: float, size: float) -> int:
     """Change the ends, or the prices, of a group: some classes, from one computation to a later
-    one or to the last.
+    one or to the last. Return the first computation.
     """
     count = len(problem.member)
     classes = len(problem.point_start) - 1
@@ -505,6 +505,7 @@ def _vary_group(problem: Any, guide: Any, step_s: float, size: float) -> None:
                 guide.price_w[k] *= math.exp(0.2 * size)
             else:
                 guide.end_s[k] += moved_s
+    return int(first)
 
 
 def _copy(source: Any, target: Any) -> None:
@@ -539,14 +540,21 @@ def _improve_guide(
     end_s = times_s[1]
     _set_limits(problem, deadline_s * (1 - _ROUNDING), limit_s)
     for attempt in range(tries):
+        begin = 0
         if attempt > 0:
             size = random.normal()
             if group and random.draw() < 0.75:
-                _vary_group(problem, guide, step_s, size)
+                begin = _vary_group(problem, guide, step_s, size)
             else:
                 _vary_all(guide, step_s, size)
-        _dispatch(problem, guide, limit_s, trial, end_s)
+        trial[:begin] = plans[3, :begin]
+        end_s[:begin] = times_s[3, :begin]
+        _dispatch(problem, guide, limit_s, begin, trial, end_s)
+        times_s[2] = end_s
         trial_j = _fill_exactly(problem, deadline_s, trial, end_s, before, cost_j)
+        if attempt == 0 or trial_j <= cost_j:
+            plans[3] = before
+            times_s[3] = times_s[2]
         if trial_j <= cost_j:
             cost_j = trial_j
             for k in range(len(trial)):

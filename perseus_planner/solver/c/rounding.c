@@ -39,9 +39,10 @@ static void set_limits(const PointProblem *problem, double deadline_s, double *l
     }
 }
 
-/* Choose a point for each computation in turn; the search begins at the points that `chosen` holds. */
-static void dispatch(const PointProblem *problem, const Guide *guide, const double *limit_s, int64_t *chosen,
-                     double *end_s)
+/* Choose a point for each computation from `from` on in turn, given those before; where the search for it begins, at
+ * the one that `chosen` holds, makes no difference to what is found. */
+static void dispatch(const PointProblem *problem, const Guide *guide, const double *limit_s, int64_t from,
+                     int64_t *chosen, double *end_s)
 {
     const int64_t nodes = problem->member.count;
     const int64_t *member = problem->member.at;
@@ -57,7 +58,7 @@ static void dispatch(const PointProblem *problem, const Guide *guide, const doub
     const double *price_w = guide->price_w.at;
     const double early = guide->stiffness.at[0];
     const double late = guide->stiffness.at[1];
-    for (int64_t k = 0; k < nodes; k++) {
+    for (int64_t k = from; k < nodes; k++) {
         double start_s = 0.0;
         for (int64_t i = before_start[k]; i < before_start[k + 1]; i++) {
             start_s = most_of(start_s, end_s[before[i]] + lag_s[i]);
@@ -170,8 +171,9 @@ static void vary_all(Guide *guide, double step_s, double size, Random *random)
     }
 }
 
-/* Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last. */
-static void vary_group(const PointProblem *problem, Guide *guide, double step_s, double size, Random *random)
+/* Change the ends, or the prices, of a group: some classes, from one computation to a later one or to the last. Return
+ * the first computation. */
+static int64_t vary_group(const PointProblem *problem, Guide *guide, double step_s, double size, Random *random)
 {
     const int64_t nodes = problem->member.count;
     const int64_t classes = problem->point_start.count - 1;
@@ -206,6 +208,7 @@ static void vary_group(const PointProblem *problem, Guide *guide, double step_s,
             guide->end_s.at[k] += moved_s;
         }
     }
+    return first;
 }
 
 static void copy_guide(const Guide *source, Guide *target)
@@ -226,24 +229,43 @@ KERNEL double improve_guide(const PointProblem *problem, double deadline_s, Guid
     int64_t *chosen = plans;
     int64_t *trial = plans + nodes;
     int64_t *before = plans + 2 * nodes;
+    int64_t *best_dispatched = plans + 3 * nodes; /* what `best` gives, before slack is filled */
     double *limit_s = times_s;
     double *end_s = times_s + nodes;
+    double *before_s = times_s + 2 * nodes;
+    double *best_dispatched_s = times_s + 3 * nodes;
     Random random;
     seed_random(&random, 1);
     /* A hair less than the deadline, so that no rounding error makes a dispatched plan late. */
     set_limits(problem, deadline_s * (1 - ROUNDING), limit_s);
     for (int64_t attempt = 0; attempt < tries; attempt++) {
         /* The first plan is that of the guide itself. */
+        int64_t from = 0;
         if (attempt > 0) {
             const double size = draw_normal(&random);
             if (group && draw(&random) < OF_GROUPS) {
-                vary_group(problem, guide, step_s, size, &random);
+                from = vary_group(problem, guide, step_s, size, &random);
             } else {
                 vary_all(guide, step_s, size, &random);
             }
         }
-        dispatch(problem, guide, limit_s, trial, end_s);
+        /* Before the first change the guide is the best one, and so is what is dispatched. */
+        for (int64_t k = 0; k < from; k++) {
+            trial[k] = best_dispatched[k];
+            end_s[k] = best_dispatched_s[k];
+        }
+        dispatch(problem, guide, limit_s, from, trial, end_s);
+        for (int64_t k = 0; k < nodes; k++) {
+            before_s[k] = end_s[k];
+        }
         const double trial_j = fill_exactly(problem, deadline_s, trial, end_s, before, cost_j);
+        /* The first guide is the best one so far, whether or not its plan is. */
+        if (attempt == 0 || trial_j <= cost_j) {
+            for (int64_t k = 0; k < nodes; k++) {
+                best_dispatched[k] = before[k];
+                best_dispatched_s[k] = before_s[k];
+            }
+        }
         if (trial_j <= cost_j) {
             cost_j = trial_j;
             for (int64_t k = 0; k < nodes; k++) {

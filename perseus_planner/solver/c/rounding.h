@@ -22,8 +22,8 @@ KERNEL double fill_exactly(const PointProblem *problem, double deadline_s, int64
 /* Dispatch by `guide` and by random changes of it; keep those that cost no more than `cost_j`.
  *
  * guide, best: the first guide, twice.
- * plans: (3, n) any points, three times; the first ones are the best ones in the end.
- * times_s: (2, n) scratch space.
+ * plans: (4, n) any points, four times; the first ones are the best ones in the end.
+ * times_s: (4, n) scratch space.
  * cost_j: effective energy of these points, joules; infinity if it does not count yet.
  * tries: number of plans to make.
  * step_s: the size of a change of ends, seconds.
