@@ -246,11 +246,12 @@ class Service:
         state = self._state(job)
         return state.published.version, pipeline_statuses(state)
 
-    def plans(self, job: str, after: int) -> PlanSet | None:
-        """Return a job's newest plans; None if their version is not above `after`. The job asks for
-        them.
+    def plans(self, job: str, after: int, *, asks: bool = True) -> PlanSet | None:
+        """Return a job's newest plans; None if their version is not above `after`. The job is heard
+        of if it `asks` for them, and not somebody who has sent a report about it.
         """
-        self._hear_of(job)
+        if asks:
+            self._hear_of(job)
         published = self._state(job).published
         return published if published.version > after else None
 
