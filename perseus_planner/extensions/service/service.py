@@ -477,7 +477,8 @@ class Service:
             past = report or before.past.get(key)
             if past is None:
                 raise UnknownReport(
-                    f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
+                    f"job {shown(job)} has no report {shown(key)}; its status lists those that it "
+                    "has"
                 )
             return answer_to(before, before, past, "the report did not count any more")
         # As an expired report it still keeps earlier ones of its source from counting.
