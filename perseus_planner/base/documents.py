@@ -277,6 +277,8 @@ def parse(path: Path, text: str, error: type[PlannerError]) -> Document:
             root = loader.get_single_node()
         finally:
             loader.dispose()
+        if root is None:
+            raise error(f"{path}: is empty; write one `key: value` a line")
         if not isinstance(root, yaml.MappingNode):
             raise error(f"{path}: is not a mapping; write one `key: value` a line")
         return _mapping(path, root, error)

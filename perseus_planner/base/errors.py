@@ -341,4 +341,4 @@ def _si(value: float, unit: str, *, up: bool = False) -> str:
         is_enough = (number * factor if factor >= 1 else number / round(1 / factor)) >= value
         if is_enough or not up or not value > 0:
             return text
-        shown_value *= 1 + 5e-6  # half of the last of six digits, or more
+        shown_value *= 1 + 5e-7  # at most half of the last of six digits, so that none is skipped

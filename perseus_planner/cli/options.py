@@ -287,7 +287,9 @@ class SourceFile(Text):
                 # The error names what is wanted, in the words of the help.
                 names = ", ".join(_KINDS[kind_name] for kind_name in wanted[:-1])
                 names = " or ".join(filter(None, (names, _KINDS[wanted[-1]])))
-                raise UsageError(f"{path}: is {_KINDS[kind]}; name {names}")
+                # Any folder may be a run's.
+                what = "a folder" if kind == "run" else _KINDS[kind]
+                raise UsageError(f"{path}: is {what}; name {names}")
             return path
 
         super().__init__("file", read)
@@ -332,13 +334,16 @@ def check_writable(path: Path, place: str) -> None:
         )
 
 
-def check_folder(path: Path, place: str) -> None:
+def check_folder(path: Path, place: str, *, may_be_file: bool = False) -> None:
     """Check that `path` can be made, or written to if it is there; `place` names its option.
 
     Raises:
-        UsageError: If the folder that it would be in cannot be written to.
+        UsageError: If it is a file, unless it may be, or in one, or the folder that it would be in
+            cannot be written to.
     """
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir() and not (may_be_file and nearest == path):
+        raise UsageError(f"{place} {path}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK):
         raise UsageError(
             f"{place} {path}: {nearest} cannot be written to; change its permissions, or name "

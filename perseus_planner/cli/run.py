@@ -63,7 +63,11 @@ def _check_service(given: Mapping[str, Any], *, is_named: bool) -> None:
         is_named: whether the service is an option; PLANNER_SERVICE alone is there for other
             commands.
     """
-    if not given["service"] or not (given["job"] or is_named):
+    if not given["service"]:
+        if given["frontier"]:
+            raise UsageError("--frontier: is for --service; give both, or leave out the frontier")
+        return
+    if not (given["job"] or is_named):
         return
     if given["frontier"] and not given["plan"]:
         raise UsageError(
@@ -104,7 +108,7 @@ def run(
     Each option can also be given as an environment variable, such as PLANNER_PLAN for --plan.
     """
     from perseus_planner import Plan
-    from perseus_planner.gpu import check_gpu_text
+    from perseus_planner.gpu import check_back_end, check_gpu_text
     from perseus_planner.plans.plan import check_trusted
     from perseus_planner.runtime.options import AutopilotSettings, check_work, said_options
     from perseus_planner.runtime.unmodified.options import write_options
@@ -112,12 +116,14 @@ def run(
     # What every rank would refuse is refused here, once.
     for name in ("record", "state"):
         if given[name] is not None:
-            check_folder(given[name], option_name(name))
+            check_folder(given[name], option_name(name), may_be_file=name == "state")
     # A plan that ranks would refuse is refused before they are started.
     if given["plan"] is not None:
         check_trusted(Plan.load(given["plan"]), given["trust_traced"])
-    if given["gpu"] is not None and ":" in given["gpu"]:  # else it needs the device of each rank
-        check_gpu_text(given["gpu"])
+    if given["gpu"] is not None:
+        # Without a number it needs the device of each rank.
+        check = check_gpu_text if ":" in given["gpu"] else check_back_end
+        check(given["gpu"])
     if given["slowdown"] is not None:
         AutopilotSettings(slowdown=given["slowdown"])
     if given["work"] is not None:

@@ -211,13 +211,18 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
     shown = extensions.places("shown")
     if kind is not None and kind in shown:
         return _View(*extensions.load(shown[kind])(path))
+    _refuse_foreign(path, kind)
+    return readers.get(kind or "", _plan_view)(path)
+
+
+def _refuse_foreign(path: Path, kind: str | None) -> None:
+    """Refuse a file that is none of the planner's; `kind` is what `kind_of` says of it."""
     # A YAML may be a plan, whose reader says best why it is none.
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(
             f"{path}: is not a file of the planner; name a profile, a frontier, a plan or a run "
             "folder"
         )
-    return readers.get(kind or "", _plan_view)(path)
 
 
 def _profile_view(file: Path) -> _View:
@@ -384,7 +389,10 @@ def report(
     reported = extensions.places("reported")
     # Some kinds of plans have a report of their own, made by their extension.
     # The extension reports on all sources itself.
-    for kind in reported.keys() & set(map(kind_of, source)):
+    kinds = dict(zip(source, map(kind_of, source), strict=True))
+    for path, of_path in kinds.items():
+        _refuse_foreign(path, of_path)
+    for kind in reported.keys() & set(kinds.values()):
         content, text, html = extensions.load(reported[kind])(source, rates)
         write_file(output, html, UsageError)
         console.report(content, text, [output])

@@ -38,6 +38,7 @@ __all__ = [
     "Gpu",
     "GpuReader",
     "back_ends",
+    "check_back_end",
     "check_gpu_text",
     "is_dry_run",
     "open_gpu",

@@ -326,9 +326,9 @@ class Profile(Checked, error=ProfileError):
             highest = max(rows[0].clock_mhz for rows in self.measurements.values())
             unit = unit_of(self.control)
             said.append(
-                f"Stage {name}{f' and {others} more' if others else ''} was not measured above "
-                f"{clock} {unit}, others up to {highest} {unit}: unless a power limit holds it "
-                "there, full clocks are faster than the rows say, and a plan that is no slower "
+                f"Stage {name}{f' and {others} more were' if others else ' was'} not measured "
+                f"above {clock} {unit}, others up to {highest} {unit}: unless a power limit holds "
+                "it there, full clocks are faster than the rows say, and a plan that is no slower "
                 f"than they are may be slower; measure it at {highest} {unit}."
             )
         if self.origin == "traced":

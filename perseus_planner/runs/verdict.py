@@ -149,10 +149,8 @@ _FEWER_CHANGES = (
     "measure how long a change takes with `planner doctor --measure-latency`, and plan again with "
     "--max-changes"
 )
-_LOOK_AT_IT = (
-    "look at the GPU with `planner doctor` on that node; with a service, a report of the slow rank "
-    "lets the others save while they wait"
-)
+_LOOK_AT_IT = "look at the GPU with `planner doctor` on that node"
+_REPORT_IT = "; with a service, a report of the slow rank lets the others save while they wait"
 _MOST_RANKS = 8  #: named
 
 Cause = Literal["late clocks", "one rank", "all ranks", "waiting"]
@@ -184,7 +182,7 @@ def verdict_of(
         ranks: Rank in the job -> the account of these iterations.
         unlike: In a clause, why the profile of the plan does not carry over to this training; None
             if it does, as far as is known.
-        run: The run folder; None if it is not known.
+        run: The run folder; None where the service tells the verdict, which does not know it.
     """
     verdict = _verdict_of(ranks, run)
     if verdict is None or unlike is None:
@@ -243,14 +241,16 @@ def _verdict_of(ranks: Mapping[int, Account], run: Path | None) -> Verdict | Non
     verb = "computes" if len(off_ranks) == 1 else "compute"
     others = "the others wait" if ratio > 1 else "the others do not"
     text = f"{begin}{rank_names(off_ranks)} {verb} {how}, {others}"
-    return Verdict(ratio, "one rank", off_ranks, text, _LOOK_AT_IT)
+    # To the service, ranks that are slow are reported already.
+    next_step = _LOOK_AT_IT if run is None else f"{_LOOK_AT_IT}{_REPORT_IT}"
+    return Verdict(ratio, "one rank", off_ranks, text, next_step)
 
 
 def _see_where(run: Path | None) -> str:
     """Return the command that shows where ranks wait."""
-    begins = 'record the run with record="run", and ' if run is None else ""
     folder = "run" if run is None else shlex.quote(str(run))
-    return f"{begins}see where with `planner show {folder} --perfetto run.json`"
+    of_it = ', run being the folder of record="run"' if run is None else ""
+    return f"see where with `planner show {folder} --perfetto run.json`{of_it}"
 
 
 def _late_text(worst: Account, ranks: Sequence[int], how: str) -> str:

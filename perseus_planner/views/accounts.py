@@ -66,7 +66,8 @@ def totals_text(totals: Sequence[Entry], total: Account, *, saves: bool) -> str:
     lines = [
         f"All attempts, energy {total.energy_is or 'unknown'}{saved}:\n",
         table(lay_out(shown, *columns)),
-        f"\nThese are all iterations, each with what passes until the next.{part}\n"
+        f"\nThese are all iterations, each with what passes until the next; the time is the first "
+        f"rank's.{part}\n"
         f"{account_text(total, saves=saves)}",
     ]
     return "\n".join(lines)

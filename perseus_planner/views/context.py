@@ -155,7 +155,8 @@ def source_text(context: Context) -> str:
     if context.longest_lag_s:
         parts.append(f"transfers of up to {si(context.longest_lag_s, 's', 6)}")
     if context.overhead_s:
-        parts.append(f"{si(context.overhead_s, 's', 6)} of calibrated overhead")
+        how = "traced" if context.origin == "traced" else "calibrated"
+        parts.append(f"{si(context.overhead_s, 's', 6)} of {how} overhead")
     # What is more than computations and waiting is named, as figures without it are lower.
     included = f"\nIncluded: {', '.join(parts)}." if parts else ""
     return (
@@ -170,7 +171,9 @@ def power_text(power_w: float | tuple[float, ...] | None) -> str:
         return "not known"
     if not isinstance(power_w, tuple):
         return si(power_w, "W")
-    return f"{si(min(power_w), 'W')} to {si(max(power_w), 'W')}"
+    least = si(min(power_w), "W")
+    most = si(max(power_w), "W")
+    return most if least == most else f"{least} to {most}"
 
 
 def saving_text(comparison: Comparison) -> str:

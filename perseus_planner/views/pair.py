@@ -41,6 +41,13 @@ class RunFigures:
             return None
         return total.energy_j / total.metered_s * total.gpu_s / total.iterations
 
+    @property
+    def power_w(self) -> float | None:
+        """Mean watts of all GPUs together; None if not known."""
+        # Over the mean window, as energies are of all ranks: the first one begins first.
+        energy_j = self.energy_j
+        return None if energy_j is None else energy_j * self.total.windows / self.total.gpu_s
+
 
 @dataclass(frozen=True)
 class RunPair:
@@ -140,7 +147,7 @@ _ROWS: tuple[_Row, ...] = (
     ("iteration s", lambda run: run.iteration_s, ".4g", True),
     ("planned s", lambda run: run.planned_s, ".4g", True),
     ("energy of an iteration J", lambda run: run.energy_j, ".5g", True),
-    ("power W", lambda run: run.total.mean_power_w, ".4g", True),
+    ("power W", lambda run: run.power_w, ".4g", True),
     ("saved %", _saved, ".2f", False),
     ("saved, +- %", _saved_within, ".2f", False),
     ("between iterations %", _share_of("between_s", "gpu_s"), ".1f", False),

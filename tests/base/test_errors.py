@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from perseus_planner import Profile
-from perseus_planner.base.errors import QUOTED, ProfileError, UsageError, printable, shown
+from perseus_planner.base.errors import (
+    QUOTED,
+    InfeasibleDeadline,
+    ProfileError,
+    UsageError,
+    printable,
+    shown,
+)
 from perseus_planner.base.tables import CsvFile
 from perseus_planner.base.units import CLOCK, DURATION
 from perseus_planner.extensions.inference.workload import read_trace
@@ -95,3 +102,10 @@ def test_a_quantity_that_is_none_is_quoted_so_too():
 )
 def test_a_whole_number_may_have_a_point_and_zeros(text: str, clock_mhz: int | None):
     assert CLOCK.parse(text) == clock_mhz
+
+
+@pytest.mark.parametrize(
+    ("least_s", "said"), [(3.5065605622, "3.50657 s"), (1.0000001, "1.00001 s"), (9.5, "9.5 s")]
+)
+def test_the_least_time_is_rounded_up_by_no_more_than_the_last_digit(least_s: float, said: str):
+    assert f"the fastest takes {said}; ask for" in str(InfeasibleDeadline(1.0, least_s))

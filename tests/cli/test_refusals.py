@@ -156,6 +156,14 @@ REFUSED = {
     "report rates.csv -o new.html": f"rates.csv: is a table of request rates; {TO_REPORT}",
     "solve trace.csv -o new.npz": "trace.csv: is a trace of requests; name a profile or a job file",
     "profile.yaml": "profile.yaml: is a profile; name a job file",
+    "run --record profile.yaml -- true": "--record profile.yaml: profile.yaml is a file; name a "
+    "folder",
+    "run --record profile.yaml/run -- true": "--record profile.yaml/run: profile.yaml is a file; "
+    "name a folder",
+    "run --frontier frontier.npz -- true": "--frontier: is for --service; give both, or leave out "
+    "the frontier",
+    "run --gpu foo -- true": "GPU 'foo': there is no back-end 'foo'; choose one of: nvml, cuda, "
+    "zeusd, command, amd, dry-run, memory, simulated, emulated",
     "run --frontier profile.yaml -- true": "profile.yaml: is a profile; name a frontier",
     "explore gpt3-1.3b --gpus 8 --system profile.yaml": "profile.yaml: is a profile; name a system "
     "file",

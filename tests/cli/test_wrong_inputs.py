@@ -107,7 +107,7 @@ WRONG = {
     ),
     "plan plan.yaml --slowdown 1.0 -o n.yaml": "plan.yaml: is a plan; name a frontier",
     "show .": ".: is a folder, but not a run folder; name a folder that a training run has",
-    "show empty.yaml": "empty.yaml: is not a mapping; write one `key: value` a line",
+    "show empty.yaml": "empty.yaml: is empty; write one `key: value` a line",
     "show notyaml.yaml": (
         "notyaml.yaml, line 2, column 1: is not valid YAML: did not find expected node"
     ),

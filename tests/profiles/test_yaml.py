@@ -22,7 +22,7 @@ def message_of(path: str) -> str:
 
 
 BAD_YAMLS = {
-    "empty": ("", "p.yaml: is not a mapping; write one `key: value` a line"),
+    "empty": ("", "p.yaml: is empty; write one `key: value` a line"),
     "list": ("- 1\n", "p.yaml: is not a mapping; write one `key: value` a line"),
     "no format": (
         "version: 1\n",

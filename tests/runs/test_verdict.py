@@ -137,7 +137,21 @@ def test_the_command_that_is_next_can_be_typed_as_it_stands():
     assert shlex.split(command) == ["planner", "show", str(folder), "--perfetto", "run.json"]
     at_service = verdict_of(ranks(1.1))
     assert at_service is not None
-    assert at_service.next_step.startswith('record the run with record="run", and see where with ')
+    assert at_service.next_step == (
+        "see where with `planner show run --perfetto run.json`, run being the folder of "
+        'record="run"'
+    )
+
+
+def test_the_service_is_not_said_to_be_missing_where_it_tells_the_verdict():
+    slow = ranks(1.1, ran(1.1, 0.672))
+    at_service = verdict_of(slow)
+    at_folder = verdict_of(slow, run=Path("run"))
+    assert at_service is not None
+    assert at_folder is not None
+    assert at_service.cause == "one rank"
+    assert at_service.next_step == "look at the GPU with `planner doctor` on that node"
+    assert at_folder.next_step.startswith(f"{at_service.next_step}; with a service, a report of ")
 
 
 def test_there_is_none_below_two_percent_or_where_not_everything_ran_as_planned():

@@ -215,7 +215,7 @@ async def report(
     if wait_s and answer.takes_effect == "planning":
         # Too many wait, or the job has ended: the report was taken.
         with suppress(HTTPException, UnknownJob):
-            await call.live.newer(job, answer.version - 1, wait_s)
+            await call.live.newer(job, answer.version - 1, wait_s, asks=False)
             answer = answer.with_plans_of(call.service.status(job))
     return json_response(answer, 202)
 

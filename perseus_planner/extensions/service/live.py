@@ -136,9 +136,17 @@ class AsyncService:
         async with self._registering:
             return await self.done(self._pool.submit(register))
 
-    async def newer(self, job: str, after: int, wait_s: float) -> PlanSet | None:
+    async def newer(
+        self, job: str, after: int, wait_s: float, *, asks: bool = True
+    ) -> PlanSet | None:
         """Return the plans of `job` as soon as their version is above `after`; None if it is not
         within `wait_s`.
+
+        Args:
+            job: Its name.
+            after: The version.
+            wait_s: How long to wait, seconds.
+            asks: Whether it is the job that asks, which is then heard of.
 
         Raises:
             UnknownJob: If there is no such job, or no longer.
@@ -155,7 +163,7 @@ class AsyncService:
             while True:
                 # before the look, so that no change is missed in between
                 change = self._changes.setdefault(job, loop.create_future())
-                plans = self.service.plans(job, after)  # from memory
+                plans = self.service.plans(job, after, asks=asks)  # from memory
                 if plans is not None:
                     return plans
                 left_s = until_s - loop.time()

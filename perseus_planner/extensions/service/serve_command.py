@@ -65,13 +65,14 @@ def serve(
     lease: Annotated[
         Time,
         "A job that is silent for this long has no share of the power budget of all jobs and "
-        "no metrics, until it is heard of again; 60 s at least.",
-    ] = 180.0,
+        "no metrics but its state, until it is heard of again; 60 s at least.",
+        Option(default="180s"),
+    ],
     forget: Annotated[
         Time,
         "A job that is silent for this long is ended; its totals and its last events stay.",
-        Option(show_default="7d"),
-    ] = 604800.0,
+        Option(default="7d"),
+    ],
     tokens: Annotated[
         Path | None,
         "File with a line `token role name` for each client; roles are read, report and operate. "

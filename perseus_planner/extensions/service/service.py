@@ -246,11 +246,12 @@ class Service:
         state = self._state(job)
         return state.published.version, pipeline_statuses(state)
 
-    def plans(self, job: str, after: int) -> PlanSet | None:
-        """Return a job's newest plans; None if their version is not above `after`. The job asks for
-        them.
+    def plans(self, job: str, after: int, *, asks: bool = True) -> PlanSet | None:
+        """Return a job's newest plans; None if their version is not above `after`. The job is heard
+        of if it `asks` for them, and not somebody who has sent a report about it.
         """
-        self._hear_of(job)
+        if asks:
+            self._hear_of(job)
         published = self._state(job).published
         return published if published.version > after else None
 
@@ -476,7 +477,8 @@ class Service:
             past = report or before.past.get(key)
             if past is None:
                 raise UnknownReport(
-                    f"job {shown(job)} has no report {shown(key)}; list the reports that it has"
+                    f"job {shown(job)} has no report {shown(key)}; its status lists those that it "
+                    "has"
                 )
             return answer_to(before, before, past, "the report did not count any more")
         # As an expired report it still keeps earlier ones of its source from counting.

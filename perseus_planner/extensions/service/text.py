@@ -276,9 +276,9 @@ def _telemetry(sent: JobTelemetry, *, saves: bool) -> str:
 
 def _settings(job: RegisteredJob) -> str:
     parts = [
-        f"as fast as {ALL_MAXIMUM}"
+        f"iterations as fast as {ALL_MAXIMUM}"
         if job.deadline_s is None
-        else f"{si(job.deadline_s, 's', 6)} an iteration"
+        else f"iterations of {si(job.deadline_s, 's', 6)}"
     ]
     if job.power_w is not None:
         parts.append(f"at most {si(job.power_w, 'W', 6)}")

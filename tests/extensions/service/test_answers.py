@@ -17,7 +17,8 @@ from perseus_planner.base.errors import ServiceRefusal
 from perseus_planner.extensions.service.client import Client
 from perseus_planner.extensions.service.models import ReportRequest, Scope
 from perseus_planner.extensions.service.serve import Address
-from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.service import JOB_LEASE_S, Service
+from perseus_planner.extensions.service.store import Storage
 from perseus_planner.extensions.service.text import answer_text
 
 pytest.importorskip("httpx")
@@ -73,6 +74,30 @@ def test_an_answer_that_waits_in_vain_says_what_is_known(tmp_path: Path):
         held.goes_on.clear()
         with serving(service, Address(port=0)) as url, Client(url) as client:
             assert client.report("gpt", SLOW_STAGE, wait_s=0.05).expected_saving_w is None
+        held.goes_on.set()
+        planned(service)
+
+
+def test_who_waits_for_the_answer_to_a_report_is_not_the_job(tmp_path: Path):
+    clock = Clock()
+    held = Held()
+    held.goes_on.set()
+    with (
+        Storage(tmp_path / "service.sqlite") as storage,
+        Service(storage, now_s=clock, run=held, lease_s=JOB_LEASE_S) as service,
+    ):
+        service.register(job(), frontier_file())
+        clock.now_s += JOB_LEASE_S
+        service.tick()
+        assert service.status("gpt").state.name == "not heard of"
+        held.goes_on.clear()
+        with serving(service, Address(port=0)) as url, Client(url) as client:
+            assert client.report("gpt", SLOW_STAGE, wait_s=0.05).takes_effect == "planning"
+            service.clear("gpt", "k").result()  # waits until what came before is written
+            assert service.status("gpt").state.name == "not heard of"
+            client.plans("gpt")
+            service.set_deadline("gpt", None).result()  # likewise
+            assert service.status("gpt").state.name != "not heard of"
         held.goes_on.set()
         planned(service)
 

@@ -7,6 +7,7 @@ So only rank 0 connects to the service and needs its token.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
@@ -193,6 +194,9 @@ class ServiceSettings:
         if sure is not None and sure.limit_ratio is not None:
             ratio = sure.expected_limit_ratio or sure.limit_ratio
             deadline_s = ratio * frontier.baseline_time_s
+        # As fast as all clocks at maximum is what a job without a deadline is planned for.
+        if deadline_s is not None and math.isclose(deadline_s, frontier.baseline_time_s):
+            deadline_s = None
         # Without a plan to take it from, as sure as plans are by default.
         on_time: float | None = ON_TIME
         if plan is not None:
