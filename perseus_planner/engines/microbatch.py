@@ -4,6 +4,8 @@ parts; and counts its FLOPs and bytes.
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -271,9 +273,13 @@ def stage_op_cost(
 def count_op_cost(action: Callable[[], object]) -> OpCost:
     """Run `action` once, and count its FLOPs and bytes.
 
-    FLOPs are those of matrix products, convolutions and attention, as in torch's FlopCounterMode.
+    FLOPs are those of matrix products, convolutions and attention, as in torch's FlopCounterMode,
+    and of products in groups, such as those of experts, which it does not know.
     Bytes are those of the tensors that each operator reads and writes. They are an upper bound,
     because fused kernels and caches are ignored. Operators that only view or allocate move nothing.
+
+    Raises:
+        UsageError: If an operator multiplies matrices, and how many FLOPs it takes is not known.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -285,12 +291,19 @@ def count_op_cost(action: Callable[[], object]) -> OpCost:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
+            # It would count as nothing, and the stage would come out too fast.
+            if _MULTIPLIES.search(func._schema.name) and func._overloadpacket not in known:
+                raise UsageError(
+                    f"the FLOPs of the operator {func._schema.name} are not known, so this stage "
+                    "cannot run on a simulated GPU; measure it on a GPU, or use another operator"
+                )
             # Counted by operator: what kernels fuse or caches keep is counted too.
             if _moves_data(func):
                 self.bytes += sum(tensor.nbytes for tensor in tensors((args, kwargs, result)))
             return result
 
-    flops = FlopCounterMode(display=False, custom_mapping=_attention_on_cpu())
+    flops = FlopCounterMode(display=False, custom_mapping=_formulas())
+    known = {*flops.flop_registry}
     traffic = Traffic()
     with warnings.catch_warnings():
         # FlopCounterMode also tracks modules, which recomputation confuses; only the total is used.
@@ -300,22 +313,36 @@ def count_op_cost(action: Callable[[], object]) -> OpCost:
     return OpCost(float(flops.get_total_flops()), float(traffic.bytes))
 
 
-def _attention_on_cpu() -> dict[Any, Callable[..., int]]:
-    """Return the FLOP formulas of operators that torch counts only on GPUs."""
+_MULTIPLIES = re.compile(r"mm(_|$)|matmul|linear(_|$)|conv(_|\d|olution)|attention|encoder_layer")
+"""Names of operators of ATen that multiply matrices."""
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Return the FLOP formulas of operators that torch's counter does not have: attention on CPUs,
+    and matrix products in groups.
+    """
     import torch
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-    # The same formulas, for operators that take other arguments than those of GPUs.
+    # Torch's own formulas, for operators that take other arguments than those of GPUs.
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 
     def backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(gradient, query, key, value))
 
+    def grouped(first: Any, second: Any, *_: Any, **__: Any) -> int:
+        # Groups share out rows, columns or the inner width, so together they are one product; they
+        # are as many if both have them.
+        products = 2 * math.prod(first) * second[-1]
+        return int(products // first[0] if len(first) > len(second) else products)
+
     aten = torch.ops.aten
-    names: dict[str, Callable[..., int]] = {"": forward, "_backward": backward}
-    formulas = {
-        f"_scaled_dot_product_flash_attention_for_cpu{end}": count for end, count in names.items()
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": forward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
+        "_grouped_mm": grouped,
+        "_scaled_grouped_mm": grouped,
     }
     # Releases of torch differ in which of these operators they have.
     return {getattr(aten, name): count for name, count in formulas.items() if hasattr(aten, name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -154,6 +155,48 @@ def test_attention_on_the_cpu_counts() -> None:
     q = torch.randn(2, 4, 16, 8)
     attention = nn.functional.scaled_dot_product_attention
     assert count_op_cost(lambda: attention(q, q, q)).flops == 2 * 2 * (2 * 4) * 16 * 16 * 8
+
+
+@pytest.mark.skipif(
+    not hasattr(nn.functional, "grouped_mm"), reason="this torch has no products in groups"
+)
+def test_experts_in_groups_count_as_in_a_loop() -> None:
+    experts, each, width, hidden = 4, 16, 32, 48
+    ends = torch.arange(each, experts * each + 1, each, dtype=torch.int32)
+
+    def in_groups(tokens: Any, up: Any, down: Any) -> Any:
+        inner = nn.functional.grouped_mm(tokens, up, offs=ends).relu()
+        return nn.functional.grouped_mm(inner, down, offs=ends)
+
+    def in_a_loop(tokens: Any, up: Any, down: Any) -> Any:
+        parts = zip(tokens.chunk(experts), up, down, strict=True)
+        return torch.cat([(part @ first).relu() @ second for part, first, second in parts])
+
+    shapes = ((experts * each, width), (experts, width, hidden), (experts, hidden, width))
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    once = 2 * 2 * experts * each * width * hidden
+    flops = []
+    for run in (in_groups, in_a_loop):
+        outputs = []
+        forward = count_op_cost(partial(lambda run, kept: kept.append(run(*tensors)), run, outputs))
+        backward = count_op_cost(outputs[0].square().sum().backward)
+        flops.append((forward.flops, backward.flops))
+    assert flops[0] == flops[1] == (once, 2 * once)
+    three = torch.randn(experts, each, width).bfloat16()
+    wide = torch.randn(width, experts * 8).bfloat16()
+    columns = torch.arange(8, experts * 8 + 1, 8, dtype=torch.int32)
+    product = partial(nn.functional.grouped_mm, three, wide, offs=columns)
+    assert count_op_cost(product).flops == 2 * experts * each * width * 8
+
+
+def test_a_product_whose_flops_are_not_known_is_refused() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    with torch.no_grad(), pytest.raises(UsageError) as refused:
+        count_op_cost(lambda: layer(torch.randn(2, 6, 32)))
+    assert str(refused.value) == (
+        "the FLOPs of the operator aten::_transformer_encoder_layer_fwd are not known, so this "
+        "stage cannot run on a simulated GPU; measure it on a GPU, or use another operator"
+    )
 
 
 def test_time_on_a_simulated_gpu_is_the_models() -> None:
