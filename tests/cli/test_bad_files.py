@@ -262,7 +262,11 @@ def test_another_plan_is_refused(plan: Plan, folder: Path, old: str, new: str, m
 @pytest.mark.parametrize("load", [Frontier.load, Plan.load], ids=["frontier", "plan"])
 def test_files_that_are_none_are_refused(load: Callable[[str], object], folder: Path):
     (folder / "empty").write_bytes(b"")
-    for name, complaint in ((".", "is a folder"), ("none", "no such file"), ("empty", "is not a")):
+    for name, complaint in (
+        (".", "is a folder"),
+        ("none", "no such file"),
+        ("empty", "is (not a|empty)"),
+    ):
         with pytest.raises(PlannerError, match=f"^{re.escape(name)}: {complaint}"):
             load(name)
 

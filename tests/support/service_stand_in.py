@@ -229,7 +229,7 @@ class StandIn:
         del self.kept[job]
         self.on_version(job, self.versions[job])
 
-    def plans(self, job: str, after: int) -> PlanSet | None:
+    def plans(self, job: str, after: int, *, asks: bool = True) -> PlanSet | None:
         self._check(job)
         version, pipelines = self.versions[job], self.kept[job].pipelines
         texts = (f"plan {version} of the straggler\n", f"plan {version} “of the others”\n")

@@ -699,10 +699,10 @@ def check_late_head(
     request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(where(url), timeout=LONG_S) as idle:
 
-        def slow_plans(job: str, after: int) -> Any:
+        def slow_plans(job: str, after: int, *, asks: bool) -> Any:
             asyncio.get_running_loop().call_later(0.0, send)  # before the limit
             time.sleep(2.1)  # computes, until after it
-            return plans(job, after)
+            return plans(job, after, asks=asks)
 
         def send() -> None:
             with suppress(ConnectionError):  # it is closed
