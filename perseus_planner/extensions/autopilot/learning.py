@@ -143,7 +143,7 @@ class Learner:
         #: of each rank, the class and the microbatch of each computation
         self._programs = self._programs_of(job)
         self._tables: TimeTables | None = None
-        # All three are logarithms.
+        # What rows do not explain, as differences of logarithms.
         #: by number, the GPUs that seemed slower than others in the last iteration
         self._gpu_misses: dict[int, _GpuMisses] = {}
         #: (row, clock) -> by how much its last computations were longer than it
@@ -592,15 +592,14 @@ class Learner:
         optimism: float = 0.0,
         margin: float = 0.0,
     ) -> list[Costs]:
-        """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
+        """Return the costs for each pipeline, with lower clocks longer by a margin, relative; the
+        learner must be ready.
+        """
         tables = self._time_tables()
         time_s: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
         # Full clocks are the reference, so no margin makes them longer.
         time_s[:, 1:] *= 1 + margin
-        # Times may be known of a prior before any energy was.
-        power_w, error_w, waiting_w = (
-            self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
-        )
+        power_w, error_w, waiting_w = self.powers.tables()
         power_w = self.by_option(power_w)
         error_w = self.by_option(error_w)
         # Hope is bounded, as a power near 0 would win every search.
@@ -673,7 +672,3 @@ def _each(row: Integers, clock: Integers) -> list[tuple[int, int]]:
     equal decisions.
     """
     return sorted(set(zip(row.tolist(), clock.tolist(), strict=True)))
-
-
-def _unknown_power(table: Floats) -> tuple[Floats, Floats, Floats]:
-    return np.ones_like(table), np.zeros_like(table), np.zeros(len(table))

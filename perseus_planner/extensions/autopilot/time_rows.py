@@ -269,8 +269,8 @@ class TimeRows:
                 mode tells.
         """
         measured = int(self.known.sum())
-        # Scales are found again only when there are notably more rows, as that tries all pairs of
-        # them.
+        # Scales are found again only when there are notably more rows, or fewer, as that tries all
+        # pairs of them.
         refit = abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows
         if refit:
             self._fitted_rows = measured
