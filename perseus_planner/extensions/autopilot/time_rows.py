@@ -104,10 +104,15 @@ class TimeRows:
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
+        #: (classes, clocks) how many times each row is the mean of; 0 where it is not known
         self.count = np.zeros(shape)
+        #: (classes, clocks) logarithm of the seconds of each row
         self.mean = np.zeros(shape)
+        #: (gpus,) how many times as long each GPU takes as rows say
         self.factor = np.ones(gpus)
+        #: standard deviation of times beside their rows without outliers, relative
         self.noise = _NOISE
+        #: the same with outliers, of which the longest are clipped
         self.spread = _NOISE
         #: (class, clock) -> times far over the physical bound, before they are seen again
         self.doubted: dict[tuple[int, int], Floats] = {}
