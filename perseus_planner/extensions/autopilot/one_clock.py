@@ -163,6 +163,7 @@ class Block:
     index: int  #: position of the value, 0 for the highest
     first: int  #: the number of the first iteration
     last: int  #: of the last one
+    is_settled: bool = False  #: whether iterations are past those that settle after the change
     logs: list[float] = field(default_factory=list)  #: of the seconds of those that are measured
     #: pipeline -> its counter after each of those
     metered: dict[int, list[Reading]] = field(default_factory=dict)
@@ -334,7 +335,8 @@ class OneClock:
         block = self._blocks[-1]
         block.last = iteration
         # Iterations up to here settle after the change, and count only if there are no others.
-        if iteration == block.first + SETTLING:
+        if not block.is_settled and iteration >= block.first + SETTLING:
+            block.is_settled = True
             block.logs.clear()
             block.metered.clear()
         # A computation at another clock, or with a change inside, belongs to no value.

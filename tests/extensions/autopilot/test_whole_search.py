@@ -128,6 +128,16 @@ def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing(
     assert decision.ledger.owed_s <= 0.0
 
 
+def test_an_iteration_that_settles_is_left_out_though_the_next_one_was_not_seen():
+    pilot = pilot_of(World(0.0), 1.0)
+    # The iterations 1 to 7 were not observed.
+    for number, time_s in ((0, 1.0), (8, 0.5), (9, 0.5)):
+        ran = (ComputationObservation(0.0, time_s, TOP_MHZ),)
+        pilot.observe([RankObservation(0, 0, number, 0, time_s, ran)])
+        pilot.decide(number + 2)
+    assert pilot.reference_s == pytest.approx(0.5, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "least"),
     [
