@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from perseus_planner.extensions.autopilot.planning import Limit
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -129,8 +131,8 @@ class Trials:
             program, tried = self._search.with_trials(
                 plan,
                 (
-                    (limits.safe[pipeline], most_s),
-                    (limits.doubt[pipeline], most_s + limits.doubt_s),
+                    Limit(limits.safe[pipeline], most_s),
+                    Limit(limits.doubt[pipeline], most_s + limits.doubt_s),
                 ),
                 wanted,
                 is_open,
@@ -147,6 +149,7 @@ class Trials:
         return programs, rows
 
     def _limits(self, outlook: Outlook) -> _Limits:
+        """Return how long an iteration with trials may be, by what rows take at most."""
         # A trial may be longer than a plan, as it runs once and the ledger charges it.
         tuning = self._tuning
         longer = tuning.trial if outlook.is_early else tuning.late_trial
