@@ -144,11 +144,12 @@ class Autopilot:
     def set_clock_change(self, change: ClockChange) -> None:
         """Plan with what setting a clock was measured to cost."""
         self._search.set_clock_change(change)
-        self.job = self._learner.job = self._search.job
+        self.job = self._search.job
+        self._learner.set_job(self.job)
 
     def rank_costs(self) -> tuple[tuple[RankRow, ...], ...]:
-        """Return for each pipeline what its ranks take and use by the last decision, by what is
-        known; were GPUs as fast as at first.
+        """Return for each pipeline what its ranks take and use by the last decision, as far as is
+        known, if GPUs are as fast as at first.
 
         A GPU that takes longer has become slower. Empty if not every stage was observed at full
         clocks yet.

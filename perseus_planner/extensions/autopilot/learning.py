@@ -36,9 +36,8 @@ _FAR_OVER = 0.05  #: how far over the physical bound a time is doubted
 #: share by which all rows follow what iterations have in common, unless it is an outlier: then all
 _FOLLOWS = 0.02
 _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
-#: share by which lower clocks follow what they miss beside full ones, and what they usually do
-_LEVELS = 0.2
-_LEVEL = 0.005
+_TOP_SHARE = 0.2  #: share by which lower clocks follow what they miss beside full ones
+_TOP_MISS = 0.005  #: what they usually miss beside these, relative
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
 _FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
 _LAST = 12  #: as many as `_FEW` has, where a few times are much longer
@@ -143,7 +142,7 @@ class Learner:
         #: of each rank, the class and the microbatch of each computation
         self._programs = self._programs_of(job)
         self._tables: TimeTables | None = None
-        # All three are logarithms.
+        # What rows do not explain, as differences of logarithms.
         #: by number, the GPUs that seemed slower than others in the last iteration
         self._gpu_misses: dict[int, _GpuMisses] = {}
         #: (row, clock) -> by how much its last computations were longer than it
@@ -151,7 +150,7 @@ class Learner:
         #: by how much all times of the last iteration were longer than at first
         self.common = 0.0
         #: by how much rows have followed what iterations had in common
-        self._level = 0.0
+        self._followed = 0.0
         self._take_prior()
 
     def _programs_of(self, job: AutopilotJob) -> list[list[tuple[int, int]]]:
@@ -185,6 +184,10 @@ class Learner:
         # known.
         if self.times.known[: self._classes, 0].all():
             self._begin_powers(top_j, top_s, 0.0)
+
+    def set_job(self, job: AutopilotJob) -> None:
+        """Go on with a job that differs in what setting a clock costs alone."""
+        self.job = job
 
     @property
     def is_ready(self) -> bool:
@@ -360,8 +363,8 @@ class Learner:
         # Full clocks tell what the iteration has in common, unless a GPU seems to have changed.
         is_full = is_known & self._is_full(row, clock)
         has_tops = not self._gpu_misses and is_full.sum() >= _TOPS
-        self.common = float(np.median(miss[is_full])) if has_tops else usual
-        value -= self.common
+        common = float(np.median(miss[is_full])) if has_tops else usual
+        value -= common
 
         # Rows that were learnt anew cannot tell what a microbatch had in common.
         is_learnt_anew = self._relearn_changed(row, clock, value, is_known)
@@ -376,17 +379,17 @@ class Learner:
         # Rows of few times miss less than the noise, as they have followed it.
         has_many = rows.count[row, clock] >= 2 * _FEW
         rows.add_noise((value - rows.mean[row, clock])[has_many])
-        self._follow_common()
+        self._follow_common(common)
 
-    def _follow_common(self) -> None:
-        """Have all rows follow what the iteration had in common."""
+    def _follow_common(self, common: float) -> None:
+        """Have all rows follow what the iteration's times had in common, beside the rows."""
         # Jumps are followed at once, and slow drift slowly, so that noise does not move all rows.
-        share = 1.0 if abs(self.common) > _OUTLIER else _FOLLOWS
-        follows = self.common * share
+        share = 1.0 if abs(common) > _OUTLIER else _FOLLOWS
+        follows = common * share
         self.times.mean[self.times.known] += follows
         # Told as by how much longer than at first, as rows have followed some of it.
-        self.common += self._level
-        self._level += follows
+        self.common = common + self._followed
+        self._followed += follows
 
     def _note_gpus(self, gpu: Integers, miss: Floats, well_known: NDArray[np.bool_]) -> float:
         """Note which GPUs seem to have changed, and return what is usual of all of them.
@@ -466,7 +469,7 @@ class Learner:
         spread = 1.85 * float(np.median(np.abs(miss - np.median(miss))))
         # The difference is shrunk by its own variance, so that noise alone moves rows little.
         variance = spread**2 * (1 / low.sum() + 1 / (~low).sum())
-        off *= _LEVELS / (1 + variance / _LEVEL**2)
+        off *= _TOP_SHARE / (1 + variance / _TOP_MISS**2)
         for one_row, one_clock in _each(row[low], clock[low]):
             self.times.mean[one_row, one_clock] += off
 
@@ -592,15 +595,14 @@ class Learner:
         optimism: float = 0.0,
         margin: float = 0.0,
     ) -> list[Costs]:
-        """Return the costs for each pipeline, with lower clocks longer by a margin, relative."""
+        """Return the costs for each pipeline, with lower clocks longer by a margin, relative; the
+        learner must be ready.
+        """
         tables = self._time_tables()
         time_s: Floats = self.by_option(getattr(tables, f"{kind}_s")).copy()
         # Full clocks are the reference, so no margin makes them longer.
         time_s[:, 1:] *= 1 + margin
-        # Times may be known of a prior before any energy was.
-        power_w, error_w, waiting_w = (
-            self.powers.tables() if self.powers.top_w else _unknown_power(self.times.mean)
-        )
+        power_w, error_w, waiting_w = self.powers.tables()
         power_w = self.by_option(power_w)
         error_w = self.by_option(error_w)
         # Hope is bounded, as a power near 0 would win every search.
@@ -673,7 +675,3 @@ def _each(row: Integers, clock: Integers) -> list[tuple[int, int]]:
     equal decisions.
     """
     return sorted(set(zip(row.tolist(), clock.tolist(), strict=True)))
-
-
-def _unknown_power(table: Floats) -> tuple[Floats, Floats, Floats]:
-    return np.ones_like(table), np.zeros_like(table), np.zeros(len(table))

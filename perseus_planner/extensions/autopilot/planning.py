@@ -67,6 +67,13 @@ class Costs(NamedTuple):
     waiting_w: Floats
 
 
+class Limit(NamedTuple):
+    """How long an iteration may be at most if rows cost so much."""
+
+    costs: Costs
+    most_s: float
+
+
 class Searcher:
     """Searches programs of one pipeline: the option of each computation, highest clocks first."""
 
@@ -293,7 +300,7 @@ class Searcher:
     def with_trials(
         self,
         program: Integers,
-        limits: Sequence[tuple[Costs, float]],
+        limits: Sequence[Limit],
         wanted: Sequence[Sequence[int]],
         is_open: NDArray[np.bool_],
         settled: NDArray[np.bool_],
@@ -306,7 +313,7 @@ class Searcher:
 
         Args:
             program: the plan.
-            limits: what rows may cost, and the longest iteration then, seconds; each must hold.
+            limits: of the iteration with trials; each must hold.
             wanted: of each rank, the options to try, best first.
             is_open: (ranks, options) whether an option may be tried.
             settled: (classes, options) whether a trial would tell little more of a row; a trial is
@@ -320,7 +327,7 @@ class Searcher:
             # A trial must fit with those before it, so it is judged in the program that has them.
             self._try(trial, first, stop, option)
             return self._changes(trial, rank) <= self._budget and all(
-                self.replay(trial, costs)[0] <= limit_s for costs, limit_s in limits
+                self.replay(trial, limit.costs)[0] <= limit.most_s for limit in limits
             )
 
         # In random order, so that no rank always has the slack first.

@@ -81,6 +81,17 @@ class _Told(NamedTuple):
     usable: NDArray[np.bool_]  #: whether it may be planned on
 
 
+class _ByProcess(NamedTuple):
+    """What the process of each kind tells of rows: (classes, clocks) each, unless another shape is
+    given.
+    """
+
+    mean: Floats  #: logarithms of seconds
+    error: Floats  #: standard error of that
+    enough: NDArray[np.bool_]  #: (classes,) whether enough rows were measured to trust it
+    apart: NDArray[np.bool_]  #: whether a measured row is far from it
+
+
 class TimeRows:
     """Observed times by (class, clock).
 
@@ -104,10 +115,15 @@ class TimeRows:
         self._x = np.log(clocks_mhz[0] / np.asarray(clocks_mhz, dtype=np.float64))
         self._kinds = np.asarray(kinds)
         shape = len(kinds), len(clocks_mhz)
+        #: (classes, clocks) how many times each row is the mean of; 0 where it is not known
         self.count = np.zeros(shape)
+        #: (classes, clocks) logarithm of the seconds of each row
         self.mean = np.zeros(shape)
+        #: (gpus,) how many times as long each GPU takes as rows say
         self.factor = np.ones(gpus)
+        #: standard deviation of times beside their rows without outliers, relative
         self.noise = _NOISE
+        #: the same with outliers, of which the longest are clipped
         self.spread = _NOISE
         #: (class, clock) -> times far over the physical bound, before they are seen again
         self.doubted: dict[tuple[int, int], Floats] = {}
@@ -147,13 +163,13 @@ class TimeRows:
         weight = 1 / min(self._noted, _REMEMBERED)
         # A pause is no noise, however long it was.
         clipped = np.clip(misses, -_LONGEST, _LONGEST)
-        for name, found in (
-            ("excess", float(clipped.mean())),
-            ("noise", 1.48 * float(np.median(np.abs(misses)))),
-            ("spread", float(np.sqrt(np.mean(clipped**2)))),
-        ):
-            before = getattr(self, name)
-            setattr(self, name, before + weight * (max(found, _LEAST_NOISE) - before))
+
+        def followed(before: float, found: float) -> float:
+            return before + weight * (max(found, _LEAST_NOISE) - before)
+
+        self.excess = followed(self.excess, float(clipped.mean()))
+        self.noise = followed(self.noise, 1.48 * float(np.median(np.abs(misses))))
+        self.spread = followed(self.spread, float(np.sqrt(np.mean(clipped**2))))
 
     @property
     def tail(self) -> float:
@@ -218,16 +234,16 @@ class TimeRows:
             based: (classes,) whether a class was measured at full clocks.
             between: as for `tables`.
         """
-        mean, error, enough, apart = self._by_process(based)
+        process = self._by_process(based)
         # What nobody measured is bounded by physics, and by how far measured rows exceed that.
         bound, excess = self.bound()
         # Rows far over the bound show that the process does not describe this GPU, so it bounds
         # nothing.
-        enough &= np.log(excess) < _OVER
+        enough = process.enough & (np.log(excess) < _OVER)
         # A row of few times that is far over the process is not planned on before it is seen again.
-        known = self.known & based[:, None] & ~apart
-        usable = known | (between & (error < _USABLE) & enough[:, None])
-        return _Told(mean, error, enough, bound, excess, known, usable)
+        known = self.known & based[:, None] & ~process.apart
+        usable = known | (between & (process.error < _USABLE) & enough[:, None])
+        return _Told(process.mean, process.error, enough, bound, excess, known, usable)
 
     def _most(self, told: _Told) -> Floats:
         """Return the longest that rows are most likely by the process or the bound, whichever is
@@ -258,19 +274,16 @@ class TimeRows:
         over = max(told.excess, 1.0 + _DOUBT * fading)
         return np.where(told.usable, safe, np.maximum(safe, told.bound + np.log(over)))
 
-    def _by_process(
-        self, based: NDArray[np.bool_]
-    ) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return the logarithms of all rows as the process of their kind tells them, and their
-        errors; of which classes it tells enough, and which measured rows are apart from it.
+    def _by_process(self, based: NDArray[np.bool_]) -> _ByProcess:
+        """Return what the process of each kind tells of all of its rows.
 
         Args:
             based: (classes,) whether a class was measured at full clocks; others get what its own
                 mode tells.
         """
         measured = int(self.known.sum())
-        # Scales are found again only when there are notably more rows, as that tries all pairs of
-        # them.
+        # Scales are found again only when there are notably more rows, or fewer, as that tries all
+        # pairs of them.
         refit = abs(measured - self._fitted_rows) > _NEW_ROWS * self._fitted_rows
         if refit:
             self._fitted_rows = measured
@@ -294,7 +307,7 @@ class TimeRows:
             enough[rows] = self.known[rows][:, 1:].sum() >= _ENOUGH_ROWS
         mean[~based] = mean[self._own[~based]]
         error[~based] = _NEW
-        return mean, error, enough, apart
+        return _ByProcess(mean, error, enough, apart)
 
     def bound(self) -> tuple[Floats, float]:
         """Return the logarithm of the longest physical time of each row, from measured ones, and

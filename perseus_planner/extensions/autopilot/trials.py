@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from perseus_planner.extensions.autopilot.planning import Limit
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -81,7 +83,7 @@ class Trials:
         self.costly_iteration = -1
         #: (rank, option) -> the iteration of its last trial
         self._tried: dict[tuple[int, int], int] = {}
-        #: what the plan would be if all rows cost what is hoped
+        #: what the plan would be if all rows cost what is hoped; None before the first `aim`
         self._target: Integers | None = None
         #: how many rows were measured when the target was solved for
         self._target_rows = 0
@@ -108,7 +110,7 @@ class Trials:
 
     def add(self, outlook: Outlook, plans: Sequence[Integers]) -> tuple[list[Integers], int]:
         """Return the plan of each pipeline with trials of rows that are not settled, and how many
-        rows these are.
+        rows these are. `aim` comes first.
         """
         limits = self._limits(outlook)
         settled = self._settled(outlook)
@@ -129,8 +131,8 @@ class Trials:
             program, tried = self._search.with_trials(
                 plan,
                 (
-                    (limits.safe[pipeline], most_s),
-                    (limits.doubt[pipeline], most_s + limits.doubt_s),
+                    Limit(limits.safe[pipeline], most_s),
+                    Limit(limits.doubt[pipeline], most_s + limits.doubt_s),
                 ),
                 wanted,
                 is_open,
@@ -147,6 +149,7 @@ class Trials:
         return programs, rows
 
     def _limits(self, outlook: Outlook) -> _Limits:
+        """Return how long an iteration with trials may be, by what rows take at most."""
         # A trial may be longer than a plan, as it runs once and the ledger charges it.
         tuning = self._tuning
         longer = tuning.trial if outlook.is_early else tuning.late_trial
@@ -225,10 +228,9 @@ class Trials:
         options = len(is_open)
         # Bit-reversed, so that few trials already spread over all clocks.
         sweep = _bit_reversed(options)
-        # Without a target all options but the first count as used, the last of the sweep most.
-        used = np.asarray(sweep)
-        if self._target is not None:
-            used = np.bincount(self._target[self._nodes(rank)], minlength=options)
+        # The first search of plans comes before the first trial, and it finds the target.
+        assert self._target is not None
+        used = np.bincount(self._target[self._nodes(rank)], minlength=options)
         by_use = np.argsort(-used, kind="stable").tolist()
         hoped = [option for option in by_use if used[option] and is_open[option]]
         turned = [sweep[(begin + step) % options] for step in range(options)]

@@ -40,7 +40,7 @@ import psutil
 from perseus_planner.base.errors import GpuNotSupported, UsageError
 from perseus_planner.base.fields import Checked
 from perseus_planner.base.units import Rule, Seconds
-from perseus_planner.extensions.autopilot.one_clock import Curve
+from perseus_planner.extensions.autopilot.value_curves import Curve
 from perseus_planner.gpu.lease.lease import lease_gpus
 from perseus_planner.profiler.control import common_settings
 from perseus_planner.runtime.guarantee import AuditTimes, owed_after

@@ -10,7 +10,7 @@ import pytest
 from perseus_planner import schedules
 from perseus_planner.extensions.autopilot import AutopilotJob, ComputationObservation
 from perseus_planner.extensions.autopilot.job import time_at_last_clock
-from perseus_planner.extensions.autopilot.planning import Costs, Searcher
+from perseus_planner.extensions.autopilot.planning import Costs, Limit, Searcher
 from perseus_planner.extensions.autopilot.power_rows import PowerRows
 from perseus_planner.extensions.autopilot.time_rows import TimeRows
 from perseus_planner.profiles.keys import Key
@@ -127,7 +127,7 @@ def test_a_trial_is_where_it_measures_the_most_new_rows():
     first = int(search.problem.rank_start[1])
     program[first] = 3  # a phase of one forward, whose clock is the nearest to the wanted one
     random = np.random.default_rng(1)
-    wanted, limits = [[], [4]], [(costs, 2 * search.replay(program, costs)[0])]
+    wanted, limits = [[], [4]], [Limit(costs, 2 * search.replay(program, costs)[0])]
     trial, tried = search.with_trials(
         program, limits, wanted, ~known[[forward, backward]], known, random
     )

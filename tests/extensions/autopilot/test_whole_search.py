@@ -5,8 +5,10 @@ ledger allows.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from strategies import drawn, soaks
@@ -15,6 +17,7 @@ from whole_world import CLOCKS, TOP_MHZ, World, noise, pilot_of, trained
 from perseus_planner import Profile, solve
 from perseus_planner.base.errors import ProfileError
 from perseus_planner.extensions.autopilot.job import ComputationObservation, RankObservation
+from perseus_planner.extensions.autopilot.value_blocks import Block, Comparison
 
 
 @pytest.mark.parametrize("memory", [0.2, 0.6, 0.97])
@@ -126,6 +129,34 @@ def test_a_pause_of_training_is_no_iteration_and_an_unknown_clock_tells_nothing(
     assert decision.ledger is not None
     assert decision.ledger.reference_s == pytest.approx(0.5, rel=1e-4)
     assert decision.ledger.owed_s <= 0.0
+
+
+def test_the_error_of_a_comparison_is_what_it_adds_to_a_sum_of_many():
+    """Each block at full clocks is the end of one comparison and the begin of the next one."""
+    draws = np.random.default_rng(0)
+    comparisons, noise = 50, 0.01
+    sums, middles = [], []
+    for _ in range(1000):
+        logs = draws.normal(0.0, noise, (comparisons + 1, 4)).tolist()
+        blocks = [Block(0, 0, 4, logs=of_block) for of_block in logs]
+        # So much noise that no iteration counts as an outlier.
+        of_run = [Comparison.of(*both, 100 * noise) for both in pairwise(blocks)]
+        sums.append(sum(each.middle for each in of_run))
+        middles.append(of_run[0].middle)
+    expected = noise**2 * of_run[0].per_noise
+    assert np.var(sums) / comparisons == pytest.approx(expected, rel=0.15)
+    # Of one alone, it is half of that.
+    assert np.var(middles) == pytest.approx(expected / 2, rel=0.15)
+
+
+def test_an_iteration_that_settles_is_left_out_though_the_next_one_was_not_seen():
+    pilot = pilot_of(World(0.0), 1.0)
+    # The iterations 1 to 7 were not observed.
+    for number, time_s in ((0, 1.0), (8, 0.5), (9, 0.5)):
+        ran = (ComputationObservation(0.0, time_s, TOP_MHZ),)
+        pilot.observe([RankObservation(0, 0, number, 0, time_s, ran)])
+        pilot.decide(number + 2)
+    assert pilot.reference_s == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from perseus_planner.profiles.keys import Key
         {"position_ids": [[0, 1, 2], [5, 6, 0]], "cu_seqlens": [0, 3, 5]},
         [{"attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0]]}],
         (("ids",), {"attention_mask": np.array([[True, True, True], [True, True, False]])}),
+        {"cu_seqlens": None, "attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0]]},
+        ({"position_ids": None}, {"position_ids": [[0, 1, 2, 0, 1]]}),
     ],
 )
 def test_lengths_are_found_in_a_microbatch(microbatch: Any):
@@ -46,7 +48,7 @@ def test_tensors_are_read_on_the_cpu_only():
     ("microbatch", "message"),
     [
         (
-            {"input_ids": [[1, 2]]},
+            {"input_ids": [[1, 2]], "position_ids": None},
             "the microbatch has no cu_seqlens, position_ids, positions or attention_mask to tell "
             "its lengths by; give work= a function of yours",
         ),

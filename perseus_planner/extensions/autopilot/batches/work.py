@@ -31,7 +31,7 @@ def sequence_work(microbatch: Any) -> tuple[float, float]:
     Lengths are those of `cu_seqlens` or `cu_seqlens_q`, or of the runs of `position_ids` or
     `positions` that each begin with 0, or the sums of the rows of a two-dimensional
     `attention_mask`; the first of these that the microbatch has, in it or in the tuples, lists and
-    mappings that it consists of.
+    mappings that it consists of. One that is None counts as absent.
 
     Raises:
         UsageError: If it has none of them, or they are on a GPU, where reading them would wait.
@@ -144,13 +144,15 @@ def _each_of(microbatches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _find(value: Any, found: dict[Any, Any]) -> None:
-    """Add what mappings in a value hold, by name, the first of a name."""
+    """Add what mappings in a value hold, by name, the first of a name that is not None."""
     if isinstance(value, (tuple, list)):
         for each in value:
             _find(each, found)
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            found.setdefault(name, each)
+            # Collators write None for what a microbatch does not have.
+            if each is not None:
+                found.setdefault(name, each)
             _find(each, found)
 
 
