@@ -526,7 +526,9 @@ def _deviations_text(summary: RunSummary) -> str:
     """Say what ran, and in what time: two statements."""
     deviations = summary.deviations
     if not deviations:
-        in_time = summary.verdict is None and summary.current.time_s is not None
+        # A dry run has no verdict either: nothing was set, so its times are not those of the plan.
+        is_judged = summary.dry_run is None and summary.current.time_s is not None
+        in_time = is_judged and summary.verdict is None
         time = f" They took the planned time, up to {100 * OFF:.0f} %." if in_time else ""
         return f"Every iteration ran in the planned order.{time}"
     lines = [

@@ -71,7 +71,7 @@ def test_a_dry_run_says_so_first_and_what_would_have_been_set(plan: Plan):
         f"{foreseen:.1f} % at {si(plan.time_s, 's', 3)}."
     )
     assert "Clock changes, none of which was made, in all 3 iterations that count:" in text
-    for untrue in ("Late:", "overtaken", "than planned", "another machine"):
+    for untrue in ("Late:", "overtaken", "than planned", "another machine", "the planned time"):
         assert untrue not in text
     rows = [row for rank in Run.load("run").ranks for row in rank.iterations]
     assert {(row.is_dry_run, row.changes_set, row.saved_j) for row in rows} == {(1, 0, 0.0)}
