@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from perseus_planner.base.errors import InfeasibleDeadline
+from perseus_planner.base.errors import InfeasibleBudget, InfeasibleDeadline
 from perseus_planner.base.prefixes import si
 from perseus_planner.plans.plan import INTERVAL, WIDER_SAVING, Interval, OnTime
 from perseus_planner.plans.replay import time_and_energy
@@ -139,7 +139,8 @@ class OnTimePlanner:
         `Frontier.plan_for`.
 
         Raises:
-            InfeasibleDeadline: If no plan that was found is on time with this probability.
+            InfeasibleDeadline: If no plan that was found is on time with this probability;
+                `InfeasibleBudget` if only all clocks at maximum are, which have more changes.
         """
         key = deadline_s, probability, tolerance, max_changes
         if key not in self._plans:
@@ -174,6 +175,10 @@ class OnTimePlanner:
                 )
                 tried.append(repaired)
 
+        # Where highest clocks differ on a rank, full clocks have changes too.
+        has_full_clocks = (
+            max_changes is None or self._changes(self._at_maximum.clocks_mhz) <= max_changes
+        )
         if in_segments:
             made = self._made_within(step.end, probability, tolerance, max_changes)
             # Plans of one clock for each rank are the same in all budgets, and come first: their
@@ -181,11 +186,11 @@ class OnTimePlanner:
             changes = [self._changes(drawn.clocks_mhz) for drawn in made]
             # The fewer clocks there are, the more one of them is worth: these are searched for each
             # deadline.
-            if step.end != ratio:
+            if step.end != ratio and self._paces:
                 tried.append(self._steady(lateness))
             repair(drawn for drawn, count in zip(made, changes, strict=True) if count == 0)
             start = min(filter(is_on_time, tried), key=self._effective_j, default=None)
-            if start is not None:
+            if start is not None and self._paces:
                 tried.append(self._exchanged(start, lateness))
             # Between two deadlines of the series the plan for the earlier one is a candidate.
             if step.end != ratio:
@@ -216,12 +221,16 @@ class OnTimePlanner:
             )
         # All clocks at maximum are a candidate too, and always on time for the baseline's own
         # deadline.
-        on_time = [drawn for drawn in (*tried, self._at_maximum) if is_on_time(drawn)]
+        candidates = [*tried, self._at_maximum] if has_full_clocks else tried
+        on_time = list(filter(is_on_time, candidates))
         if not on_time:
             # The refusal names the least time that any of these plans keeps.
-            ratios = (self._likely_ratio(drawn.time_s, probability) for drawn in tried)
-            least = float(min(ratios, default=1.0))
-            raise InfeasibleDeadline(deadline_s, least * self.curve.baseline_time_s)
+            ratios = [float(self._likely_ratio(drawn.time_s, probability)) for drawn in tried]
+            if max_changes is not None and not has_full_clocks:
+                least_s = min(ratios) * self.curve.baseline_time_s if ratios else None
+                raise InfeasibleBudget(deadline_s, max_changes, least_s)
+            least_s = min(ratios, default=1.0) * self.curve.baseline_time_s
+            raise InfeasibleDeadline(deadline_s, least_s)
         best = min(on_time, key=self._effective_j)
         safety_j = float(np.mean(best.energy_j - unsafe.energy_j))
         plan = self._plan_of(best)
@@ -255,11 +264,14 @@ class OnTimePlanner:
         """
         key = ratio, probability, tolerance, max_changes
         if key not in self._within:
-            steady = self._steady(
-                partial(self._lateness, ratio=ratio, probability=probability, tolerance=tolerance)
-            )
+            made = []
+            if self._paces:
+                lateness = partial(
+                    self._lateness, ratio=ratio, probability=probability, tolerance=tolerance
+                )
+                made.append(self._steady(lateness))
             within_s = ratio * self.curve.baseline_time_s
-            self._within[key] = [steady, *self._made_in_segments(within_s, max_changes)]
+            self._within[key] = made + self._made_in_segments(within_s, max_changes)
         return self._within[key]
 
     def _made_in_segments(self, within_s: float, max_changes: int | None) -> list[_Drawn]:
@@ -709,7 +721,11 @@ class OnTimePlanner:
         def with_rank(chosen: Sequence[int], rank: int, number: int) -> list[int]:
             return [*chosen[:rank], number, *chosen[rank + 1 :]]
 
-        candidates = [self._at_maximum]
+        fastest = self._at_maximum
+        # A rank whose computations have other highest clocks takes the highest that all have.
+        if self._changes(fastest.clocks_mhz) > 0:
+            fastest = drawn_of([0] * len(options))
+        candidates = [fastest]
         # From full clocks, the ranks with most to save take the slack; from a common pace it is
         # shared.
         for start in ([0] * len(options), at_pace(slowest(0, len(loads_s) - 1, at_pace))):
@@ -725,7 +741,8 @@ class OnTimePlanner:
                 of_rank = partial(with_rank, tuple(chosen), rank)
                 chosen[rank] = slowest(chosen[rank], len(options[rank]) - 1, of_rank)
             candidates.append(drawn_of(chosen))
-        return min(candidates, key=self._effective_j)
+        on_time = [drawn for drawn in candidates if lateness(drawn.time_s) <= 0.0]
+        return min(on_time or [fastest], key=self._effective_j)
 
     def _exchanged(self, start: _Drawn, lateness: Callable[[Floats], Floats]) -> _Drawn:
         """Return a plan of one clock for each rank after a local search on the draws.
@@ -804,7 +821,8 @@ class OnTimePlanner:
     @cached_property
     def _paces(self) -> list[list[tuple[float, float, int]]]:
         """For each rank, the (seconds, effective joules, clock) of all that it runs at one clock,
-        fastest first, without those that are dominated.
+        fastest first, without those that are dominated; none if some rank has no clock at which
+        all that it runs was measured.
         """
         dag = self._mean.dag
         profile = self._mean.profile
@@ -818,6 +836,8 @@ class OnTimePlanner:
             counts = Counter(dag.iteration.keys[i] for i in program if i < len(dag.iteration.keys))
             # One clock for the whole rank must have been measured for all that it runs.
             clocks = set.intersection(*(set(tables[key]) for key in counts))
+            if not clocks:
+                return []
             top = max(clocks)
             loads = []
             for mhz in clocks:
