@@ -35,8 +35,8 @@ EFFORTS = (
     (rounding, "_EFFORT", (1000, 15, 40)),
     (rounding, "_ANCHOR_EFFORT", (200, 4, 8)),
     (rounding, "_FEW", 2**6),
-    (budget, "_EFFORT", (1000, 60, 120)),
-    (budget, "_REPEATS", (1, 1)),
+    (budget, "_EFFORT", budget.Tries(1000, 60, 120)),
+    (budget, "_REPEATS", budget.Repeats(1, 1)),
     (batch_solver, "_FEW", 2**6),
 )
 
