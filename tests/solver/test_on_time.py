@@ -31,9 +31,10 @@ from perseus_planner.profiles.estimation import Draws, exact_draws
 from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
+from perseus_planner.solver.drawn_plans import DrawnPlans, clock_segments
 from perseus_planner.solver.drawn_replay import DrawnReplay
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.on_time import _segments
+from perseus_planner.solver.repairs import Repairs
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
@@ -301,14 +302,14 @@ def test_full_clocks_are_no_later_than_their_own_time():
 
 @pytest.mark.parametrize("in_segments", [False, True])
 def test_clocks_that_are_expected_to_be_faster_than_full_clocks_are_repaired(in_segments: bool):
-    planner = two_stages()._on_time_planner
-    lateness = partial(planner._lateness, ratio=1.0, probability=0.95, tolerance=0.001)
-    rows = planner._mean.profile.measurements
-    clocks = [rows[key][1].clock_mhz for key in planner._mean.dag.iteration.keys]
-    drawn = planner._replayed(clocks, 0.0)
-    assert planner._expected_ratio(drawn.time_s) < 1.0
+    plans = DrawnPlans(two_stages())
+    lateness = partial(plans.lateness, ratio=1.0, probability=0.95, tolerance=0.001)
+    rows = plans.mean.profile.measurements
+    clocks = [rows[key][1].clock_mhz for key in plans.mean.dag.iteration.keys]
+    drawn = plans.replayed(clocks, 0.0)
+    assert plans.expected_ratio(drawn.time_s) < 1.0
     assert lateness(drawn.time_s) > 0.0
-    repaired = planner._repaired(drawn, 1.0, lateness, math.inf, in_segments=in_segments)
+    repaired = Repairs(plans).repaired(drawn, 1.0, lateness, math.inf, in_segments=in_segments)
     assert lateness(repaired.time_s) <= 0.0
 
 
@@ -365,7 +366,7 @@ def test_full_clocks_that_differ_on_a_rank_count_as_changes():
     ],
 )
 def test_segments_of_a_rank_go_on_in_the_next_iteration(clocks: list[int], runs: list[list[int]]):
-    assert _segments(range(len(clocks)), clocks) == runs
+    assert clock_segments(range(len(clocks)), clocks) == runs
 
 
 def test_clocks_that_were_not_measured_are_used_and_counted():
