@@ -129,7 +129,7 @@ class Repairs:
         return saved_s
 
     def _added_j(self, key: Key, at_mhz: int, to_mhz: int) -> float:
-        """Return the effective joules that a faster clock costs a computation."""
+        """Return the effective joules that a faster clock costs, at least `_LEAST_J`."""
         costs_j = self._plans.costs_j[key]
         return max(costs_j[to_mhz] - costs_j[at_mhz], _LEAST_J)
 
