@@ -18,7 +18,7 @@ from results import Check, Section, Table
 
 from perseus_planner import Frontier, schedules, solve
 from perseus_planner.base.units import ON_TIME
-from perseus_planner.solver.on_time import OnTimePlanner
+from perseus_planner.solver.drawn_plans import DrawnPlans
 
 NUMBER = 52
 _MICROBATCHES = 12
@@ -81,15 +81,15 @@ def _plans(case_number: int, seed: int, jitter: float) -> list[dict[str, Any]]:
     exact = unlike_stages(replace(profile_of(case), gpu_spread=0.0), seed)
     profile = replace(noisy_rows(exact, _NOISE, None, seed), jitter=jitter)
     frontier = solve(profile, schedules.one_f_one_b(STAGES, _MICROBATCHES))
-    judge = OnTimePlanner(frontier)
-    full_j = judge._effective_j(judge._replayed([*frontier.baseline_plan.clocks.values()], None))
+    judge = DrawnPlans(frontier)
+    full_j = judge.effective_j(judge.replayed([*frontier.baseline_plan.clocks.values()], None))
     found = []
     for slowdown in _SLOWDOWNS:
         row = {"profile": case.name, "jitter": 100 * jitter, "slowdown": slowdown}
         # The largest budget first: its search goes through the smaller ones.
         for most in reversed(_CHANGES):
             plan = frontier.plan_until(slowdown * frontier.baseline_time_s, max_changes=most)
-            own_j = judge._effective_j(judge._replayed([*plan.clocks.values()], None))
+            own_j = judge.effective_j(judge.replayed([*plan.clocks.values()], None))
             row[f"changes_{most}"] = 100 * (full_j - own_j) / frontier.baseline_energy_j
         if slowdown in _SEARCHED:
             least_j = _local_search(frontier, judge, slowdown, seed)
@@ -98,12 +98,12 @@ def _plans(case_number: int, seed: int, jitter: float) -> list[dict[str, Any]]:
     return found
 
 
-def _local_search(frontier: Frontier, judge: OnTimePlanner, slowdown: float, seed: int) -> float:
+def _local_search(frontier: Frontier, judge: DrawnPlans, slowdown: float, seed: int) -> float:
     """Return the least effective energy that was found with one clock for each rank, joules."""
     random = np.random.default_rng([seed, 5])
     iteration = frontier.dag.iteration
     rank_of = iteration.rank_of[: len(iteration.keys)]
-    rows = judge._mean.profile.measurements
+    rows = judge.mean.profile.measurements
     # The clocks of all that a rank runs, the fastest first.
     clocks: list[list[int]] = []
     for rank in range(STAGES):
@@ -112,7 +112,7 @@ def _local_search(frontier: Frontier, judge: OnTimePlanner, slowdown: float, see
         clocks.append(sorted(common, reverse=True))
     limits = {"ratio": slowdown, "probability": ON_TIME, "tolerance": _TOLERANCE}
     chosen = [0] * STAGES
-    best_j = judge._effective_j(judge._replayed([clocks[rank][0] for rank in rank_of], None))
+    best_j = judge.effective_j(judge.replayed([clocks[rank][0] for rank in rank_of], None))
     for _ in range(_TRIES):
         tried = list(chosen)
         slower, faster = random.choice(STAGES, 2, replace=False).tolist()
@@ -122,9 +122,9 @@ def _local_search(frontier: Frontier, judge: OnTimePlanner, slowdown: float, see
             tried[faster] = max(0, tried[faster] - int(random.choice(_REACHES)))
         if tried[slower] >= len(clocks[slower]):
             continue
-        drawn = judge._replayed([clocks[rank][tried[rank]] for rank in rank_of], None)
-        own_j = judge._effective_j(drawn)
-        if own_j < best_j and judge._lateness(drawn.time_s, **limits) <= 0.0:
+        drawn = judge.replayed([clocks[rank][tried[rank]] for rank in rank_of], None)
+        own_j = judge.effective_j(drawn)
+        if own_j < best_j and judge.lateness(drawn.time_s, **limits) <= 0.0:
             chosen = tried
             best_j = own_j
     return best_j

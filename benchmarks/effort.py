@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from perseus_planner.solver import budget, labels, polish, rounding
+from perseus_planner.solver import budget, labels, paces, phases, polish, rounding
 
 LESS = (
-    (budget, "_EFFORT", (300_000, 100, 1_500)),
-    (budget, "_ENDS", (0, 2, 8)),
-    (budget, "_EXCHANGES", 10),
-    (budget, "_REPLAYED", 500_000),
-    (budget, "_PAIRS", 4),
+    (budget, "_EFFORT", budget.Tries(300_000, 100, 1_500)),
+    (phases, "_ENDS", (0, 2, 8)),
+    (paces, "_EXCHANGES", 10),
+    (paces, "_REPLAYED", 500_000),
+    (phases, "_PAIRS", 4),
     (rounding, "_EFFORT", (100_000, 300, 2_000)),
     (rounding, "_ANCHOR_EFFORT", (20_000, 20, 200)),
     (polish, "_MOVES", (300, 20_000)),

@@ -183,6 +183,8 @@ def full_effort(less_effort: None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def little_effort(full_effort: None) -> Iterator[None]:
     """Plans of few clock changes are searched for a short time, and all others as users' are."""
+    from perseus_planner.solver import budget
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perseus_planner.solver.budget._EFFORT", (3_000_000, 300, 8_000))
+        patch.setattr(budget, "_EFFORT", budget.Tries(3_000_000, 300, 8_000))
         yield

@@ -87,12 +87,14 @@ class Planner:
         """Return the plan of the least effective energy that was found.
 
         Args:
-            deadline_s: seconds, including the overhead; at least `curve.min_time_s`.
+            deadline_s: seconds, including the overhead; at least what the fastest points of the
+                planned iteration take, which is `curve.min_time_s` if no slower one was given.
             max_changes: most clock changes per rank and iteration; None for any number.
 
         Raises:
             InfeasibleBudget: If no plan found within the switch budget meets the deadline.
-            InfeasibleDeadline: If none does because of the cost of clock changes.
+            InfeasibleDeadline: If no choice of clocks does, or none because of the cost of clock
+                changes.
         """
         key = deadline_s, max_changes
         if key not in self._plans:

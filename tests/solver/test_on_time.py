@@ -18,6 +18,7 @@ from strategies import deadline_s, drawn, few_and_many, pipelines, shares, smoot
 
 from perseus_planner import schedules, solve
 from perseus_planner.base.errors import (
+    InfeasibleBudget,
     InfeasibleDeadline,
     InfeasibleError,
     InfeasiblePower,
@@ -27,12 +28,13 @@ from perseus_planner.plans.plan import Plan
 from perseus_planner.plans.replay import replay
 from perseus_planner.profiler.simulated_pipeline import profile_simulated
 from perseus_planner.profiles.estimation import Draws, exact_draws
-from perseus_planner.profiles.measurement import ClockChange
+from perseus_planner.profiles.measurement import ClockChange, Measurement
 from perseus_planner.profiles.profiles import Profile
 from perseus_planner.schedules import Schedule
+from perseus_planner.solver.drawn_plans import DrawnPlans, clock_segments
 from perseus_planner.solver.drawn_replay import DrawnReplay
 from perseus_planner.solver.frontier import Frontier
-from perseus_planner.solver.on_time import _segments
+from perseus_planner.solver.repairs import Repairs
 
 SCHEDULE = schedules.one_f_one_b(4, 8)
 SLOWDOWNS = (1.0, 1.02, 1.1)
@@ -300,14 +302,14 @@ def test_full_clocks_are_no_later_than_their_own_time():
 
 @pytest.mark.parametrize("in_segments", [False, True])
 def test_clocks_that_are_expected_to_be_faster_than_full_clocks_are_repaired(in_segments: bool):
-    planner = two_stages()._on_time_planner
-    lateness = partial(planner._lateness, ratio=1.0, probability=0.95, tolerance=0.001)
-    rows = planner._mean.profile.measurements
-    clocks = [rows[key][1].clock_mhz for key in planner._mean.dag.iteration.keys]
-    drawn = planner._replayed(clocks, 0.0)
-    assert planner._expected_ratio(drawn.time_s) < 1.0
+    plans = DrawnPlans(two_stages())
+    lateness = partial(plans.lateness, ratio=1.0, probability=0.95, tolerance=0.001)
+    rows = plans.mean.profile.measurements
+    clocks = [rows[key][1].clock_mhz for key in plans.mean.dag.iteration.keys]
+    drawn = plans.replayed(clocks, 0.0)
+    assert plans.expected_ratio(drawn.time_s) < 1.0
     assert lateness(drawn.time_s) > 0.0
-    repaired = planner._repaired(drawn, 1.0, lateness, math.inf, in_segments=in_segments)
+    repaired = Repairs(plans).repaired(drawn, 1.0, lateness, math.inf, in_segments=in_segments)
     assert lateness(repaired.time_s) <= 0.0
 
 
@@ -325,6 +327,34 @@ def test_repairs_keep_to_the_switch_budget(
     assert max(plan.changes) <= most
 
 
+def of_one_stage(highest_mhz: int, lowest_mhz: int) -> Frontier:
+    """One rank with jitter, whose backward passes have other clocks than its forward passes."""
+    points = {
+        (0, "F"): (Measurement(1000, 1.0, 20.0), Measurement(900, 1.2, 15.0)),
+        (0, "B"): (Measurement(highest_mhz, 2.0, 40.0), Measurement(lowest_mhz, 2.2, 33.0)),
+    }
+    return solve(Profile(points, 1.0, jitter=0.05), schedules.one_f_one_b(1, 2))
+
+
+def test_a_rank_without_a_clock_that_all_it_runs_was_measured_at_needs_changes():
+    frontier = of_one_stage(950, 850)
+    assert refusal(InfeasibleBudget, frontier.plan_until, 6.6, max_changes=0) == (
+        "no plan found finishes an iteration within 6.6 s with at most 0 clock changes per GPU: "
+        "some GPU has no clock at which all that it runs was measured; allow more changes"
+    )
+    assert frontier.plan_until(6.6, max_changes=4).changes == (4,)
+
+
+def test_full_clocks_that_differ_on_a_rank_count_as_changes():
+    frontier = of_one_stage(900, 800)
+    with pytest.raises(InfeasibleBudget) as refused:
+        frontier.plan_until(6.0, max_changes=0)
+    least_s = refused.value.least_time_s
+    assert 6.4 <= least_s < 6.41
+    assert frontier.plan_until(least_s, max_changes=0).changes == (0,)
+    assert frontier.plan_until(6.0, max_changes=4).changes == (4,)
+
+
 @pytest.mark.parametrize(
     ("clocks", "runs"),
     [
@@ -336,7 +366,7 @@ def test_repairs_keep_to_the_switch_budget(
     ],
 )
 def test_segments_of_a_rank_go_on_in_the_next_iteration(clocks: list[int], runs: list[list[int]]):
-    assert _segments(range(len(clocks)), clocks) == runs
+    assert clock_segments(range(len(clocks)), clocks) == runs
 
 
 def test_clocks_that_were_not_measured_are_used_and_counted():

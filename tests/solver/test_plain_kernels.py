@@ -23,7 +23,7 @@ from perseus_planner.extensions.autopilot.planning import Costs, Searcher
 from perseus_planner.profiles.measurement import ClockChange
 from perseus_planner.profiles.modes import OWN
 from perseus_planner.schedules.dag import PipelineDag
-from perseus_planner.solver import budget, drawn_replay, kernels, on_time, polish, rounding
+from perseus_planner.solver import budget, drawn_plans, drawn_replay, kernels, polish, rounding
 from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.solver.point_problem import compute_ends, point_problem
 
@@ -35,8 +35,8 @@ EFFORTS = (
     (rounding, "_EFFORT", (1000, 15, 40)),
     (rounding, "_ANCHOR_EFFORT", (200, 4, 8)),
     (rounding, "_FEW", 2**6),
-    (budget, "_EFFORT", (1000, 60, 120)),
-    (budget, "_REPEATS", (1, 1)),
+    (budget, "_EFFORT", budget.Tries(1000, 60, 120)),
+    (budget, "_REPEATS", budget.Repeats(1, 1)),
     (batch_solver, "_FEW", 2**6),
 )
 
@@ -116,8 +116,8 @@ def test_frontiers_and_plans(compared: Counter[str], seed: int):
 
 @pytest.mark.parametrize("seed", [2, *soaks(3, 4)])
 def test_plans_on_time(compared: Counter[str], seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(on_time, "_DRAWS", 12)
-    monkeypatch.setattr(on_time, "_ITERATIONS", 8)
+    monkeypatch.setattr(drawn_plans, "_DRAWS", 12)
+    monkeypatch.setattr(drawn_plans, "_ITERATIONS", 8)
     monkeypatch.setattr(drawn_replay, "_AT_A_TIME", 5)  # the last few are fewer
     dag = job(seed, 1 + seed % 3, 2 + seed % 4, 4)
     dag = dag.with_profile(replace(dag.profile, gpu_spread=0.05, jitter=0.1))
