@@ -55,6 +55,7 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.extensions.service import planning, rows
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.draft import Draft
+from perseus_planner.extensions.service.jobs import WRITTEN_AFTER_S
 from perseus_planner.extensions.service.models import (
     Conflict,
     Counters,
@@ -951,6 +952,40 @@ def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
         one.service.report("gpt", report("a", slowdown=1.0)).result().reason
         != "the report was received before"
     )
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No change of a service can be written in the block."""
+
+    def full(self: Storage, change: Draft) -> None:
+        raise StorageError("disk full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "commit", full)
+        yield
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path, *, ends: bool):
+    """They were forgotten, unless the job sent more."""
+    place = tmp_path / "service.sqlite"
+    names = [f"job{number}" for number in range(3)]
+    with running(place) as run:
+        for name in names:
+            run.service.register(job(name), frontier_file())
+            run.service.telemetry(name, Counters(run="a", iterations=7, time_s=7.0)).result()
+        run.clock.now_s += WRITTEN_AFTER_S
+        with full_disk(), pytest.raises(StorageError, match="disk full"):
+            run.service.tick()
+        if not ends:
+            run.service.tick()
+            left = tmp_path / "left"  # what a service that is killed now leaves
+            shutil.copytree(tmp_path, left, ignore=lambda *_: ["left"])
+            place = left / place.name
+    with running(place) as run:
+        found = [each.telemetry for each in run.service.jobs()]
+        assert [each and each.iterations for each in found] == [7, 7, 7]
 
 
 def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
