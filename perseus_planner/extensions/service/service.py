@@ -705,7 +705,9 @@ class Service:
                 # What is due for a job that has ended would be done to the next one of that name.
                 for what in ("look", "lease", "forget"):
                     self._due_s.pop((what, name), None)
-                self._unwritten.pop(name, None)
+                # That of another job of that name, in the same change, still has to be written.
+                if draft.find(name) is None:
+                    self._unwritten.pop(name, None)
             else:
                 self._set_timer(name, after)
                 if not after.is_planned:
