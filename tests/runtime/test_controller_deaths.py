@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -174,6 +175,26 @@ def test_a_launcher_that_has_ended_already_is_seen():
             attached([SIMULATED], launcher=launcher.pid),
         ):
             pytest.fail("not to be reached")
+
+
+def test_ranks_that_come_together_are_all_told_that_a_launcher_has_ended():
+    """Those behind the one whose launcher had ended were taken in and never told."""
+    handshakes = Handshakes()
+    with ExitStack() as stack:
+        launcher = stack.enter_context(owner(WAITS, []))
+        kill(launcher.pid)
+        launcher.wait()
+        requests = [
+            AttachRequest(rank, SIMULATED, "clock", launcher.pid if rank == 0 else None)
+            for rank in range(2)
+        ]
+        ranks = [
+            stack.enter_context(closing(Connection(handshakes.address, request)))
+            for request in requests
+        ]
+        controller.Controller(handshakes, 2, 100.0).run()
+        text = f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset"
+        assert [[message.text for message in rank.messages()] for rank in ranks] == [[text], [text]]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
