@@ -197,6 +197,19 @@ def test_ranks_that_come_together_are_all_told_that_a_launcher_has_ended():
         assert [[message.text for message in rank.messages()] for rank in ranks] == [[text], [text]]
 
 
+def test_a_controller_that_a_rank_has_left_is_watched_no_more_once_it_has_another():
+    first = Handshakes()
+    second = Handshakes()
+    with closing(first), closing(second):
+        request = AttachRequest(0, SIMULATED, "clock", None)
+        with closing(Connection(first.address, request)) as connection:
+            left = connection.recovery
+            connection.disconnect()
+            connection.connect(second.address)
+            assert left.result(LONG_S) == "its GPUs are reset"
+            assert not connection.recovery.done()
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_polite_signal_does_not_end_it_while_ranks_live(name: str):
     with attached([SIMULATED]) as (connection,):
