@@ -118,8 +118,10 @@ def _begun(options: Options, link: Link | None) -> tuple[Attempt, bytes | None]:
     """Return what rank 0 brings to all: the attempt of the job, and the plan as it is sent."""
     if link is not None:
         link.check()
-    if options.follow == TIME and options.plan is None:
-        raise UsageError("follow='time': there is no plan to follow; give planner_runtime plan=")
+    if options.follow in (TIME, GRAPH) and options.plan is None:
+        raise UsageError(
+            f"follow={options.follow!r}: there is no plan to follow; give planner_runtime plan="
+        )
     packed = None
     if options.plan is not None:
         given = Plans.load(options.plan)
