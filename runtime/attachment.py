@@ -97,17 +97,21 @@ class NodeController:
         deadline_s = time.monotonic() + ATTACH_S
         address = self.address()
         while address is None:
-            if time.monotonic() > deadline_s or self._node.state.refusal is not None:
-                raise GpuError(
-                    f"the clock controller of this node was not started within {ATTACH_S:g} s"
-                )
+            who = "the clock controller of this node was not started"
+            refusal = self._node.state.refusal
+            if refusal is not None:
+                raise GpuError(f"{who}: rank {refusal.rank} does not begin: {refusal.text}")
+            if time.monotonic() > deadline_s:
+                raise GpuError(f"{who} within {ATTACH_S:g} s")
             time.sleep(_POLL_S)
             address = self.address()
         return address
 
 
 def control_of(gpu: str) -> Control:
-    """Return what can be set on a GPU: its clock, or its power limit if no clock can be locked."""
+    """Return what is to be set on a GPU: its power limit if it says that it has no clocks to
+    choose from, and its clock otherwise, also if it cannot be asked, as attaching it tells why.
+    """
     with suppress(GpuError), open_gpu(gpu) as opened:
         try:
             _ = opened.supported_clocks_mhz
