@@ -275,8 +275,9 @@ class Service:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be taken: the last change could not be written, for example as the disk
-        is full, or a thread has ended or is stuck; None if all is well.
+        """Why nothing can be taken: a change could not be written, for example as the disk is full,
+        and no `tick` has seen since that it can; or a thread has ended or is stuck. None if all is
+        well.
         """
         return self._writer.problem or self.watchdog.problem
 
