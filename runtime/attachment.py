@@ -141,12 +141,12 @@ class Attachment:
     problem: str | None  #: Why no clock can be set; None if clocks can be set
 
 
-_attached: set[tuple[int, int]] = set()  #: process and connection
+_attachments: set[tuple[int, int]] = set()  #: process and connection
 
 
 def is_attached() -> bool:
     """Return whether this process is attached to a controller."""
-    return any(process == os.getpid() for process, _ in _attached)
+    return any(process == os.getpid() for process, _ in _attachments)
 
 
 def attach(controller: NodeController, gpu: str, control: Control, stack: ExitStack) -> Attachment:
@@ -168,8 +168,8 @@ def attach(controller: NodeController, gpu: str, control: Control, stack: ExitSt
         reply = connection.attach(ATTACH_S)
         # With the process, as one that is forked from this one is not attached.
         attached = os.getpid(), id(connection)
-        _attached.add(attached)
-        stack.callback(_attached.discard, attached)
+        _attachments.add(attached)
+        stack.callback(_attachments.discard, attached)
         return Attachment(controller, connection, reply, None)
     except GpuInUse:
         raise
@@ -265,6 +265,7 @@ class Reattachment:
         try:
             self._connection.connect(address)
         except ControllerLost:
+            # This rank has started that one itself, so the address is no old one.
             if self._starting is not None:
                 raise
             return  # it is still the address of the one that has ended

@@ -238,7 +238,7 @@ def adapter_of(engine: Any, options: Options) -> Engine:
 
     Args:
         engine: The training engine; None for training without one.
-        options: What the user asks for.
+        options: What the user asks for; `session` has filled in its `follow`.
 
     Raises:
         UsageError: If the engine is not supported.
@@ -258,7 +258,7 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     """Return what decides the clocks of this rank.
 
     Args:
-        options: What the user asks for.
+        options: What the user asks for; without a `follow`, a plan is followed by hooks.
         has_plan: Whether the job has a plan.
 
     Raises:

@@ -310,7 +310,8 @@ class Controller:
             request = rank.poll_request(now_ns)
             if request is None:
                 continue
-            if request.is_change and not request.has_begun:  # that often follows at once
+            # That a computation has begun is often told right after its clock is asked for.
+            if request.is_change and not request.has_begun:
                 self._note_gap(rank, now_ns)
                 has_changed = True
             if request.is_new_iteration:
