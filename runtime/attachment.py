@@ -97,17 +97,21 @@ class NodeController:
         deadline_s = time.monotonic() + ATTACH_S
         address = self.address()
         while address is None:
-            if time.monotonic() > deadline_s or self._node.state.refusal is not None:
-                raise GpuError(
-                    f"the clock controller of this node was not started within {ATTACH_S:g} s"
-                )
+            who = "the clock controller of this node was not started"
+            refusal = self._node.state.refusal
+            if refusal is not None:
+                raise GpuError(f"{who}: rank {refusal.rank} does not begin: {refusal.text}")
+            if time.monotonic() > deadline_s:
+                raise GpuError(f"{who} within {ATTACH_S:g} s")
             time.sleep(_POLL_S)
             address = self.address()
         return address
 
 
 def control_of(gpu: str) -> Control:
-    """Return what can be set on a GPU: its clock, or its power limit if no clock can be locked."""
+    """Return what is to be set on a GPU: its power limit if it says that it has no clocks to
+    choose from, and its clock otherwise, also if it cannot be asked, as attaching it tells why.
+    """
     with suppress(GpuError), open_gpu(gpu) as opened:
         try:
             _ = opened.supported_clocks_mhz
@@ -137,12 +141,12 @@ class Attachment:
     problem: str | None  #: Why no clock can be set; None if clocks can be set
 
 
-_attached: set[tuple[int, int]] = set()  #: process and connection
+_attachments: set[tuple[int, int]] = set()  #: process and connection
 
 
 def is_attached() -> bool:
     """Return whether this process is attached to a controller."""
-    return any(process == os.getpid() for process, _ in _attached)
+    return any(process == os.getpid() for process, _ in _attachments)
 
 
 def attach(controller: NodeController, gpu: str, control: Control, stack: ExitStack) -> Attachment:
@@ -164,8 +168,8 @@ def attach(controller: NodeController, gpu: str, control: Control, stack: ExitSt
         reply = connection.attach(ATTACH_S)
         # With the process, as one that is forked from this one is not attached.
         attached = os.getpid(), id(connection)
-        _attached.add(attached)
-        stack.callback(_attached.discard, attached)
+        _attachments.add(attached)
+        stack.callback(_attachments.discard, attached)
         return Attachment(controller, connection, reply, None)
     except GpuInUse:
         raise
@@ -261,6 +265,7 @@ class Reattachment:
         try:
             self._connection.connect(address)
         except ControllerLost:
+            # This rank has started that one itself, so the address is no old one.
             if self._starting is not None:
                 raise
             return  # it is still the address of the one that has ended

@@ -17,11 +17,11 @@ The real computation happens within the emulated time, so it must be shorter: ch
 that computations take tens of milliseconds. A real computation that takes longer prolongs the
 emulated one, and the GPU waits meanwhile.
 
-FLOPs and bytes of a stage are counted in its first training microbatch, and again when shapes
-change, as the profiler counts them. A profile of `emulated:a100-sxm?slower=2000` is made in virtual
-time, and predicts training there. A backward is timed as a whole, from the first gradient until
-autograd has finished. Schedules that compute the gradients of inputs and of weights separately are
-not supported. Evaluation is not slowed down.
+FLOPs and bytes of a stage are counted in its first training microbatch, and again for other shapes
+and in another mode, as the profiler counts them. A profile of `emulated:a100-sxm?slower=2000` is
+made in virtual time, and predicts training there. A backward is timed as a whole, from the first
+gradient until autograd has finished. Schedules that compute the gradients of inputs and of weights
+separately are not supported. Evaluation is not slowed down.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _EmulatedStage:
         # The output of a last chunk of Megatron-core is the losses of its tokens.
         self._loss = (lambda output: output.float().mean()) if stage.loss_with_output else loss
         self._received: Any = None  #: what the stage before has sent, if a receiver takes it
-        self._costs: dict[object, StageOpCost] = {}  #: by shapes of the inputs
+        self._costs: dict[object, StageOpCost] = {}  #: by mode and shapes of the inputs
         self._running: StageOpCost | None = None  #: cost of the forward that runs
         self._is_counting = False
         #: The call to count once its loss is known.
@@ -163,13 +163,13 @@ class _EmulatedStage:
         self._running = self._uncounted = None
         if self._is_counting or not is_training(args, kwargs):
             return
-        shapes = self._mode(), _shapes(args, kwargs)
-        if shapes not in self._costs:
+        key = self._mode(), _shapes(args, kwargs)
+        if key not in self._costs:
             if loss_follows:
                 self._uncounted = copy_tensors((tuple(args), dict(kwargs)))
                 return
-            self._costs[shapes] = self._count(args, kwargs, self._loss)
-        self._running = self._costs[shapes]
+            self._costs[key] = self._count(args, kwargs, self._loss)
+        self._running = self._costs[key]
         _start(self._gpu, self._running.forward)
 
     def _after(self, _: object, __: object, output: Any) -> None:

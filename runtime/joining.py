@@ -118,8 +118,10 @@ def _begun(options: Options, link: Link | None) -> tuple[Attempt, bytes | None]:
     """Return what rank 0 brings to all: the attempt of the job, and the plan as it is sent."""
     if link is not None:
         link.check()
-    if options.follow == TIME and options.plan is None:
-        raise UsageError("follow='time': there is no plan to follow; give planner_runtime plan=")
+    if options.follow in (TIME, GRAPH) and options.plan is None:
+        raise UsageError(
+            f"follow={options.follow!r}: there is no plan to follow; give planner_runtime plan="
+        )
     packed = None
     if options.plan is not None:
         given = Plans.load(options.plan)
@@ -236,7 +238,7 @@ def adapter_of(engine: Any, options: Options) -> Engine:
 
     Args:
         engine: The training engine; None for training without one.
-        options: What the user asks for.
+        options: What the user asks for; `session` has filled in its `follow`.
 
     Raises:
         UsageError: If the engine is not supported.
@@ -256,7 +258,7 @@ def decider_of(options: Options, *, has_plan: bool) -> Decider:
     """Return what decides the clocks of this rank.
 
     Args:
-        options: What the user asks for.
+        options: What the user asks for; without a `follow`, a plan is followed by hooks.
         has_plan: Whether the job has a plan.
 
     Raises:

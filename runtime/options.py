@@ -1,7 +1,7 @@
-"""What a user says of how to train: the options of `planner_runtime` and of `planner run`, each
-declared once.
+"""What a user says of how to train: the options of `planner_runtime` and of `planner run`.
 
-A new option is one field of `Options`. With a `said` beside its default it is an option of `planner
+A new option is one field of `Options`, which its docstring tells of, and the same name in
+`OptionKeywords` for type checkers. With a `said` beside its default it is an option of `planner
 run` and an environment variable too.
 """
 

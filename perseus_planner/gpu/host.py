@@ -68,7 +68,9 @@ class HostCounter(RealGpu):
         self._turns = [0] * len(zones)
 
     def energy_j(self) -> float:
-        """Energy since the host was booted, joules; counters that begin again go on."""
+        """Cumulative energy, joules. Only differences are meaningful: counters that begin again
+        go on, and may have begun again before they were first read.
+        """
         with self._lock:
             begun_s = self.now_s()
             # A lower number than before: it began again, once, as `_turn_s` sees to.

@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, wait
@@ -138,11 +139,15 @@ class Connection:
         self._received.clear()
         self._channel, pid = _connect(address)
         self._controller = WatchedProcess(pid)
-        # One of its own for the thread, which closes it.
+        # One of its own for the thread, which closes it; and a mark of its own that this rank has
+        # left, as `_is_open` is soon that of another connection.
         watched = WatchedProcess(pid)
+        self._has_left = threading.Event()
         self._is_open = True
         # From now on the end of the controller is noticed, whatever the training does.
-        self.recovery = in_background(partial(self._watch, watched), "planner watch")
+        self.recovery = in_background(
+            partial(self._watch, watched, self._has_left), "planner watch"
+        )
         # The wait for a sign of life begins now.
         self._alive_ns[0] = time.monotonic_ns()
         try:
@@ -255,18 +260,18 @@ class Connection:
             "stay locked: kill it, then run `planner reset`"
         )
 
-    def _watch(self, controller: WatchedProcess) -> str:
-        """Wait for the end of the controller, and recover; end without if this rank leaves."""
+    def _watch(self, controller: WatchedProcess, has_left: threading.Event) -> str:
+        """Wait for the end of a controller, and recover; end without if this rank leaves it."""
         while not controller.has_ended():
             # Looked at often enough that a rank that leaves ends the thread within a second.
-            if not self._is_open:
+            if has_left.is_set():
                 break
             if controller.descriptor is None:
                 time.sleep(_WATCH_S)
             else:
                 is_readable(controller.descriptor, _WATCH_S)
         controller.close()
-        return self.recover() if self._is_open else _RESET
+        return _RESET if has_left.is_set() else self.recover()
 
     def detach(self, timeout_s: float) -> str | None:
         """Have this rank's GPU reset, and close; return the problem if that fails.
@@ -311,6 +316,7 @@ class Connection:
         """
         if self._is_open:
             self._is_open = False
+            self._has_left.set()
             self._channel.close()
             self._controller.close()
 

@@ -215,20 +215,25 @@ class Controller:
                 return
             elif rank.channel.fileno() in ready:
                 self._receive(rank)
-        for new_rank in self._handshakes.serve(ready, now_ns):
-            self._add(Rank(*new_rank), now_ns)
+        new_ranks = [Rank(*new_rank) for new_rank in self._handshakes.serve(ready, now_ns)]
+        added = [rank for rank in new_ranks if self._add(rank, now_ns)]
+        # Once all of them are taken in, as who is not would not be told.
+        for rank in added:
+            if rank.launcher is not None and rank.launcher.has_ended():  # before it was watched
+                self._end_with(rank.launcher)
+                return
 
-    def _add(self, rank: Rank, now_ns: int) -> None:
+    def _add(self, rank: Rank, now_ns: int) -> bool:
+        """Have a new rank wait for its GPU; turn it away and return False if it is one too many."""
         # One more than were announced would share a GPU with another.
         if len(self._ranks()) >= self._count:
             number = rank.attach_request.rank
             count = f"all {self._count} ranks of this node"
             _turn_away(rank, GpuError(f"{count} have attached; rank {number} is one too many"))
-            return
+            return False
         self._waiting.append(rank)
         self._first_ns = now_ns if self._first_ns is None else self._first_ns
-        if rank.launcher is not None and rank.launcher.has_ended():  # before it was watched
-            self._end_with(rank.launcher)
+        return True
 
     def _receive(self, rank: Rank) -> None:
         try:
@@ -305,7 +310,8 @@ class Controller:
             request = rank.poll_request(now_ns)
             if request is None:
                 continue
-            if request.is_change and not request.has_begun:  # that often follows at once
+            # That a computation has begun is often told right after its clock is asked for.
+            if request.is_change and not request.has_begun:
                 self._note_gap(rank, now_ns)
                 has_changed = True
             if request.is_new_iteration:

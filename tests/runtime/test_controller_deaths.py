@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -174,6 +175,39 @@ def test_a_launcher_that_has_ended_already_is_seen():
             attached([SIMULATED], launcher=launcher.pid),
         ):
             pytest.fail("not to be reached")
+
+
+def test_ranks_that_come_together_are_all_told_that_a_launcher_has_ended():
+    """Those behind the one whose launcher had ended were taken in and never told."""
+    handshakes = Handshakes()
+    with ExitStack() as stack:
+        launcher = stack.enter_context(owner(WAITS, []))
+        kill(launcher.pid)
+        launcher.wait()
+        requests = [
+            AttachRequest(rank, SIMULATED, "clock", launcher.pid if rank == 0 else None)
+            for rank in range(2)
+        ]
+        ranks = [
+            stack.enter_context(closing(Connection(handshakes.address, request)))
+            for request in requests
+        ]
+        controller.Controller(handshakes, 2, 100.0).run()
+        text = f"process {launcher.pid}, which launched this job, has ended: all GPUs are reset"
+        assert [[message.text for message in rank.messages()] for rank in ranks] == [[text], [text]]
+
+
+def test_a_controller_that_a_rank_has_left_is_watched_no_more_once_it_has_another():
+    first = Handshakes()
+    second = Handshakes()
+    with closing(first), closing(second):
+        request = AttachRequest(0, SIMULATED, "clock", None)
+        with closing(Connection(first.address, request)) as connection:
+            left = connection.recovery
+            connection.disconnect()
+            connection.connect(second.address)
+            assert left.result(LONG_S) == "its GPUs are reset"
+            assert not connection.recovery.done()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -1,7 +1,8 @@
 """What some commands change, before it is written.
 
 States, and the mappings in them, are never changed but replaced as a whole. So here and in `store`,
-`is` says that nothing has changed, and `is not` that something may have: no values are compared.
+`is` says that nothing has changed, and `is not` that something may have. Only what is a part of a
+row is compared by value, by `differ`.
 """
 
 from __future__ import annotations
@@ -76,9 +77,18 @@ class Draft:
         return after
 
     def changes(self) -> list[tuple[str, JobState | None, JobState | None]]:
-        """Return the name of each job that differs, its state that is stored, and the new one."""
-        changed = ((name, self.stored.get(name), after) for name, after in self.changed.items())
-        return [change for change in changed if change[1] is not change[2]]
+        """Return the name of each job that differs, its state that is stored, and the new one. A
+        job that has ended is told before another that has its name now, which has nothing of it.
+        """
+        changes: list[tuple[str, JobState | None, JobState | None]] = []
+        ended = {totals.name for totals in self.ended}
+        for name, after in self.changed.items():
+            before = self.stored.get(name)
+            if before is not None and after is not None and name in ended:
+                changes += [(name, before, None), (name, None, after)]
+            elif before is not after:
+                changes.append((name, before, after))
+        return changes
 
     @property
     def is_written(self) -> bool:

@@ -51,7 +51,8 @@ class Metrics:
     def __init__(
         self, service: Service, waiting: Callable[[], int], problem: Callable[[], str | None]
     ) -> None:
-        # A second series beside each counter, which nobody asks for.
+        # A second series beside each counter, which nobody asks for; in all registries of this
+        # process, as there is no switch of one.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
         self._registry = registry

@@ -94,7 +94,7 @@ JOB_LEASE_S = 180.0
 """After a job was not heard of for so long, it has no share of the power budget of all jobs."""
 FORGET_S = 7 * 86400.0
 """After a job was not heard of for so long, it is ended."""
-_WRITING = ("telemetry", "")  # of all jobs, is due at once
+_WRITING = ("telemetry", "")  # the one timer for the telemetry of all jobs
 _WRITTEN_AT_ONCE = 64  # jobs whose telemetry is written together, for which reports wait
 _CLOCK_SET_S = 0.5  # by which the machine's clock leaves the service's if somebody has set it
 _RETRY_S = 1.0  # after changes that could not be written, for example because the disk is full
@@ -275,8 +275,9 @@ class Service:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be taken: the last change could not be written, for example as the disk
-        is full, or a thread has ended or is stuck; None if all is well.
+        """Why nothing can be taken: a change could not be written, for example as the disk is full,
+        and no `tick` has seen since that it can; or a thread has ended or is stuck. None if all is
+        well.
         """
         return self._writer.problem or self.watchdog.problem
 
@@ -614,10 +615,10 @@ class Service:
             if state is not None:
                 draft.reconcile(state)
         if _WRITING in due:
-            draft.telemetry.update(list(self._unwritten)[:_WRITTEN_AT_ONCE])
-            for name in draft.telemetry:
-                self._unwritten.pop(name, None)
-            if self._unwritten:
+            # They are struck off once they are on disk: a transaction that fails forgets none.
+            waiting = [name for name in self._unwritten if name not in draft.telemetry]
+            draft.telemetry.update(waiting[:_WRITTEN_AT_ONCE])
+            if waiting[_WRITTEN_AT_ONCE:]:
                 self._due_s[_WRITING] = now_s
 
     def _hear_of(self, name: str) -> None:
@@ -693,7 +694,11 @@ class Service:
         self._due_s["look", name] = math.inf if is_awaited else look_s
 
     def _follow_up(self, draft: Draft) -> None:
-        """Set timers, request plans and notify subscribers after a change is on disk."""
+        """Strike off telemetry that is written, set timers, request plans and notify subscribers
+        after a change is on disk.
+        """
+        for name in draft.telemetry:
+            self._unwritten.pop(name, None)
         for name, before, after in draft.changes():
             if before is None:
                 self._due_s["lease", name] = self.now_s() + self._lease_s
@@ -701,7 +706,9 @@ class Service:
                 # What is due for a job that has ended would be done to the next one of that name.
                 for what in ("look", "lease", "forget"):
                     self._due_s.pop((what, name), None)
-                self._unwritten.pop(name, None)
+                # That of another job of that name, in the same change, still has to be written.
+                if draft.find(name) is None:
+                    self._unwritten.pop(name, None)
             else:
                 self._set_timer(name, after)
                 if not after.is_planned:

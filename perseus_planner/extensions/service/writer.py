@@ -54,7 +54,9 @@ class Writer:
         jobs: Name -> state of every running job. All of it is on disk. It is replaced, never
             changed.
         budget: The power budget of all jobs.
-        problem: Why the last transaction could not be written; None if it was.
+        problem: Why a transaction, or the probe of `check`, could not be written; None if none
+            failed. A smaller transaction may be written meanwhile: `check` alone clears it, once as
+            much can be written as what failed.
     """
 
     def __init__(
@@ -92,9 +94,11 @@ class Writer:
         self._closed = False
 
     def __enter__(self) -> Writer:
-        self._thread.start()
+        # Under the lock that `_end` takes: a thread that ends at once closes what is open by then.
+        with self._lock:
+            self._thread.start()
+            self._open = True
         self._watchdog.watch(self._thread)
-        self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,6 +55,7 @@ from perseus_planner.base.loops import SteadyClock
 from perseus_planner.extensions.service import planning, rows
 from perseus_planner.extensions.service.curve import Curve
 from perseus_planner.extensions.service.draft import Draft
+from perseus_planner.extensions.service.jobs import WRITTEN_AFTER_S
 from perseus_planner.extensions.service.models import (
     Conflict,
     Counters,
@@ -953,6 +954,40 @@ def test_what_cannot_be_written_is_not_acknowledged_and_not_done(
     )
 
 
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No change of a service can be written in the block."""
+
+    def full(self: Storage, change: Draft) -> None:
+        raise StorageError("disk full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "commit", full)
+        yield
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_counts_that_could_not_be_written_are_written_later(tmp_path: Path, *, ends: bool):
+    """They were forgotten, unless the job sent more."""
+    place = tmp_path / "service.sqlite"
+    names = [f"job{number}" for number in range(3)]
+    with running(place) as run:
+        for name in names:
+            run.service.register(job(name), frontier_file())
+            run.service.telemetry(name, Counters(run="a", iterations=7, time_s=7.0)).result()
+        run.clock.now_s += WRITTEN_AFTER_S
+        with full_disk(), pytest.raises(StorageError, match="disk full"):
+            run.service.tick()
+        if not ends:
+            run.service.tick()
+            left = tmp_path / "left"  # what a service that is killed now leaves
+            shutil.copytree(tmp_path, left, ignore=lambda *_: ["left"])
+            place = left / place.name
+    with running(place) as run:
+        found = [each.telemetry for each in run.service.jobs()]
+        assert [each and each.iterations for each in found] == [7, 7, 7]
+
+
 def test_plans_that_cannot_be_written_are_written_later(one: Run, monkeypatch: pytest.MonkeyPatch):
     commit, refused = Storage.commit, threading.Event()
 
@@ -998,6 +1033,57 @@ def test_reports_that_come_together_are_written_together(
     assert all(each.result().version == 1 for each in answers)
     assert len(commits) == 2
     assert {each.key for each in service.reports("gpt")} == set(names)
+
+
+def test_a_job_that_ends_as_another_takes_its_name_leaves_it_nothing(
+    one: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """Both were written in one transaction: the new job had the old one's reports and accounts
+    after a restart.
+    """
+    service = one.service
+    service.report("gpt", report("old", begins_s=NOW_S + 1e6)).result()
+    service.telemetry("gpt", Counters(run="a", iterations=7, time_s=7.0)).result()
+    one.clock.now_s += WRITTEN_AFTER_S
+    service.tick()
+    commit, commits, go = Storage.commit, [], threading.Event()
+
+    def slow(self: Storage, change: Draft) -> None:
+        commits.append(change)
+        assert go.wait(LONG_S)
+        commit(self, change)
+
+    with (
+        versions_told(service) as told,
+        ThreadPoolExecutor(1) as threads,
+        ExitStack() as stack,
+    ):
+        stack.callback(go.set)
+        monkeypatch.setattr(Storage, "commit", slow)
+        first = service.report("gpt", report("waits", begins_s=NOW_S + 1e6))
+        while not commits:  # so that the end and the new job wait for each other
+            pass
+        end = service.end("gpt")
+        # Its plans are those of the old job, which runs until then, and its version is 1 too.
+        new = threads.submit(
+            service.register, job(max_changes=2), frontier_file(180), take_over=True
+        )
+        while service.writing.waiting < 3:
+            pass
+        go.set()
+        first.result()
+        end.result()
+        assert new.result().is_new
+    assert len(commits) == 2
+    assert told == {"gpt": [1, 1]}  # that it has ended, and that there is another
+    expected = service.plans("gpt", 0)
+    with running(one.place, clock=one.clock) as again:
+        (status,) = again.service.jobs()
+        assert (status.reports, status.telemetry) == ((), None)
+        assert again.service.plans("gpt", 0) == expected
+        (_, ended) = again.service.totals()
+        assert ended.telemetry is not None
+        assert ended.telemetry.iterations == 7
 
 
 def test_a_service_that_does_not_run_says_so(tmp_path: Path):

@@ -38,7 +38,9 @@ from perseus_planner.extensions.service.models import (
     Taken,
     Target,
 )
+from perseus_planner.extensions.service.statuses import totals_of
 from perseus_planner.extensions.service.store import Storage
+from perseus_planner.extensions.service.tally import add_counters
 
 DIGEST = "f" * 64
 
@@ -160,6 +162,20 @@ def test_nothing_is_left_of_a_job_that_has_ended_but_what_others_have_too(place:
     with Storage(place):
         tables = ("jobs", "reports", "totals", "plans", "frontiers")
         assert [count(place, table) for table in tables] == [0] * len(tables)
+
+
+def test_nothing_is_left_of_a_job_whose_name_another_takes_in_the_same_change(storage: Storage):
+    tally = add_counters(None, Counters(run="a", iterations=7, time_s=7.0), NOW_S)
+    old = replace(state(), tally=tally)
+    storage.commit(replace(added(old), telemetry={"gpt"}))
+    assert storage.load().jobs["gpt"].tally == tally
+    first = replace(published(state(), 1, "plan three"), reports={"c": report("c")}, past={})
+    change = replace(added(first), stored={"gpt": old}, ended=[totals_of(old, NOW_S)])
+    storage.commit(change)
+    assert storage.load().jobs == {"gpt": first}
+    (ended,) = storage.ended_jobs()
+    assert ended.telemetry is not None
+    assert ended.telemetry.iterations == 7
 
 
 def test_jobs_that_are_registered_together_keep_their_own_frontiers(place: Path):

@@ -19,7 +19,9 @@ from perseus_planner.extensions.service.access import Access, Limits
 from perseus_planner.extensions.service.draft import Draft
 from perseus_planner.extensions.service.models import StorageError
 from perseus_planner.extensions.service.service import Service
+from perseus_planner.extensions.service.store import Storage
 from perseus_planner.extensions.service.watch import STUCK_S, Watchdog
+from perseus_planner.extensions.service.writer import Writer
 
 pytest.importorskip("httpx")
 
@@ -80,6 +82,31 @@ def test_a_service_whose_thread_has_ended_is_not_ready(tmp_path: Path, name: str
     with service as running:
         running.register(job(), frontier_file())
         asyncio.run(conversation(running))
+
+
+class SlowWatchdog(Watchdog):
+    """It begins to watch a thread that has ended meanwhile."""
+
+    def watch(self, thread: threading.Thread | None = None) -> None:
+        assert thread is not None
+        thread.join(LONG_S)
+        super().watch(thread)
+
+
+def test_a_writer_whose_thread_ends_as_it_begins_takes_nothing(tmp_path: Path):
+    """What it took was never answered."""
+    watchdog = SlowWatchdog()
+    with Storage(tmp_path / "service.sqlite") as storage:
+        writer = Writer(
+            storage, storage.load(), lambda state: state, lambda _: None, Clock(), watchdog
+        )
+        writer._commands.put(None)
+        with writer:
+            refused = writer.submit(lambda _: None)
+            assert refused.done()
+            with pytest.raises(StorageError, match="the thread that writes has ended"):
+                refused.result()
+            assert watchdog.problem is not None
 
 
 class EndingQueue(queue.SimpleQueue[Any]):
