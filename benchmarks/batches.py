@@ -391,8 +391,8 @@ def _laws_wrong(
     """
     rows = []
     # More draws have generators of their own, so that all else is drawn as in older results.
-    for each in (rng, *map(np.random.default_rng, range(3, 2 + _LAWS))):
-        fitted = _fitted(planner, each)
+    for generator in (rng, *map(np.random.default_rng, range(3, 2 + _LAWS))):
+        fitted = _fitted(planner, generator)
         off = np.array(
             [
                 [planner.computation_s(w[:, None]) / fitted.computation_s(w[:, None]) for w in each]

@@ -205,10 +205,8 @@ class RankPlan(Record, frozen=True, array_like=True):
     #: When its first computation starts and its last one ends at full clocks, microseconds.
     full_us: tuple[int, int] = (0, 0)
     first_us: int = 0  #: When its first computation starts at those clocks
-    latest_us: tuple[
-        int, ...
-    ] = ()  #: When each of its computations must end; empty as above, and if it
-    #: keeps its clocks
+    #: When each of its computations must end; empty as above, and if it keeps its clocks
+    latest_us: tuple[int, ...] = ()
 
 
 class Batch(Record, frozen=True, array_like=True):
