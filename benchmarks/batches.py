@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from results import Check, Section, Table
 
 from perseus_planner import Profile, schedules, solve
+from perseus_planner.extensions.autopilot.batches.exchange import fit_law
 from perseus_planner.extensions.autopilot.batches.solver import (
     BatchPlan,
     BatchPlanner,
@@ -32,6 +33,7 @@ from perseus_planner.solver.curve import TimeEnergyCurve
 NUMBER = 32
 _CHANGE = ClockChange(0.0045, 0.0009)
 _FREE = ClockChange(0.0)
+_HAIR = 5e-4  #: of a percent, to which two results count as equal
 _CHANGES = 8
 _ERRORS = 0.01, 0.03, 0.05
 _JITTERS = 0.013, 0.03
@@ -40,6 +42,7 @@ _JITTERS = 0.013, 0.03
 _SLOPES = {("F", False): 0.90, ("B", False): 1.46, ("F", True): 0.59, ("B", True): 1.05}
 _RESIDUAL = 0.023  #: of the law, the largest of the trace
 _FITTED = 10  #: iterations whose marks laws are fitted to
+_LAWS = 4  #: draws of these marks
 _SAVED = {
     "profile": ("profile", ""),
     "job": ("microbatches", ""),
@@ -66,6 +69,20 @@ _REAL = {
     "kept": ("without catching up, time %", "+.3f"),
     "changes": ("changes, mean", ".1f"),
 }
+_ALIKE = {
+    "profile": ("profile", ""),
+    "job": ("microbatches", ""),
+    "stages": ("stages x pipelines", ""),
+    "wrong": ("what is wrong", ""),
+    "static": ("static, on time, saved %", ".2f"),
+    "static_late": ("time %", "+.3f"),
+    "alone": ("plan of the batch alone, saved %", ".2f"),
+    "alone_late": ("time %", "+.3f"),
+    "saved": ("beside the static plan, saved %", ".2f"),
+    "time": ("time, mean %", "+.3f"),
+    "worst": ("worst iteration %", "+.3f"),
+    "ran_static": ("of which static", ".0%"),
+}
 _REACHED = {
     "wrong": ("what is wrong", ""),
     "cells": ("cells that reach what is wanted", ""),
@@ -78,7 +95,7 @@ _REACHED = {
 }
 #: of the exact plan's saving; percent of time, of the mean and of an iteration
 _WANTED = {
-    "fitted law, changes": (0.93, 0.1, 0.5),
+    "fitted law, changes": (0.93, 0.05, 0.5),
     "work, 1 %": (0.93, 0.2, None),
     "work, 3 %": (0.93, 0.6, None),
     "work, 5 %": (0.93, 1.0, None),
@@ -158,21 +175,24 @@ def measure(size: Size) -> Section:
             Table(_SAVED, saved),
             Table(_REAL, real),
             Table(_REACHED, reached),
-            Table(_REAL, jitter),
+            Table(_ALIKE, jitter),
             Table(_TIMES, times),
         ],
         checks,
         [
             "Second table, all with catching up. *Fitted law, changes*: laws are fitted to the "
             f"marks of {_FITTED} iterations of one pipeline, which are off by {100 * _RESIDUAL:g} "
-            f"%; {_CHANGES} changes are planned, of {1e3 * _CHANGE.call_s:g} + "
-            f"{1e3 * _CHANGE.settle_s:g} ms, ranks of a node on one lock. *Computations*: each is "
+            f"%, {_LAWS} times: time and worst iteration are those of the laws that are latest, "
+            f"saving that of the laws that save least; {_CHANGES} changes are planned, of "
+            f"{1e3 * _CHANGE.call_s:g} + {1e3 * _CHANGE.settle_s:g} ms, ranks of a node on one "
+            "lock, and plans know both errors of laws and changes. *Computations*: each is "
             "off beside the law, by itself; changes are free and not limited. *Work*: that of each "
             "microbatch is off, log-normal, on all stages alike; plans aim at a target that is "
             "earlier by what `margin_of` says of that; changes are free and not limited.",
             "Fourth table: all microbatches alike, and each computation longer or shorter by a "
-            "normal jitter, which plans know, free changes; *share* is of what the static plan "
-            "saves that is on time with that jitter.",
+            "normal jitter, which plans know, free changes. *Alone* plans do not know the static "
+            "plan that is on time with that jitter; *beside* it, the same replays decide which of "
+            "both runs.",
         ],
     )
 
@@ -347,14 +367,7 @@ def _wrong(case: Case, job: _Job, exact: dict[str, Any]) -> list[dict[str, Any]]
     rng = np.random.default_rng(2)
     planner = _planner(case, job.stages, job.work.shape[2])
     shape = (*job.work.shape[:2], len(planner.dag.computations))
-    limited = _fitted(planner, rng)
-    off = np.array(
-        [
-            [planner.computation_s(w[:, None]) / limited.computation_s(w[:, None]) for w in each]
-            for each in job.work
-        ]
-    )
-    rows = [_row(case, job, exact, "fitted law, changes", limited, off, _CHANGE)]
+    rows = [_laws_wrong(case, job, exact, planner, rng)]
     off = np.exp(_RESIDUAL * rng.normal(size=shape))
     name = f"computations, {100 * _RESIDUAL:.1f} %"
     wary = _planner(case, job.stages, job.work.shape[2], _RESIDUAL)
@@ -366,16 +379,44 @@ def _wrong(case: Case, job: _Job, exact: dict[str, Any]) -> list[dict[str, Any]]
     return rows
 
 
+def _laws_wrong(
+    case: Case,
+    job: _Job,
+    exact: dict[str, Any],
+    planner: BatchPlanner,
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """Return what is left with fitted laws and changes that take time: of several draws of what
+    laws are fitted to, the worst.
+    """
+    rows = []
+    # More draws have generators of their own, so that all else is drawn as in older results.
+    for generator in (rng, *map(np.random.default_rng, range(3, 2 + _LAWS))):
+        fitted = _fitted(planner, generator)
+        off = np.array(
+            [
+                [planner.computation_s(w[:, None]) / fitted.computation_s(w[:, None]) for w in each]
+                for each in job.work
+            ]
+        )
+        rows.append(_row(case, job, exact, "fitted law, changes", fitted, off, _CHANGE))
+    least = min(rows, key=lambda row: row["saved"])
+    worst = {name: max(row[name] for row in rows) for name in ("time", "worst", "kept")}
+    return least | worst
+
+
 def _fitted(planner: BatchPlanner, rng: np.random.Generator) -> BatchPlanner:
-    """Return the planner with laws fitted to the marks of a pipeline in some iterations."""
+    """Return the planner with laws fitted to the marks of a pipeline in some iterations, as
+    training fits them.
+    """
     profile, laws = planner.dag.profile, {}
     for key, law in _laws(profile).items():
         work = rng.lognormal(0.0, 0.3, _FITTED * planner.dag.schedule.microbatches)
         seconds = law.fixed_s + law.per_work_s[0] * work
         marks_s = seconds * np.exp(_RESIDUAL * rng.normal(size=len(work)))
-        slope, fixed = np.polyfit(work, marks_s, 1, w=1 / marks_s).tolist()
-        laws[key] = Law(fixed, (slope,))
-    return BatchPlanner(planner.dag, laws, max_changes=_CHANGES)
+        laws[key] = fit_law(work[:, None], marks_s)
+    dag = planner.dag.with_profile(replace(profile, clock_change=_CHANGE))
+    return BatchPlanner(dag, laws, max_changes=_CHANGES)
 
 
 def _microbatches(planner: BatchPlanner) -> list[int]:
@@ -436,9 +477,28 @@ def _jitter(case: Case, jitter: float) -> dict[str, Any]:
         for each in (None, clocks)
     )
     before, wary = _replayed(planner, full, off), _replayed(planner, static, off)
+    beside = BatchPlanner(planner.dag, _laws(planner.dag.profile), static_mhz=clocks)
     exact = {"batch": wary.saved(before)}
-    row = _row(case, job, exact, f"jitter, {100 * jitter:.1f} %", planner, off, _FREE)
-    return row | {"static_late": wary.late(before)}
+    wrong = f"jitter, {100 * jitter:.1f} %"
+    alone = _row(case, job, exact, wrong, planner, off, _FREE)
+    plan_of_all = beside.plan(job.work[0, 0][:, None], targets_s[0])
+    both = [[plan_of_all] * job.work.shape[1]] * len(job.work)
+    # A static plan keeps its clocks: its ranks do not catch up.
+    came = _replayed(beside, both, off, is_catching_up=not plan_of_all.is_static)
+    return {
+        "profile": case.name,
+        "job": job.name,
+        "stages": job.size,
+        "wrong": wrong,
+        "static": wary.saved(before),
+        "static_late": wary.late(before),
+        "alone": alone["saved"],
+        "alone_late": alone["time"],
+        "saved": came.saved(before),
+        "time": came.late(before),
+        "worst": came.worst(before),
+        "ran_static": float(plan_of_all.is_static),
+    }
 
 
 def _cpu(stages: int, microbatches: int, limit: int) -> dict[str, Any]:
@@ -460,8 +520,9 @@ def _cpu(stages: int, microbatches: int, limit: int) -> dict[str, Any]:
         work = _trace()[0][:32, :, None]
     dag = PipelineDag.from_schedule(profile, schedules.one_f_one_b(stages, microbatches))
     means = []
-    for most in (None, _CHANGES):
-        planner = BatchPlanner(dag, _laws(profile), max_changes=most)
+    known = dag.with_profile(replace(profile, clock_change=_CHANGE))
+    for each_dag, most in ((dag, None), (known, _CHANGES)):
+        planner = BatchPlanner(each_dag, _laws(profile), max_changes=most)
         target_s = max(map(planner.full_clocks_s, work))
         planner.plan(work[0], target_s)
         taken_s = []
@@ -497,7 +558,7 @@ def _reached(real: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "time": fmean(row["time"] for row in rows),
                 "most": max(row["time"] for row in rows),
                 "worst": max(row["worst"] for row in rows),
-                "wanted": f"{share:.0%}, {late:+.1f} %" + (f", {worst:+.1f} %" if worst else ""),
+                "wanted": f"{share:.0%}, {late:+.2f} %" + (f", {worst:+.1f} %" if worst else ""),
             }
         )
     return found
@@ -508,13 +569,18 @@ def _judge(
 ) -> list[Check]:
     """Return the answers that are wanted of a whole run."""
     above, law = fmean(row["above"] for row in saved), reached[0]
-    late = max(row["time"] for row in jitter)
     return [
         Check(f"{above:.2f} points above the bound, mean (limit 0.15)", above <= 0.15),
         Check(
             f"fitted law and changes: {law['least']:.0%} of the saving or more (limit 93 %), time "
-            f"{law['most']:+.2f} % or less (limit 0.2)",
-            law["least"] >= 0.93 and law["most"] <= 0.2,
+            f"{law['most']:+.3f} % or less (limit 0.05)",
+            law["least"] >= 0.93 and law["most"] <= 0.05,
         ),
-        Check(f"alike, with jitter: time {late:+.2f} % or less (limit 0.2)", late <= 0.2),
+        Check(
+            "alike, with jitter: no later than the static plan, and no less is saved",
+            all(
+                row["time"] <= row["static_late"] + _HAIR and row["saved"] >= row["static"] - _HAIR
+                for row in jitter
+            ),
+        ),
     ]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from perseus_planner.runtime.guarantee import Ledger
 
 
+CHANGE = ClockChange(0.0045, 0.0009)
+"""What a clock change costs where that was not measured."""
+
+
 @dataclass(frozen=True)
 class AutopilotJob(Checked, prefix="job, "):
     """The job.
@@ -34,7 +38,7 @@ class AutopilotJob(Checked, prefix="job, "):
     #: GPUs, end it together, and share what they learn.
     pipelines: Count = 1
     #: what setting a clock costs, and how many GPUs share a driver's lock.
-    clock_change: ClockChange = field(default_factory=lambda: ClockChange(0.0045, 0.0009))
+    clock_change: ClockChange = CHANGE
     gpus_per_stage: Count = 1  #: GPUs of a rank
     gpu: str | None = None  #: the GPU's name
     control: str = "clock"  #: what `clocks_mhz` are, as `Profile.control`: power limits are watts

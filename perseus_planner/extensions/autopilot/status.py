@@ -24,6 +24,9 @@ class BatchStatus:
     #: Of the time at full clocks by which iterations would be shorter if each pipeline ran its
     #: microbatches in the best order that was tried; None without a pipeline.
     order: float | None = None
+    #: Of the iterations by plans, those whose microbatches were so much alike that the static plan
+    #: was as good, and ran; None before the first one.
+    static: float | None = None
 
     def __str__(self) -> str:
         parts = []
@@ -35,6 +38,11 @@ class BatchStatus:
         if self.order is not None:
             shorter = f"{100 * self.order:.0f} % less"
             parts.append(f"in another order of microbatches iterations take {shorter} time")
+        if self.static:
+            share = f"{100 * self.static:.0f} %"
+            parts.append(
+                f"microbatches are alike in {share} of iterations, which run a static plan"
+            )
         return ", ".join(parts)
 
 

@@ -33,6 +33,7 @@ from perseus_planner.profiles.measurement import ClockChange, lower_hull, neares
 from perseus_planner.schedules import Schedule
 from perseus_planner.schedules.iteration import Iteration
 from perseus_planner.solver.curve import TimeEnergyCurve
+from perseus_planner.solver.frontier import solve_dag
 from perseus_planner.solver.mincut import walk
 
 _FEATURES = 2
@@ -409,6 +410,12 @@ def test_work_that_was_wrong_is_replayed_and_caught_up(seed: int):
             "laws: have 1 and 2 numbers for a microbatch; give all as many",
         ),
         (
+            lambda planner: BatchPlanner(
+                planner.dag, laws_of(planner.dag.profile, 0), static_mhz=[1410]
+            ),
+            "static_mhz: has 1 clocks; give one for each of 16 computations",
+        ),
+        (
             lambda planner: Law(float("nan"), (1.0,)),
             "law, fixed_s: nan is not a finite number",
         ),
@@ -481,3 +488,97 @@ def test_plans_leave_room_for_jitter_and_ranks_wait_before_they_catch_up(max_cha
     assert late[1] < 0.6 * late[0]
     assert saved[1] > 0.7 * saved[0]
     assert changes[1] < changes[0]
+
+
+def changes_of(plan: BatchPlan) -> int:
+    return max(sum(a != b for a, b in itertools.pairwise(rank)) for rank in plan.clocks_mhz)
+
+
+@pytest.mark.parametrize("max_changes", [None, 8])
+def test_clocks_are_in_force_in_time_though_changes_take_time(max_changes: int | None):
+    change = ClockChange(0.0045, 0.0009)
+    schedule, late = schedules.one_f_one_b(4, 8), {}
+    for known in (None, change):
+        profile = replace(smooth_profile(4), clock_change=known)
+        laws = laws_of(profile, 0)
+        planner = planner_of(profile, schedule, laws, max_changes=max_changes)
+        late[known], saved = list[float](), list[float]()
+        for seed in range(6):
+            work = work_of(seed, 8, 0.15)
+            full = planner.plan_of(work, None, planner.full_clocks_s(work))
+            plan = planner.plan(work, full.time_s)
+            came = planner.replay(plan, np.ones(64), change, is_catching_up=True)
+            late[known].append(came.time_s / full.time_s - 1)
+            saved.append(1 - plan.energy_j / full.energy_j)
+            assert max_changes is None or changes_of(plan) <= max_changes
+        assert np.mean(saved) > 0.02
+    assert np.mean(late[None]) > 3e-4
+    assert max(late[change]) <= 2e-4
+
+
+def test_plans_leave_room_for_what_laws_are_wrong_by():
+    profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 8)
+    exact = laws_of(profile, 0)
+    # That of one stage is not known as well as the others.
+    doubtful = {
+        key: replace(law, error=0.03) if key.stage == 1 else law for key, law in exact.items()
+    }
+    work = work_of(1, 8, 0.15)
+    rows = np.array([c.stage == 1 for c in planner_of(profile, schedule, exact).dag.computations])
+    late = []
+    for laws in (exact, doubtful):
+        planner = planner_of(profile, schedule, laws)
+        target_s = 1.1 * planner.full_clocks_s(work)
+        plan = planner.plan(work, target_s)
+        came = planner.replay(plan, np.where(rows, 1.02, 1.0), FREE, is_catching_up=False)
+        late.append(came.time_s / target_s - 1)
+        # Other stages take the time that is left.
+        assert plan.energy_j < planner.plan_of(work, None, target_s).energy_j
+    assert late[0] > 5e-3
+    assert late[1] < 0.3 * late[0]
+
+
+@pytest.mark.parametrize("jitter", [0.013, 0.03])
+def test_where_batches_are_alike_no_plan_is_later_than_the_static_one(jitter: float):
+    schedule, work = schedules.one_f_one_b(4, 8), np.ones((8, _FEATURES))
+    profile = replace(smooth_profile(4), jitter=jitter)
+    frontier = solve_dag(PipelineDag.from_schedule(profile, schedule))
+    clocks = list(frontier.plan_until(frontier.baseline_time_s).clocks.values())
+    laws = laws_of(profile, 0)
+    alone = BatchPlanner(frontier.dag, laws)
+    beside = BatchPlanner(frontier.dag, laws, static_mhz=clocks)
+    full_s = alone.full_clocks_s(work)
+    static = alone.plan_of(work, clocks, full_s)
+    factors = 1 + jitter * np.random.default_rng(5).normal(size=(40, 8, 64))
+
+    def came(plan: BatchPlan, catches: bool) -> tuple[float, float]:
+        """Mean seconds of eight pipelines, of which the slowest decides; mean joules."""
+        runs = [
+            [alone.replay(plan, f, FREE, is_catching_up=catches) for f in pipelines]
+            for pipelines in factors
+        ]
+        times_s = [max(each.time_s for each in pipelines) for pipelines in runs]
+        return float(np.mean(times_s)), float(
+            np.mean([each.effective_j for pipelines in runs for each in pipelines])
+        )
+
+    plan = beside.plan(work, full_s)
+    static_s, static_j = came(static, False)
+    plan_s, plan_j = came(plan, not plan.is_static)
+    assert plan_s <= static_s * (1 + 1e-5)
+    assert plan_j <= static_j * (1 + 1e-5)
+    assert came(alone.plan(work, full_s), True)[0] > static_s * (1 + 1e-4)
+    # Where batches differ, plans are as without it.
+    unequal = work_of(3, 8)
+    target_s = alone.full_clocks_s(unequal)
+    assert beside.plan(unequal, target_s) == alone.plan(unequal, target_s)
+
+
+def test_a_static_plan_is_merged_to_as_few_changes():
+    profile, schedule = smooth_profile(4), schedules.one_f_one_b(4, 8)
+    profile = replace(profile, jitter=0.03)
+    frontier = solve_dag(PipelineDag.from_schedule(profile, schedule))
+    clocks = list(frontier.plan_until(frontier.baseline_time_s).clocks.values())
+    planner = BatchPlanner(frontier.dag, laws_of(profile, 0), max_changes=2, static_mhz=clocks)
+    work = np.ones((8, _FEATURES))
+    assert changes_of(planner.plan(work, planner.full_clocks_s(work))) <= 2

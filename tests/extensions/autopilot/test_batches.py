@@ -31,6 +31,7 @@ from waiting import LONG_S, eventually
 
 from perseus_planner import PipelineDag, Profile, schedules
 from perseus_planner.base.errors import PlannerError, ProfileError, RankError, UsageError
+from perseus_planner.base.wires import decode, encode
 from perseus_planner.engines.deepspeed import ReadAhead
 from perseus_planner.extensions.autopilot.batches.batches import Batches, _Asked
 from perseus_planner.extensions.autopilot.batches.exchange import (
@@ -42,8 +43,9 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     send_profile,
     sent_profile,
 )
-from perseus_planner.extensions.autopilot.batches.leader import Leader, Ran
+from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS, Leader, Ran
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, Law
+from perseus_planner.extensions.autopilot.job import CHANGE
 from perseus_planner.extensions.service.agent.agent import LearningAgent
 from perseus_planner.extensions.service.agent.outbox import (
     RankLocation,
@@ -263,6 +265,65 @@ def test_numbers_of_microbatches_that_change_are_learnt_from_what_runs(
     assert all(any(each) for each in followed[12:])
     assert two.said == []
     two.stop()
+
+
+def test_clocks_follow_for_32_numbers_of_microbatches_and_more_run_at_full_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("_LEAST_TIMEOUT_S", "_MOST_TIMEOUT_S"):
+        monkeypatch.setattr(f"perseus_planner.extensions.autopilot.batches.batches.{name}", LONG_S)
+    two = Pipelines(2, (None, None))
+    of_4 = drawn(2)
+    for iteration in range(KNOWN):
+        two.run(of_4[iteration])
+    others = [count for count in range(2, 36) if count != MICROBATCHES]
+    for count in others[: MOST_COUNTS - 1]:  # each is run once to know its order
+        assert not any(is_lowered(p) for p in two.run(drawn(2, count)[0]))
+    assert two.said == []
+    for count in others[MOST_COUNTS - 1 :]:
+        for again in range(3):
+            programs = two.run(drawn(2, count)[again])
+            assert [p.note for p in programs] == [MADE] * 4
+    assert {key for key, _ in two.said} == {"numbers"}
+    assert two.said[0][1] == (
+        "clocks follow the batch for the first 32 numbers of microbatches that a training runs, "
+        "and 34 is one more; such iterations run at full clocks"
+    )
+    # The numbers that are known go on.
+    assert any(is_lowered(p) for i in range(4) for p in two.run(of_4[KNOWN + i]))
+    assert all(len(rank._orders.all) == MOST_COUNTS for rank in two.batches)
+    two.stop()
+
+
+def test_where_batches_are_alike_the_static_plan_runs_and_is_told():
+    leader = Leader(PROFILE, SETTINGS, is_whole=False)
+    laws = {Key(s, kind): Law(0.0, (mean_s(kind),), error=0.02) for s in range(2) for kind in KINDS}
+    leader.learn(
+        tuple(decode(encode(RankLaws.of([rank], laws)), RankLaws) for rank in SCHEDULE.ranks)
+    )
+    assert leader._laws == laws
+    alike = np.ones((MICROBATCHES, 1))
+    leader.prepare(alike)
+    planner = leader._planners[MICROBATCHES]
+    assert planner.dag.profile.clock_change == CHANGE  # as the profile does not say
+    target_s = planner.full_clocks_s(alike)
+    plan = planner.plan(alike, target_s)
+    assert plan.is_static
+    without = BatchPlanner(planner.dag, laws, max_changes=SETTINGS.max_changes)
+    assert plan.energy_j <= without.plan(alike, target_s).energy_j
+    for iteration in range(8):
+        own = leader.own(iteration, alike)
+        slowest = Slowest(own.time_s, True, False, came=own.came)
+        leader.decide(alike, slowest)
+    status = leader._batch_status
+    assert status.static == 1.0
+    said = "microbatches are alike in 100 % of iterations, which run a static plan"
+    assert str(status).endswith(said)
+    # Unlike batches get no static plan.
+    other = Leader(PROFILE, SETTINGS, is_whole=False)
+    other.learn(tuple(RankLaws.of([rank], laws) for rank in SCHEDULE.ranks))
+    other.prepare(alike * np.linspace(0.5, 1.5, MICROBATCHES)[:, None])
+    assert other._planners[MICROBATCHES]._static is None
 
 
 @pytest.mark.parametrize(

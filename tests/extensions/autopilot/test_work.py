@@ -129,6 +129,8 @@ def test_a_law_is_found_among_noise_and_pauses(seed: int):
     time_s = true_s * draws.normal(1.0, 0.02, len(work))
     time_s[draws.random(len(work)) < 0.05] *= draws.uniform(1.5, 10.0)
     law = fit_law(work, time_s)
+    # Of 80 times with two numbers; pauses make it a little more.
+    assert law.error == pytest.approx(0.02 * (2 / len(work)) ** 0.5, rel=0.5)
     for of in (0.6, 1.0, 2.0):
         found_s, expected_s = law.fixed_s + law.per_work_s[0] * of, -0.046 + 0.146 * of
         assert found_s == pytest.approx(expected_s, rel=0.02)
@@ -142,6 +144,7 @@ def test_two_numbers_of_work_are_told_apart_and_what_does_not_vary_has_no_slope(
     law = fit_law(work, time_s)
     assert law.per_work_s == pytest.approx((2e-5, 3e-9, 0.0), rel=1e-3)
     assert law.fixed_s == pytest.approx(0.01, rel=1e-2)
+    assert law.error == pytest.approx(0.0, abs=1e-3)
     same = fit_law(np.ones((50, 2)), np.full(50, 0.3))
     assert (same.fixed_s, same.per_work_s) == (pytest.approx(0.3), (0.0, 0.0))
 

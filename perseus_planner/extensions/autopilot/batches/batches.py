@@ -308,6 +308,8 @@ class Batches:
                 self._learner.add_order(order_of(self._ran.popleft()))
             except ProfileError as error:
                 self._say("profile", str(error))
+            except UsageError as error:
+                self._say("numbers", str(error))
         self._times.extend(times)
         while self._times:
             # Iterations end in order, so an end that is missing may still come, unless a later one

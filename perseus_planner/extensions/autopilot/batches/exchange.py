@@ -16,6 +16,7 @@ Keys of the store:
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
     """Return the affine law that times follow, robustly: by Huber's weights, reweighted.
 
     Where work does not vary, its slope is 0; where two numbers vary alike, they share the slope.
+    The residuals tell its standard error.
 
     Args:
         work: (n, numbers) work of the microbatch of each computation.
@@ -73,6 +75,7 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
     penalty[0, 0] = 0.0
     weight: Floats = np.ones(len(work))
     found: Floats = np.zeros(design.shape[1])
+    noise = 0.0
     for _ in range(_ROUNDS):
         weighted = design * weight[:, None]
         found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ time_s))
@@ -89,7 +92,10 @@ def fit_law(work: Floats, time_s: Floats) -> Law:
     slopes: Floats = np.zeros(work.shape[1])
     slopes[varied] = found[1:] / spread[varied]
     fixed_s = float(found[0] - slopes @ mean)
-    return Law(fixed_s, tuple(map(float, slopes)))
+    # Of a linear fit: the mean square error of what it says of its samples is the noise's variance
+    # times the share of numbers in samples.
+    error = noise / float(time_s.mean()) * math.sqrt(design.shape[1] / len(work))
+    return Law(fixed_s, tuple(map(float, slopes)), error)
 
 
 class LawLearner:
@@ -199,7 +205,8 @@ class RankPlan(Record, frozen=True, array_like=True):
     #: When its first computation starts and its last one ends at full clocks, microseconds.
     full_us: tuple[int, int] = (0, 0)
     first_us: int = 0  #: When its first computation starts at those clocks
-    latest_us: tuple[int, ...] = ()  #: When each of its computations must end; empty as above
+    #: When each of its computations must end; empty as above, and if it keeps its clocks
+    latest_us: tuple[int, ...] = ()
 
 
 class Batch(Record, frozen=True, array_like=True):
@@ -216,13 +223,15 @@ class RankLaws(Record, frozen=True, array_like=True):
     #: Stage, kind and microbatch of its computations, for each number of microbatches.
     orders: tuple[tuple[tuple[int, str, int], ...], ...]
     #: Stage, kind, seconds without work, and seconds for each unit of each number of work.
-    laws: tuple[tuple[int, str, float, tuple[float, ...]], ...]
+    #: Then the standard error of what they say, as a share.
+    laws: tuple[tuple[int, str, float, tuple[float, ...], float], ...]
 
     @classmethod
     def of(cls, orders: Iterable[Sequence[Computation]], laws: Mapping[Key, Law]) -> RankLaws:
         """Return what a rank tells."""
         told = tuple(
-            (stage, kind, law.fixed_s, law.per_work_s) for (stage, kind), law in laws.items()
+            (stage, kind, law.fixed_s, law.per_work_s, law.error)
+            for (stage, kind), law in laws.items()
         )
         plain = (tuple((c.stage, c.kind, c.microbatch) for c in order) for order in orders)
         return cls(tuple(plain), told)
@@ -235,7 +244,8 @@ class RankLaws(Record, frozen=True, array_like=True):
     def by_key(self) -> dict[Key, Law]:
         """Return the law of each stage and kind."""
         return {
-            Key(stage, kind): Law(fixed_s, slopes_s) for stage, kind, fixed_s, slopes_s in self.laws
+            Key(stage, kind): Law(fixed_s, slopes_s, error)
+            for stage, kind, fixed_s, slopes_s, error in self.laws
         }
 
 

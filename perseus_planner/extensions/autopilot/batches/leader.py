@@ -22,6 +22,7 @@ from perseus_planner.extensions.autopilot.batches.exchange import (
     Slowest,
 )
 from perseus_planner.extensions.autopilot.batches.solver import BatchPlanner, margin_of
+from perseus_planner.extensions.autopilot.job import CHANGE
 from perseus_planner.extensions.autopilot.status import AutopilotStatus, BatchStatus
 from perseus_planner.runtime.decider import Learnt
 from perseus_planner.runtime.guarantee import Ledger, Reference, is_drawn
@@ -29,6 +30,7 @@ from perseus_planner.runtime.sending import runs_of
 from perseus_planner.schedules import Computation, Schedule
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.schedule import grid_text
+from perseus_planner.solver.frontier import solve_dag
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,6 +67,11 @@ _TUNING = Tuning()
 _CAME = 8  #: iterations of which the others are told how they came, and which wait for theirs
 _SHOWN = 256  #: iterations that tell how unequal batches are
 _ORDERED = 16  #: in one iteration of so many, other orders are looked at
+#: Standard deviation of the times of microbatches up to which a static plan is made to compare
+#: with; at 5 % it saves half as much and is late (benchmark 32)
+_ALIKE = 0.03
+#: Computations of an iteration up to which that is done, as it takes longer than an iteration then
+_COMPARED = 256
 _OUTLIER = 0.2  #: logarithm of a factor, beyond which it counts as that
 
 
@@ -127,6 +134,7 @@ class Leader:
         #: waiting and spread of an iteration; slowest time, and that in the best orders
         self._unequal: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
         self._ordered: deque[tuple[float, float]] = deque(maxlen=_SHOWN)
+        self._static: deque[bool] = deque(maxlen=_SHOWN)  #: whether an iteration ran by that plan
 
     @property
     def is_ready(self) -> bool:
@@ -173,7 +181,9 @@ class Leader:
         # Sums and not means of ratios, so that long iterations count by their length.
         as_is_s, ordered_s = map(sum, zip(*ordered, strict=True)) if ordered else (0.0, 0.0)
         order = max(0.0, 1.0 - ordered_s / as_is_s) if as_is_s else None
-        return BatchStatus(waiting, spread, self.error if any(self._errors) else None, order)
+        error = self.error if any(self._errors) else None
+        static = fmean(self._static) if self._static else None
+        return BatchStatus(waiting, spread, error, order, static)
 
     @property
     def error(self) -> float:
@@ -217,7 +227,8 @@ class Leader:
     def prepare(self, work: Floats | None) -> None:
         """Lay out what plans as many microbatches, or else another number of them that was told.
 
-        That takes up to a second, so it is done after an iteration was decided, one at a time.
+        That takes up to a second, and some where batches are alike, so it is done after an
+        iteration was decided, one at a time.
 
         Raises:
             PlannerError: If the ranks cannot be planned.
@@ -234,9 +245,34 @@ class Leader:
         most = self._settings.max_changes
         # Jitter is what computations differ by besides their work, as learnt, and plans leave room
         # for it.
-        profile = dataclasses.replace(self._profile, jitter=math.sqrt(self._spread[1]))
+        profile = dataclasses.replace(
+            self._profile,
+            jitter=math.sqrt(self._spread[1]),
+            clock_change=self._profile.clock_change or CHANGE,
+        )
         dag = PipelineDag.from_schedule(profile, schedule)
-        self._planners[count] = BatchPlanner(dag, self._laws, max_changes=most)
+        planner = BatchPlanner(dag, self._laws, max_changes=most)
+        if work is not None and len(work) == count and not self._is_whole:
+            static_mhz = self._static_mhz(planner, work)
+            if static_mhz is not None:
+                planner = BatchPlanner(dag, self._laws, max_changes=most, static_mhz=static_mhz)
+        self._planners[count] = planner
+
+    def _static_mhz(self, planner: BatchPlanner, work: Floats) -> list[int] | None:
+        """Return the clocks of the static plan that is on time for microbatches that differ as
+        little as these; None if they differ by more.
+        """
+        took_s = planner.microbatch_s(work)
+        spread = float(took_s.std() / took_s.mean())
+        dag = planner.dag
+        if spread > _ALIKE or len(dag.computations) > _COMPARED:
+            return None
+        # Jitter of the static plan is all by which its computations differ.
+        jitter = math.sqrt(spread**2 + max(self._spread[0], 0.0) + self._spread[1])
+        # Changes are free there, as plans within a budget take long; the planner merges them.
+        profile = dataclasses.replace(dag.profile, jitter=jitter, clock_change=None)
+        frontier = solve_dag(dag.with_profile(profile))
+        return list(frontier.plan_until(frontier.baseline_time_s).clocks.values())
 
     def order_of(self, work: Floats) -> tuple[int, ...]:
         """Return the order of microbatches in which an iteration is shortest; as they are, before
@@ -309,6 +345,7 @@ class Leader:
         # Aimed earlier by what the work was off lately, as a target is met on the whole only then.
         target_s = slowest.time_s * self._agreed(slowest) * (1.0 - margin_of(self.error))
         plan = planner.plan(work, target_s)
+        self._static.append(plan.is_static)
         # This pipeline waits for the slowest, so the iteration never ends before that one.
         return self._batch(planner, work, max(plan.time_s, slowest.time_s), plan)
 
@@ -415,7 +452,8 @@ class Leader:
             if plan is not None:
                 clocks = runs_of(plan.clocks_mhz[rank])
                 times = plan.times(rank)
-                latest_us = tuple(map(_us, times.latest_end_s))
+                # A static plan keeps its clocks, as it was compared.
+                latest_us = () if plan.is_static else tuple(map(_us, times.latest_end_s))
                 told = RankPlan(clocks, full_us, _us(times.start_s), latest_us)
             ranks.append(told)
         return Batch(tuple(map(tuple, rows)), time_s, tuple(ranks))

@@ -118,6 +118,7 @@ class BatchLearner:
 
         Raises:
             ProfileError: If the profile does not have it all.
+            UsageError: If there are orders for as many numbers as can be planned.
         """
         self._orders.add(order)
         # Other ranks plan by the orders told, so a new one is told again with the laws.

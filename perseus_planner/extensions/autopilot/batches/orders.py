@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perseus_planner.base.errors import ProfileError
+from perseus_planner.base.errors import ProfileError, UsageError
 from perseus_planner.extensions.autopilot.batches.leader import MOST_COUNTS
 from perseus_planner.profiles.keys import Key
 from perseus_planner.runtime.program import Expected, Program
@@ -36,6 +36,7 @@ class Orders:
 
         Raises:
             ProfileError: If the profile does not have it all.
+            UsageError: If there are orders for as many numbers as can be planned.
         """
         # The profile must cover the order, because clocks are chosen by its rows.
         rows = self._profile.measurements
@@ -55,8 +56,15 @@ class Orders:
         top = max(each[0].clock_mhz for each in rows.values())
         clocks = (top,) * len(order)
         program = Program(1, order, clocks, awaits=True, expected=Expected(top=top))
-        if len(self._programs) < MOST_COUNTS:
-            self._programs = {program.microbatches: program, **self._programs}
+        if program.microbatches in self._programs:
+            return
+        # Each number needs a planner of its own, which takes long to lay out.
+        if len(self._programs) == MOST_COUNTS:
+            raise UsageError(
+                f"clocks follow the batch for the first {MOST_COUNTS} numbers of microbatches that "
+                f"a training runs, and {program.microbatches} is one more"
+            )
+        self._programs = {program.microbatches: program, **self._programs}
 
     def of(self, microbatches: int | None) -> Program | None:
         """Return the program for so many microbatches; None if it is not known. If their number is
