@@ -280,6 +280,9 @@ def _of_ends(
         for name, end_rank in (("first", 0), ("last", ranks - 1))
         if name in values
     }
+    # Of two different numbers of one rank, one would be left out.
+    if ranks == 1 and len({_number(name, text) for name, text in values.items()}) > 1:
+        raise ScheduleError("first and last are the same rank, and differ; give one of them")
     # What both ends leave is shared evenly by the other ranks.
     left = layers - sum(ends.values())
     others = ranks - len(ends)
