@@ -556,12 +556,13 @@ class Calibration:
 def calibration_of(
     profile: Profile, job: Configuration, system: System, source: str = "profile"
 ) -> Calibration:
-    """Return the calibration by a stage of a measured profile: the one in the middle, which has
-    neither embedding nor head if there are three.
+    """Return the calibration by a stage of a measured profile: the one in the middle, which from
+    three stages on has neither embedding nor head. Of two it is the first, with the embedding.
 
     Args:
         profile: Profile of one GPU of each stage, or of all of them. It may be of the same model on
-            another number of stages, which then share the layers evenly.
+            another number of stages, which then share the layers evenly; modules of multi-token
+            prediction are in the last one, where Megatron builds them without a layout.
         job: The pipeline that was measured.
         system: GPUs that were measured.
         source: Where the profile is from, for error messages and `Profile.conditions`.
@@ -571,10 +572,15 @@ def calibration_of(
             energies.
     """
     shape = job.shape
-    # The profile may be of another number of stages, which then share the layers evenly.
+    # The layout of the job says nothing of a pipeline with another number of stages.
     if profile.stages != len(job.split):
-        job = replace(job, split=split_layers(shape.layers, profile.stages))
-    # The middle stage has neither embedding nor head.
+        modules = sum(job.predictions)
+        job = replace(
+            job,
+            split=split_layers(shape.layers, profile.stages),
+            predictions=(*[0] * (profile.stages - 1), modules) if modules else (),
+        )
+    # Most stages are like the middle one: from three stages on it has layers alone.
     stage = (profile.stages - 1) // 2
     gpus = profile.gpus_per_stage
     # Ratios are by clock, and limits have no fixed one.

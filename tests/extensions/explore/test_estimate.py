@@ -149,6 +149,17 @@ def test_a_group_of_n_takes_the_energy_of_n_gpus(name: str):
     assert row.time_s == pytest.approx(load.time_s(row.clock_mhz))
 
 
+@pytest.mark.parametrize("measured_stages", [1, 2, 8])
+def test_modules_of_prediction_are_in_the_last_stage_that_was_measured(measured_stages: int):
+    job = replace(pipeline(), predictions=(0, 0, 0, 1))
+    theirs = replace(pipeline(measured_stages), predictions=(*[0] * (measured_stages - 1), 1))
+    calibration = calibration_of(estimate(theirs, A100), job, A100)
+    # The model of its own rows: no factor is needed.
+    for _, times, energies in calibration.ratios.values():
+        assert times == pytest.approx(1.0)
+        assert energies == pytest.approx(1.0)
+
+
 def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():
     job = pipeline(tensor_degree=4, microbatch=8)
     sent = stage_totals(job.shape, job.split)
