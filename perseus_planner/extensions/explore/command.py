@@ -399,7 +399,7 @@ def explore(
 
 def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
-    from perseus_planner.base.units import TIME
+    from perseus_planner.base.units import BANDWIDTH
     from perseus_planner.profiler.build import StageBuilder, require_torch
 
     require_torch()
@@ -429,7 +429,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         system = replace(
             system,
             node_bytes_per_s=1e9
-            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
+            * BANDWIDTH.check(options.node_bandwidth, "--node-bandwidth", UsageError),
         )
     with process_group() as group:
         import torch
