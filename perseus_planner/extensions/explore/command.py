@@ -392,7 +392,14 @@ def explore(
     written: list[Path] = []
     if output is not None:
         # Fewer than three may fit.
-        row = explored.first[min(job, len(explored.first)) - 1]
+        count = len(explored.first)
+        if job > count:
+            found = "1 configuration is" if count == 1 else f"{count} configurations are"
+            raise UsageError(
+                f"--job: is {job}, but only {found} worth measuring; give "
+                f"{' or '.join(map(str, range(1, count + 1)))}"
+            )
+        row = explored.first[job - 1]
         written += views.write_job(row, explored, output)
     console.report(result, views.exploration_text(result), written)
 
