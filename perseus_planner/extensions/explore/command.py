@@ -245,7 +245,9 @@ class _Gpus:
     batch: Annotated[Positive, "Sequences of an iteration.", Option(default=512)]
     sequence: _Sequence
     precision: Annotated[
-        str | None, "bf16, fp16 or fp8.  [default: bf16, or the file's]", Option(metavar="TYPE")
+        str | None,
+        "bf16, fp16, fp8, mxfp8 or nvfp4.  [default: bf16, or the file's]",
+        Option(metavar="TYPE"),
     ]
     attention: Annotated[
         str | None, "plain, flash or flash-causal.  [default: the model's]", Option(metavar="KIND")
