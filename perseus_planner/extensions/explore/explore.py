@@ -553,10 +553,10 @@ class _Search:
         """Compute exact curves until no bound is below what was found."""
         computed = 0
         while computed < _MOST_COMPUTATIONS:
-            progress(len(self.curves), len(self.found))
             number = self._next()
             if number is None:
                 return
+            progress(len(self.curves), len(self.found))
             computed += self.maker.size(self.found[number].job)
             curve = self._solve(number)
             at_grid_j = curve.at(self.grid_s)

@@ -53,8 +53,18 @@ def least_j(found: Exploration, time_s: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def eight() -> Exploration:
-    return explore(SMALL, A100, EIGHT)
+def told() -> list[tuple[int, int]]:
+    """What `eight` was told of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def eight(told: list[tuple[int, int]]) -> Exploration:
+    return explore(SMALL, A100, EIGHT, progress=lambda *numbers: told.append(numbers))
+
+
+def test_progress_is_told_before_each_exact_curve(eight: Exploration, told: list[tuple[int, int]]):
+    assert told == [(solved, eight.configurations) for solved in range(eight.solved)]
 
 
 @pytest.mark.parametrize("seed", [0, *soaks(1, 2)])
