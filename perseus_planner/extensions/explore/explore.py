@@ -110,17 +110,18 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
         # If nothing fits, the one that needs the least tells how much is missing.
         elif least is None or needed.total < least[1].total:
             least = job, needed
+    # Without any configuration, kernels have none to be of.
+    if not fitting and least is None:
+        raise UsageError(
+            f"--layout: no pipeline on {choices.gpus} GPUs with such a schedule has stages for "
+            f"{shown(choices.layout)}; give another layout, or more GPUs"
+        )
     # Kernels that were measured for another model would be silently unused.
     if unmeasured:
         raise UsageError(
             f"--system: its kernels are of no configuration of this model in {model.precision}, "
             f"with {model.attention} attention and {model.sequence} tokens; measure "
             f"them by planner calibrate --kernels MODEL --gpu {system.gpu.name} -o FILE"
-        )
-    if not fitting and least is None:
-        raise UsageError(
-            f"--layout: no pipeline on {choices.gpus} GPUs with such a schedule has stages for "
-            f"{shown(choices.layout)}; give another layout, or more GPUs"
         )
     if not fitting and least is not None:
         job, needed = least

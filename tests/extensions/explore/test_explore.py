@@ -329,6 +329,12 @@ def test_a_layout_of_no_pipeline_is_refused():
         explore(SMALL, A100, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
 
 
+def test_a_layout_of_no_pipeline_is_told_before_kernels_of_none():
+    system = replace(A100, kernels={SMALL: KernelTimes(1, 1, 1)})
+    with pytest.raises(UsageError, match=r"^--layout: no pipeline on 8 GPUs"):
+        explore(SMALL, system, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
+
+
 def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
     phases = layer_times(replace(SMALL, microbatch=8), H100).layer["F"]
     rows, load = measurements_of(phases, H100), phases.load(H100)
