@@ -99,12 +99,7 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     unmeasured = bool(system.kernels)
     for job, times in _configurations(model, system, choices):
         unmeasured = unmeasured and kernel_key(job.shape) not in system.kernels
-        needed = memory(job, system)
-        # Sharing more saves memory and sends more, so it is tried only if less does not fit.
-        for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
-            if not needed.fits:  # each sends more
-                job = replace(job, sharding=sharding)
-                needed = memory(job, system)
+        job, needed = _shared_to_fit(job, system)
         if needed.fits:
             fitting.append(Candidate(job, times, needed))
         # If nothing fits, the one that needs the least tells how much is missing.
@@ -133,15 +128,28 @@ def candidates(model: Transformer, system: System, choices: Choices) -> list[Can
     return fitting
 
 
+def _shared_to_fit(job: Configuration, system: System) -> tuple[Configuration, Memory]:
+    """Return the configuration with gradients, then weights shared among replicas, if it does not
+    fit in memory otherwise and has no pipeline; and its memory.
+    """
+    needed = memory(job, system)
+    # Each saves memory and sends more, so it is tried only if less does not fit.
+    for sharding in (2, 3) if job.ranks == 1 and job.replicas > 1 else ():
+        if not needed.fits:
+            job = replace(job, sharding=sharding)
+            needed = memory(job, system)
+    return job, needed
+
+
 def split_choices(
     job: Configuration, system: System, times: LayerTimes, given: Layout | None = None
 ) -> list[Configuration]:
     """Return the splits of its layers to try: as even as possible, and with fewer layers beside
     embedding and head.
 
-    The latter make the slowest stage, and the slowest rank, as fast as whole layers allow. If that
-    does not fit in memory, so does the fastest of those that do. A given layout comes first, and
-    keeps its modules of multi-token prediction.
+    The latter make the slowest stage, and the slowest rank, as fast as whole layers allow. If the
+    last of these does not fit in memory, the fastest split that fits is tried too. A given layout
+    comes first, and keeps its modules of multi-token prediction.
     """
     if given is not None:
         # A layout that is given keeps its modules of prediction.
@@ -313,7 +321,7 @@ def _enough(model: Transformer, system: System, choices: Choices) -> str:
     for times in range(1, _DOUBLINGS + 1):
         gpus = choices.gpus << times
         if any(
-            memory(job, system).fits
+            _shared_to_fit(job, system)[1].fits
             for job, _ in _configurations(model, system, replace(choices, gpus=gpus))
         ):
             return f"give --gpus {gpus}"

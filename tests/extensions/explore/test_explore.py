@@ -335,6 +335,17 @@ def test_a_layout_of_no_pipeline_is_told_before_kernels_of_none():
         explore(SMALL, system, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
 
 
+def test_gpus_that_are_enough_if_weights_are_shared_are_named():
+    # One head and a layout of one stage, so that nothing else divides the weights.
+    undivided = replace(SMALL, heads=1, kv_heads=1, head_size=2048)
+    full = replace(undivided, recomputation="full")
+    least = memory(Configuration(full, (8,), 2, 1, sharding=3), replace(A100, memory_bytes=8e9))
+    system = replace(A100, memory_bytes=1.01 * least.total)
+    with pytest.raises(UsageError, match=r"; give --gpus 2$"):
+        candidates(undivided, system, Choices(1, 2, layout="Et*8L"))
+    assert candidates(undivided, system, Choices(2, 2, layout="Et*8L"))
+
+
 def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():
     phases = layer_times(replace(SMALL, microbatch=8), H100).layer["F"]
     rows, load = measurements_of(phases, H100), phases.load(H100)
