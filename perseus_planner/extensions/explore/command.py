@@ -199,8 +199,8 @@ def estimate(
     other.
     """
     from perseus_planner import Profile
-    from perseus_planner.extensions.explore.curves import calibration_of
-    from perseus_planner.extensions.explore.curves import estimate as estimating
+    from perseus_planner.extensions.explore.calibration import calibration_of
+    from perseus_planner.extensions.explore.calibration import estimate as estimating
     from perseus_planner.extensions.explore.operations import with_link
     from perseus_planner.extensions.explore.transformer import name_of
     from perseus_planner.extensions.explore.views import estimate_text, summarize_estimate

@@ -21,6 +21,7 @@ import numpy as np
 
 from perseus_planner.base.errors import ScheduleError, UsageError, shown
 from perseus_planner.base.prefixes import si
+from perseus_planner.extensions.explore.bounds import bound_of
 from perseus_planner.extensions.explore.configuration import Configuration
 from perseus_planner.extensions.explore.curves import Curve, CurveMaker
 from perseus_planner.extensions.explore.memory import (
@@ -540,7 +541,7 @@ class _Search:
         self.found = found
         self.maker = maker
         self.objective = objective
-        bounds = [maker.bound(candidate) for candidate in found]
+        bounds = [bound_of(candidate, maker.operating) for candidate in found]
         fastest_s = min(bound.least_s for bound in bounds)
         # A deadline may lie beyond what is compared otherwise.
         slowest_s = max(_SLOWEST * fastest_s, objective.deadline_s or 0.0)

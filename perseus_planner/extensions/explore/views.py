@@ -359,7 +359,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     maker.profile(job, stages).save(profile_path)
     # Transfers and the end of an iteration are part of the graph that was explored.
     hop_s = job.transfer_s(found.maker.system)
-    ends_s = maker.ends_s(job, stages)
+    ends_s = maker.operating.ends_s(job, stages)
     content: dict[str, object] = {
         "format": "perseus-planner/job",
         "version": 1,

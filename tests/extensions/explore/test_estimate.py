@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.explore.calibration import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.operations import SYSTEMS, System, stage_totals, with_link
 from perseus_planner.extensions.explore.transformer import PRESETS, split_layers
 from perseus_planner.gpu.simulated.model import Load

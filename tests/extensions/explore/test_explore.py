@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from strategies import drawn, few_and_many, soaks
 
 from perseus_planner.base.errors import ScheduleError, UsageError
+from perseus_planner.extensions.explore.bounds import bound_of
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import CurveMaker, measurements_of
+from perseus_planner.extensions.explore.curves import CurveMaker
 from perseus_planner.extensions.explore.explore import (
     Choices,
     Exploration,
@@ -28,6 +29,7 @@ from perseus_planner.extensions.explore.explore import (
 )
 from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import SYSTEMS, KernelTimes, layer_times
+from perseus_planner.extensions.explore.points import measurements_of
 from perseus_planner.extensions.explore.transformer import PRESETS, Transformer
 from perseus_planner.schedules.layouts import read_layout
 
@@ -72,7 +74,7 @@ def test_bounds_are_below_the_exact_curves(seed: int):
     found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100, 10)
     for each in random.Random(seed).sample(found, 8):
         exact = maker.exact(each)
-        bound = maker.bound(each)
+        bound = bound_of(each, maker.operating)
         assert bound.least_s <= exact.times_s[0] * (1 + 1e-6)
         assert (bound.at(exact.times_s[1:]) <= exact.energies_j[1:] * 1.002).all()
         assert exact.times_s[0] == pytest.approx(iteration_s(each.job, H100, each.times), rel=2e-3)
