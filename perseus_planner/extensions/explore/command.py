@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.cli.profiling import KernelOptions
+    from perseus_planner.extensions.explore.candidates import Choices
     from perseus_planner.extensions.explore.configuration import Configuration
-    from perseus_planner.extensions.explore.explore import Choices, Objective
+    from perseus_planner.extensions.explore.objective import Objective
     from perseus_planner.extensions.explore.operations import System
     from perseus_planner.extensions.explore.transformer import Transformer
 
@@ -271,7 +272,7 @@ class _Gpus:
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
-        from perseus_planner.extensions.explore.explore import RECOMPUTATIONS, SCHEDULES, Choices
+        from perseus_planner.extensions.explore.candidates import RECOMPUTATIONS, SCHEDULES, Choices
 
         for option, words, explored in (
             ("--recompute", self.recomputations, RECOMPUTATIONS),
@@ -302,7 +303,7 @@ class _Goal:
 
     def objective(self) -> Objective:
         """Return it as an objective."""
-        from perseus_planner.extensions.explore.explore import Objective
+        from perseus_planner.extensions.explore.objective import Objective
 
         bounds = (self.deadline_s, self.power_budget_w)
         if sum((*(bound is not None for bound in bounds), self.least_energy)) > 1:

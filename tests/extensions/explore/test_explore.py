@@ -15,21 +15,17 @@ from strategies import drawn, few_and_many, soaks
 
 from perseus_planner.base.errors import ScheduleError, UsageError
 from perseus_planner.extensions.explore.bounds import bound_of
+from perseus_planner.extensions.explore.candidates import Choices, candidates
 from perseus_planner.extensions.explore.configuration import Configuration
 from perseus_planner.extensions.explore.curves import CurveMaker
-from perseus_planner.extensions.explore.explore import (
-    Choices,
-    Exploration,
-    Objective,
-    candidates,
-    explore,
-    forecast,
-    split_choices,
-    worth_measuring,
-)
+from perseus_planner.extensions.explore.explore import Exploration, explore
+from perseus_planner.extensions.explore.forecast import forecast
 from perseus_planner.extensions.explore.memory import memory
+from perseus_planner.extensions.explore.objective import Objective
 from perseus_planner.extensions.explore.operations import SYSTEMS, KernelTimes, layer_times
 from perseus_planner.extensions.explore.points import measurements_of
+from perseus_planner.extensions.explore.search import worth_measuring
+from perseus_planner.extensions.explore.splits import split_choices
 from perseus_planner.extensions.explore.transformer import PRESETS, Transformer
 from perseus_planner.schedules.layouts import read_layout
 
