@@ -133,7 +133,7 @@ def calibration_of(
             split=split_layers(shape.layers, profile.stages),
             predictions=(*[0] * (profile.stages - 1), modules) if modules else (),
         )
-    # Most stages are like the middle one: from three stages on it has layers alone.
+    # From three stages on, the middle one has neither embedding nor head, like most others.
     stage = (profile.stages - 1) // 2
     gpus = profile.gpus_per_stage
     # Ratios are by clock, and limits have no fixed one.
