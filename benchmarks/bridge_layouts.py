@@ -29,9 +29,9 @@ from bridge_recipes import Config, Wheel, configured, layout_of
 from fast_replay import iteration_s
 
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.explore import split_choices
 from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import SYSTEMS, System, layer_times
+from perseus_planner.extensions.explore.splits import split_choices
 from perseus_planner.extensions.explore.transformer import Transformer
 from perseus_planner.schedules.layouts import Layout, read_layout
 

@@ -15,8 +15,8 @@ from data import Case, Size, profile_of
 from results import Check, Section, Table
 
 from perseus_planner import Profile
+from perseus_planner.extensions.explore.calibration import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.operations import SYSTEMS, with_link
 from perseus_planner.extensions.explore.transformer import PRESETS
 from perseus_planner.profiles.csv_file import word_of

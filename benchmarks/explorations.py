@@ -7,7 +7,9 @@ import time
 from data import Size
 from results import Check, Section, Table
 
-from perseus_planner.extensions.explore.explore import Choices, Objective, explore
+from perseus_planner.extensions.explore.candidates import Choices
+from perseus_planner.extensions.explore.explore import explore
+from perseus_planner.extensions.explore.objective import Objective
 from perseus_planner.extensions.explore.operations import SYSTEMS
 from perseus_planner.extensions.explore.transformer import PRESETS
 

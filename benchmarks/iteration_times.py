@@ -19,9 +19,9 @@ from results import Check, Section, Table
 from time_fit import fit, fit_modern, modern_s, tables
 
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.explore import worth_measuring
 from perseus_planner.extensions.explore.memory import memory
 from perseus_planner.extensions.explore.operations import KernelTimes, System, layer_times, sum_s
+from perseus_planner.extensions.explore.search import worth_measuring
 from perseus_planner.extensions.explore.transformer import Transformer
 
 _CHOICES = 8  #: configurations of a task

@@ -102,6 +102,7 @@ ENERGY = Rule(float, True, "an energy: write finite joules of 0 or more, such as
 FINITE = Rule(float, True, "a finite number", negative=True)
 POWER = Rule(float, True, "a power: give finite watts of 0 or more, such as 83.64")
 POWER_BOUND = Rule(float, False, "a power: give finite watts above 0, such as 400")
+BANDWIDTH = Rule(float, False, "a bandwidth: give GB/s above 0, such as 50")
 WAIT = Rule(float, True, "a wait: give finite seconds of 0 or more, such as 0.002")
 MINUTES = Rule(float, False, "a number of minutes above 0, such as 30")
 OFFSET = Rule(float, True, "an overhead: write finite seconds, such as 0.12", negative=True)

@@ -77,17 +77,15 @@ class Layout:
                     f"{known_letter} ({word})" for known_letter, word in _LETTERS.items()
                 )
                 raise self._refusal(f"{shown(letter)} is not a layer; write {allowed}")
-        for letter, end_position, stage in (("E", 0, 0), ("L", -1, -1)):
+        for letter, place, end in (("E", 0, "first"), ("L", -1, "last")):
             word = _LETTERS[letter]
-            if letters.count(letter) != 1 or letter not in self.stages[stage]:
-                end = "first" if stage == 0 else "last"
+            if letters.count(letter) != 1 or letter not in self.stages[place]:
                 raise self._refusal(
                     f"needs one {letter} ({word}), in the {end} stage, where engines build it; "
                     "put it there"
                 )
-            if letters[end_position] != letter:
-                where = "first" if end_position == 0 else "last"
-                raise self._refusal(f"{letter} ({word}) is not {where}; put it there")
+            if letters[place] != letter:
+                raise self._refusal(f"{letter} ({word}) is not {end}; put it there")
         # Engines build modules of prediction after all decoder layers.
         if "t" in letters[letters.find("m") :] and "m" in letters:
             raise self._refusal("has a t after m; put m after all decoder layers")
@@ -280,6 +278,9 @@ def _of_ends(
         for name, end_rank in (("first", 0), ("last", ranks - 1))
         if name in values
     }
+    # Of two different numbers of one rank, one would be left out.
+    if ranks == 1 and len({_number(name, text) for name, text in values.items()}) > 1:
+        raise ScheduleError("first and last are the same rank, and differ; give one of them")
     # What both ends leave is shared evenly by the other ranks.
     left = layers - sum(ends.values())
     others = ranks - len(ends)
@@ -475,42 +476,53 @@ def balance(
         free_bytes: bytes that each rank has for its layers; no limit by default.
     """
     stages = range(len(stage_ranks))
-    of_rank = [[s for s in stages if stage_ranks[s] == r] for r in range(1 + max(stage_ranks))]
     # Without memory in the question, layers take none and ranks have no end of it.
     bytes_each = [0.0] * len(stage_ranks) if layer_bytes is None else list(layer_bytes)
-    free = [math.inf] * len(of_rank) if free_bytes is None else list(free_bytes)
     least = [0 if beside > 0.0 else 1 for beside in beside_s]
-    # How many layers a rank can hold depends on which of its stages they are on.
-    rooms = [
-        _room(rank_stages, bytes_each, free_of_rank, least)
-        for rank_stages, free_of_rank in zip(of_rank, free, strict=True)
-    ]
-    counts = [sum(least[stage] for stage in rank_stages) for rank_stages in of_rank]
-    if any(count > room for count, room in zip(counts, rooms, strict=True)):
+    ranks = list[_Rank]()
+    for number in range(1 + max(stage_ranks)):
+        own = [stage for stage in stages if stage_ranks[stage] == number]
+        free = math.inf if free_bytes is None else free_bytes[number]
+        # How many layers a rank can hold depends on which of its stages they are on.
+        room = _room(own, bytes_each, free, least)
+        ranks.append(_Rank(own, free, room, sum(least[stage] for stage in own)))
+    if any(rank.count > rank.room for rank in ranks):
         return None
     # What each stage must have is not free to move.
-    left = layers - sum(counts)
+    left = layers - sum(rank.count for rank in ranks)
     if left < 0:
         return None
-    # Of equally fast ranks the last one gets the next layer: it keeps fewer microbatches.
+    # When each rank would end with one layer more. Of equally fast ranks the last one gets the next
+    # layer, as it keeps fewer microbatches: so numbers count down.
     ends = [
-        (sum(beside_s[s] for s in rank_stages) + (count + 1) * layer_s, -rank)
-        for rank, (rank_stages, count) in enumerate(zip(of_rank, counts, strict=True))
-        if count < rooms[rank]
+        (sum(beside_s[stage] for stage in rank.stages) + (rank.count + 1) * layer_s, -number)
+        for number, rank in enumerate(ranks)
+        if rank.count < rank.room
     ]
     heapq.heapify(ends)
     # The greedy choice is optimal, as layers are alike.
     for _ in range(left):
         if not ends:
             return None
-        end_s, minus_rank = heapq.heappop(ends)
-        counts[-minus_rank] += 1
-        if counts[-minus_rank] < rooms[-minus_rank]:
-            heapq.heappush(ends, (end_s + layer_s, minus_rank))
+        end_s, minus_number = heapq.heappop(ends)
+        rank = ranks[-minus_number]
+        rank.count += 1
+        if rank.count < rank.room:
+            heapq.heappush(ends, (end_s + layer_s, minus_number))
     split = list(least)
-    for rank_stages, count, free_of_rank in zip(of_rank, counts, free, strict=True):
-        _fill(split, rank_stages, count, layer_s, beside_s, bytes_each, free_of_rank)
+    for rank in ranks:
+        _fill(split, rank.stages, rank.count, layer_s, beside_s, bytes_each, rank.free_bytes)
     return tuple(split)
+
+
+@dataclass
+class _Rank:
+    """A rank while layers are given to it."""
+
+    stages: list[int]  #: its stages
+    free_bytes: float  #: what it has for its layers
+    room: float  #: the most layers that it can hold
+    count: int  #: the layers that it has so far
 
 
 def _room(

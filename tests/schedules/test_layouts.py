@@ -223,6 +223,10 @@ def test_deepspeeds_parts_are_boundaries_of_its_list(
          "last virtual stage of its rank; put m in one of the last 2 stages"),
         ("first=3", {"layers": 8, "stages": 3}, "layout 'first=3': leaves 5 layers for 2 other "
          "ranks, which they do not share evenly; change a number"),
+        ("first=4,last=6", {"layers": 6, "stages": 1}, "layout 'first=4,last=6': first and last "
+         "are the same rank, and differ; give one of them"),
+        ("first=4,last=6", {"layers": 6, "stages": 2, "virtual_stages": 2}, "layout "
+         "'first=4,last=6': first and last are the same rank, and differ; give one of them"),
         ("account=head", {"layers": 8, "stages": 3}, "layout 'account=head': account: 'head' is "
          "unknown; write embedding, loss or embedding+loss"),
         ("less=9+1", {"layers": 8, "stages": 3}, "layout 'less=9+1': 3 stages have 6 layers each, "

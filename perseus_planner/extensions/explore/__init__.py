@@ -1,7 +1,8 @@
 """Estimated profiles: from the dimensions of a transformer and a model of its GPU, without running
 anything; and which configuration of a job they favour.
 
-`curves.estimate` makes the profile, `transformer.named_transformer` finds a model by name or file.
+`calibration.estimate` makes the profile, `transformer.named_transformer` finds a model by name or
+file.
 """
 
 from __future__ import annotations

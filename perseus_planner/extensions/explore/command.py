@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perseus_planner.cli.profiling import KernelOptions
+    from perseus_planner.extensions.explore.candidates import Choices
     from perseus_planner.extensions.explore.configuration import Configuration
-    from perseus_planner.extensions.explore.explore import Choices, Objective
+    from perseus_planner.extensions.explore.objective import Objective
     from perseus_planner.extensions.explore.operations import System
     from perseus_planner.extensions.explore.transformer import Transformer
 
@@ -199,8 +200,8 @@ def estimate(
     other.
     """
     from perseus_planner import Profile
-    from perseus_planner.extensions.explore.curves import calibration_of
-    from perseus_planner.extensions.explore.curves import estimate as estimating
+    from perseus_planner.extensions.explore.calibration import calibration_of
+    from perseus_planner.extensions.explore.calibration import estimate as estimating
     from perseus_planner.extensions.explore.operations import with_link
     from perseus_planner.extensions.explore.transformer import name_of
     from perseus_planner.extensions.explore.views import estimate_text, summarize_estimate
@@ -245,7 +246,9 @@ class _Gpus:
     batch: Annotated[Positive, "Sequences of an iteration.", Option(default=512)]
     sequence: _Sequence
     precision: Annotated[
-        str | None, "bf16, fp16 or fp8.  [default: bf16, or the file's]", Option(metavar="TYPE")
+        str | None,
+        "bf16, fp16, fp8, mxfp8 or nvfp4.  [default: bf16, or the file's]",
+        Option(metavar="TYPE"),
     ]
     attention: Annotated[
         str | None, "plain, flash or flash-causal.  [default: the model's]", Option(metavar="KIND")
@@ -269,7 +272,7 @@ class _Gpus:
 
     def choices(self) -> Choices:
         """Return what may be chosen."""
-        from perseus_planner.extensions.explore.explore import RECOMPUTATIONS, SCHEDULES, Choices
+        from perseus_planner.extensions.explore.candidates import RECOMPUTATIONS, SCHEDULES, Choices
 
         for option, words, explored in (
             ("--recompute", self.recomputations, RECOMPUTATIONS),
@@ -300,7 +303,7 @@ class _Goal:
 
     def objective(self) -> Objective:
         """Return it as an objective."""
-        from perseus_planner.extensions.explore.explore import Objective
+        from perseus_planner.extensions.explore.objective import Objective
 
         bounds = (self.deadline_s, self.power_budget_w)
         if sum((*(bound is not None for bound in bounds), self.least_energy)) > 1:
@@ -392,14 +395,21 @@ def explore(
     written: list[Path] = []
     if output is not None:
         # Fewer than three may fit.
-        row = explored.first[min(job, len(explored.first)) - 1]
+        count = len(explored.first)
+        if job > count:
+            found = "1 configuration is" if count == 1 else f"{count} configurations are"
+            raise UsageError(
+                f"--job: is {job}, but only {found} worth measuring; give "
+                f"{' or '.join(map(str, range(1, count + 1)))}"
+            )
+        row = explored.first[job - 1]
         written += views.write_job(row, explored, output)
     console.report(result, views.exploration_text(result), written)
 
 
 def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
     """Measure a layer, head and links of a model, and write a system file."""
-    from perseus_planner.base.units import TIME
+    from perseus_planner.base.units import BANDWIDTH
     from perseus_planner.profiler.build import StageBuilder, require_torch
 
     require_torch()
@@ -429,7 +439,7 @@ def measure_kernels_of(options: KernelOptions, output: Path | None) -> None:
         system = replace(
             system,
             node_bytes_per_s=1e9
-            * TIME.check(options.node_bandwidth, "--node-bandwidth", UsageError),
+            * BANDWIDTH.check(options.node_bandwidth, "--node-bandwidth", UsageError),
         )
     with process_group() as group:
         import torch

@@ -262,7 +262,8 @@ class Transformer(Checked):
         ):
             raise UsageError(
                 f"context_degree: {self.context_degree} GPUs cannot share sequences of "
-                f"{self.sequence} tokens; choose a degree that divides it"
+                f"{self.sequence} tokens, two parts each; choose a degree that divides it and is "
+                "at most half of it"
             )
         if not 0 <= self.dense_layers < self.layers:
             raise UsageError(

@@ -14,7 +14,7 @@ from perseus_planner.base.errors import JobError
 from perseus_planner.base.files import write_file
 from perseus_planner.base.prefixes import counted, si
 from perseus_planner.base.tables import Column, Sheet, lay_out, table
-from perseus_planner.extensions.explore.explore import forecast
+from perseus_planner.extensions.explore.forecast import forecast
 from perseus_planner.extensions.explore.operations import stage_totals
 from perseus_planner.profiles.csv_file import word_of
 from perseus_planner.profiles.keys import Key
@@ -23,7 +23,8 @@ from perseus_planner.schedules.layouts import rebalance
 if TYPE_CHECKING:
     from perseus_planner import Profile
     from perseus_planner.extensions.explore.configuration import Configuration
-    from perseus_planner.extensions.explore.explore import Balance, Exploration, Row
+    from perseus_planner.extensions.explore.explore import Balance, Exploration
+    from perseus_planner.extensions.explore.search import Row
 
 
 def summarize_estimate(name: str, profile: Profile, job: Configuration) -> dict[str, Any]:
@@ -359,7 +360,7 @@ def write_job(row: Row, found: Exploration, path: Path) -> list[Path]:
     maker.profile(job, stages).save(profile_path)
     # Transfers and the end of an iteration are part of the graph that was explored.
     hop_s = job.transfer_s(found.maker.system)
-    ends_s = maker.ends_s(job, stages)
+    ends_s = maker.operating.ends_s(job, stages)
     content: dict[str, object] = {
         "format": "perseus-planner/job",
         "version": 1,

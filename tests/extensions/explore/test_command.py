@@ -11,8 +11,8 @@ import yaml
 from commands import done, refusal
 
 from perseus_planner import Profile
+from perseus_planner.extensions.explore.calibration import estimate
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import estimate
 from perseus_planner.extensions.explore.operations import SYSTEMS, stage_totals, with_link
 from perseus_planner.extensions.explore.transformer import PRESETS
 from perseus_planner.profiles.measurement import Measurement

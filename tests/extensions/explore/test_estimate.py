@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from perseus_planner import Profile
 from perseus_planner.base.errors import UsageError
+from perseus_planner.extensions.explore.calibration import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import Calibration, calibration_of, estimate
 from perseus_planner.extensions.explore.operations import SYSTEMS, System, stage_totals, with_link
 from perseus_planner.extensions.explore.transformer import PRESETS, split_layers
 from perseus_planner.gpu.simulated.model import Load
@@ -147,6 +147,17 @@ def test_a_group_of_n_takes_the_energy_of_n_gpus(name: str):
     row = profile.measurements[1, "F"][-1]
     assert row.energy_j == pytest.approx(4 * load.energy_j(row.clock_mhz))
     assert row.time_s == pytest.approx(load.time_s(row.clock_mhz))
+
+
+@pytest.mark.parametrize("measured_stages", [1, 2, 8])
+def test_modules_of_prediction_are_in_the_last_stage_that_was_measured(measured_stages: int):
+    job = replace(pipeline(), predictions=(0, 0, 0, 1))
+    theirs = replace(pipeline(measured_stages), predictions=(*[0] * (measured_stages - 1), 1))
+    calibration = calibration_of(estimate(theirs, A100), job, A100)
+    # The model of its own rows: no factor is needed.
+    for _, times, energies in calibration.ratios.values():
+        assert times == pytest.approx(1.0)
+        assert energies == pytest.approx(1.0)
 
 
 def test_traffic_takes_its_bytes_over_the_bandwidth_of_the_link():

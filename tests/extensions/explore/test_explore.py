@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from strategies import drawn, few_and_many, soaks
 
 from perseus_planner.base.errors import ScheduleError, UsageError
+from perseus_planner.extensions.explore.bounds import bound_of
+from perseus_planner.extensions.explore.candidates import Choices, candidates
 from perseus_planner.extensions.explore.configuration import Configuration
-from perseus_planner.extensions.explore.curves import CurveMaker, measurements_of
-from perseus_planner.extensions.explore.explore import (
-    Choices,
-    Exploration,
-    Objective,
-    candidates,
-    explore,
-    forecast,
-    split_choices,
-    worth_measuring,
-)
+from perseus_planner.extensions.explore.curves import CurveMaker
+from perseus_planner.extensions.explore.explore import Exploration, explore
+from perseus_planner.extensions.explore.forecast import forecast
 from perseus_planner.extensions.explore.memory import memory
+from perseus_planner.extensions.explore.objective import Objective
 from perseus_planner.extensions.explore.operations import SYSTEMS, KernelTimes, layer_times
+from perseus_planner.extensions.explore.points import measurements_of
+from perseus_planner.extensions.explore.search import worth_measuring
+from perseus_planner.extensions.explore.splits import split_choices
 from perseus_planner.extensions.explore.transformer import PRESETS, Transformer
 from perseus_planner.schedules.layouts import read_layout
 
@@ -53,8 +51,18 @@ def least_j(found: Exploration, time_s: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def eight() -> Exploration:
-    return explore(SMALL, A100, EIGHT)
+def told() -> list[tuple[int, int]]:
+    """What `eight` was told of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def eight(told: list[tuple[int, int]]) -> Exploration:
+    return explore(SMALL, A100, EIGHT, progress=lambda *numbers: told.append(numbers))
+
+
+def test_progress_is_told_before_each_exact_curve(eight: Exploration, told: list[tuple[int, int]]):
+    assert told == [(solved, eight.configurations) for solved in range(eight.solved)]
 
 
 @pytest.mark.parametrize("seed", [0, *soaks(1, 2)])
@@ -62,7 +70,7 @@ def test_bounds_are_below_the_exact_curves(seed: int):
     found, maker = candidates(SMALL, H100, EIGHT), CurveMaker(H100, 10)
     for each in random.Random(seed).sample(found, 8):
         exact = maker.exact(each)
-        bound = maker.bound(each)
+        bound = bound_of(each, maker.operating)
         assert bound.least_s <= exact.times_s[0] * (1 + 1e-6)
         assert (bound.at(exact.times_s[1:]) <= exact.energies_j[1:] * 1.002).all()
         assert exact.times_s[0] == pytest.approx(iteration_s(each.job, H100, each.times), rel=2e-3)
@@ -317,6 +325,23 @@ def test_modules_of_multi_token_prediction_stay_where_they_are():
 def test_a_layout_of_no_pipeline_is_refused():
     with pytest.raises(UsageError, match=r"--layout: no pipeline on 8 GPUs .* has stages for"):
         explore(SMALL, A100, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
+
+
+def test_a_layout_of_no_pipeline_is_told_before_kernels_of_none():
+    system = replace(A100, kernels={SMALL: KernelTimes(1, 1, 1)})
+    with pytest.raises(UsageError, match=r"^--layout: no pipeline on 8 GPUs"):
+        explore(SMALL, system, replace(EIGHT, layout="parts=0+1+2+3+4+5+6+7+8+9+10"))
+
+
+def test_gpus_that_are_enough_if_weights_are_shared_are_named():
+    # One head and a layout of one stage, so that nothing else divides the weights.
+    undivided = replace(SMALL, heads=1, kv_heads=1, head_size=2048)
+    full = replace(undivided, recomputation="full")
+    least = memory(Configuration(full, (8,), 2, 1, sharding=3), replace(A100, memory_bytes=8e9))
+    system = replace(A100, memory_bytes=1.01 * least.total)
+    with pytest.raises(UsageError, match=r"; give --gpus 2$"):
+        candidates(undivided, system, Choices(1, 2, layout="Et*8L"))
+    assert candidates(undivided, system, Choices(2, 2, layout="Et*8L"))
 
 
 def test_a_clock_that_the_power_limit_does_not_allow_is_no_operating_point():

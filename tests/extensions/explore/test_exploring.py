@@ -126,6 +126,14 @@ def test_the_least_deadline_or_power_that_is_named_can_be_met(folder: Path, opti
     assert done(f"{SMALLEST} {option.split()[0]} {least}")
 
 
+def test_a_configuration_that_is_not_there_is_not_written(folder: Path):
+    only = "explore small.yaml --gpus 1 --gpu a100-sxm --batch 1 --recompute none"
+    message = "--job: is 3, but only 1 configuration is worth measuring; give 1"
+    assert refusal(f"{only} --job 3 -o job.yaml") == (2, "", f"Error: {message}\n")
+    assert not Path("job.yaml").exists()
+    done(f"{only} --job 1 -o job.yaml")
+
+
 def test_a_system_file_says_what_the_gpu_is(folder: Path):
     Path("system.yaml").write_text(
         "format: perseus-planner/system\nversion: 1\ngpu: a100-sxm\nkernels:\n"

@@ -97,6 +97,9 @@ REFUSED = {
     ),
     f"{MEASURE} --recompute selective": "--recompute: 'selective' is not measured; give none or "
     "full",
+    f"{MEASURE} --node-bandwidth 0": (
+        "--node-bandwidth: 0.0 is not a bandwidth: give GB/s above 0, such as 50"
+    ),
     "calibrate": "give a profile or job and a plan or run, or --kernels and a model",
     "calibrate small.yaml": "small.yaml: is a model; name a profile or a job file",
     f"{MEASURE} --measured 1s": "--kernels: measures on its own; leave out profile, plan "

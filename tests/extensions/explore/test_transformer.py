@@ -256,6 +256,10 @@ REFUSED = {
         "heads": 12,
         "kv_heads": 6,
     },
+    "context_degree: 4 GPUs cannot share sequences of 4 tokens, two parts each; choose a degree "
+    "that divides it and is at most half of it": {"sequence": 4, "context_degree": 4},
+    "context_degree: 3 GPUs cannot share sequences of 32 tokens, two parts each; choose a degree "
+    "that divides it and is at most half of it": {"sequence": 32, "context_degree": 3},
 }
 
 
