@@ -30,6 +30,7 @@ from perseus_planner.gpu import open_gpu
 from perseus_planner.gpu.simulated.model import CATALOG
 from perseus_planner.profiles.groups import within_power_limit
 from perseus_planner.runs import Account
+from perseus_planner.views.run import summarize_run
 
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
@@ -284,14 +285,18 @@ def _check_record(job: Job, folder: Path, telemetry: dict[str, Any]) -> None:
     files = f"{folder / 'run'} {folder / 'frontier.npz'}"
     report = json.loads(done(f"report --json {files} -o {folder / 'report.html'}"))
     shown = json.loads(done(f"show --json {folder / 'run'}"))
+    assert shown["total"]["energy_j"] == total.energy_j
+    assert shown["total"]["saved_j"] == total.saved_j
+    # On a very busy host iterations are like those of another machine: no saving is stated then.
+    if summarize_run(run).unlike_plan is not None:
+        assert report["savings"] == []
+        return
     saving = report["savings"][0]
     assert saving["saved_share"] == pytest.approx(total.saved_share)
     assert saving["energy_j"] * total.iterations == pytest.approx(total.energy_j, rel=1e-3)
     (current,) = [plan for plan in shown["plans"] if plan["version"] == shown["version"]]
     assert saving["time_s"] == pytest.approx(current["time_s"])
     assert saving["window_s"] * total.iterations == pytest.approx(total.gpu_s / RANKS)
-    assert shown["total"]["energy_j"] == total.energy_j
-    assert shown["total"]["saved_j"] == total.saved_j
     where = report["where"]["iterations"][-1]
     watts = [
         use["computing_j"] / busy_s
