@@ -40,7 +40,8 @@ def _head_pace_tail(problem: BudgetProblem, head: int, tail: int) -> Integers:
     fastest = problem.load_s.argmin(axis=1)
     state, _ = load_state(clocks, fastest[clocks.rank])
     for fast, (begin, end) in zip(fastest[::-1], reversed(problem.ranks), strict=True):
-        inner = slice(begin + head, end - tail)
+        # Not before the rank's own computations, or the slice would count from the last rank.
+        inner = slice(begin + head, max(begin + head, end - tail))
         node = clocks.node[inner]
         member = clocks.member[inner]
         if not len(node):

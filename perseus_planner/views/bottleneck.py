@@ -82,7 +82,7 @@ def _with_layouts(found: Bottleneck, text: str, dag: PipelineDag, plan: Plan) ->
         kind_s[computation.kind] += time_s / math.fsum(times_s)
     layout = read_layout(text, stages=schedule.stages)
     better = rebalance(layout, stage_s, schedule.stage_ranks)
-    # No layout with these layers is faster.
+    # No layout with these layers is faster, or times do not tell what a layer takes.
     if better is None:
         return found
     # What a stage gains or loses is layers, whose kinds share time as those of all stages do.

@@ -36,7 +36,8 @@ from perseus_planner.profiles.measurement import Measurement
 from perseus_planner.schedules import Computation, Schedule, one_f_one_b
 from perseus_planner.schedules.dag import PipelineDag
 from perseus_planner.schedules.iteration import Iteration, Operation
-from perseus_planner.solver import budget
+from perseus_planner.solver import budget, phases
+from perseus_planner.solver.budget_problem import BudgetProblem
 from perseus_planner.solver.frontier import Frontier, solve, solve_dag
 
 pytestmark = pytest.mark.usefixtures("little_effort")
@@ -188,6 +189,17 @@ def test_two_changes_are_never_below_fast_ends_with_one_clock_between(seed: int)
             if known is not None:
                 assert max(known.changes) <= 2
                 assert spent_j(plan, frontier.dag) <= spent_j(known, frontier.dag) * (1 + 1e-12)
+
+
+def test_ends_that_are_longer_than_a_rank_leave_the_other_ranks_as_they_are():
+    frontier = solve(smooth_profile(3, step_mhz=60), one_f_one_b(3, 4))
+    fastest = [max(row.clock_mhz for row in frontier.profile.measurements[0, "F"])] * 24
+    problem = BudgetProblem(frontier.dag, 2 * frontier.baseline_time_s, fastest)
+    # Each rank has eight computations, and the longest ends have more.
+    assert problem.mhz(phases.fast_ends(problem)[-1].clock) == fastest
+    for plan in phases.fast_ends(problem)[5:9]:  # none at the begin, 6 to 14 at the end
+        ends = [problem.mhz(plan.clock[begin:end])[-6:] for begin, end in problem.ranks]
+        assert ends == [fastest[:6]] * 3
 
 
 def test_a_small_budget_is_as_good_as_the_optimum_that_highs_proves():

@@ -39,7 +39,8 @@ _UNKNOWN = 0.05  #: share of a rank's time whose clocks need not be known
 _TOP_SHARE = 0.2  #: share by which lower clocks follow what they miss beside full ones
 _TOP_MISS = 0.005  #: what they usually miss beside these, relative
 _TOPS = 6  #: computations at full clocks that tell what an iteration has in common
-_FEW = 3  #: computations of a row or a GPU, or iterations of a GPU, that say nothing of others
+#: computations of a row or a GPU, or iterations of a GPU; fewer say nothing of others
+_FEW = 3
 _LAST = 12  #: as many as `_FEW` has, where a few times are much longer
 _PRIOR_DOUBT = 0.03  #: relative standard error of the energies of a profile that is given
 _PRIOR_COUNT = 3  #: how many observations one of its times counts for
@@ -69,7 +70,7 @@ class _Times(NamedTuple):
 
 
 class _GpuMisses(NamedTuple):
-    """By how much a GPU seems to be slower than others, in iterations one after the other."""
+    """By how much a GPU seems to be slower or faster than others, iteration after iteration."""
 
     misses: tuple[float, ...]  #: of each iteration, a logarithm
     computations: int  #: how many of them told the last one
@@ -143,7 +144,7 @@ class Learner:
         self._programs = self._programs_of(job)
         self._tables: TimeTables | None = None
         # What rows do not explain, as differences of logarithms.
-        #: by number, the GPUs that seemed slower than others in the last iteration
+        #: by number, the GPUs that seemed slower or faster than others in the last iteration
         self._gpu_misses: dict[int, _GpuMisses] = {}
         #: (row, clock) -> by how much its last computations were longer than it
         self._row_misses: dict[tuple[int, int], Floats] = {}

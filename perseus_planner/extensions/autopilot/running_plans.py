@@ -76,7 +76,7 @@ class RunningPlans:
     def programs(
         self, outlook: Outlook, costs: Sequence[Costs], expected: Sequence[Costs]
     ) -> tuple[list[Integers], bool]:
-        """Return the plan of each pipeline, and whether plans were searched again for this
+        """Return the plan of each pipeline, and whether all plans were searched again for this
         iteration.
 
         Args:

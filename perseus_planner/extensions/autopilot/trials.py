@@ -224,7 +224,7 @@ class Trials:
         return wanted
 
     def _candidates(self, rank: int, is_open: Flags, begin: int) -> _Candidates:
-        """Return the options that a rank may try, from a place of the sweep on: (options,)."""
+        """Return the options that a rank may try, from a place of the sweep on."""
         options = len(is_open)
         # Bit-reversed, so that few trials already spread over all clocks.
         sweep = _bit_reversed(options)
@@ -241,12 +241,12 @@ class Trials:
         """Return what each rank should try if one is to run for the first time in a mode: at full
         clocks, of which its others tell. Empty if none is.
         """
-        # Nothing new before the last costly one was observed, as what it owed is not known until
-        # then.
+        # Only in every second iteration, as the others try clocks; and nothing new before the last
+        # costly one was observed, as what it owed is not known until then.
         if outlook.iteration % 2 or self.costly_iteration > outlook.observed:
             return []
         ranks = range(self._search.job.ranks)
-        # One mode at a time, at full clocks, where its own way is known to compare with.
+        # One mode at a time, at full clocks.
         due = [
             (rank, mode)
             for mode, classes in enumerate(self._learner.untried())

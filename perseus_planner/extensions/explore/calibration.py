@@ -140,9 +140,10 @@ def calibration_of(
     if profile.control == "power-limit":
         raise UsageError(f"{source}: was measured over power limits; give a profile over clocks")
     # Energies are of one GPU or of all of a stage, and nothing in between.
-    if gpus not in (1, shape.tensor_degree):
+    wanted_gpus = shape.tensor_degree * shape.context_degree
+    if gpus not in (1, wanted_gpus):
         raise UsageError(
-            f"{source}: its stages have {gpus} GPUs, but those of the model {shape.tensor_degree}; "
+            f"{source}: its stages have {gpus} GPUs, but those of the model {wanted_gpus}; "
             "give the tensor degree that was measured"
         )
     phases = job.stage_phases(system)[stage]

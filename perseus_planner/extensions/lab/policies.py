@@ -75,7 +75,7 @@ class IterationReplays:
         return ReplayedIteration(time_s * slowdown, busy_s * slowdown, busy_j * slowdown)
 
     def _replay(self, clocks: Clocks, stages: SlowStages) -> ReplayedIteration:
-        """Replay with the time that clock changes take, which no slowdown applies to."""
+        """Replay with the time that clock changes take."""
         # Slow stages are in the rows, so that the replay itself knows nothing of stragglers.
         profile = slowed(self.dag.profile, dict(stages))
         iteration = self.dag.iteration
