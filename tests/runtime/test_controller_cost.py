@@ -17,7 +17,7 @@ import pytest
 from controller_ranks import LONG_S
 from virtual_time import VirtualTime
 
-from perseus_planner.runtime.controller import server
+from perseus_planner.runtime.controller import rank, server
 from perseus_planner.runtime.controller.client import Connection
 from perseus_planner.runtime.controller.protocol import AttachRequest, Handshakes
 from perseus_planner.runtime.controller.server import Controller
@@ -61,6 +61,8 @@ def attached(
     """Yield a controller, which the test turns, and the connection of its one rank; then end it."""
     for module in ("time", "select"):
         monkeypatch.setattr(server, module, pauses)
+    # A pause of this process in a call to the GPU is none of the controller's.
+    monkeypatch.setattr(rank, "time", pauses)
     handshakes = Handshakes()
     controller = Controller(handshakes, 1, 1e4)
     request = AttachRequest(0, SIMULATED, "clock", None)
