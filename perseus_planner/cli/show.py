@@ -216,7 +216,7 @@ def _view(path: Path, blocking_power_w: float | None) -> _View:
 
 
 def _refuse_foreign(path: Path, kind: str | None) -> None:
-    """Refuse a file that is none of the planner's; `kind` is what `kind_of` says of it."""
+    """Refuse a file of no kind that is read here; `kind` is what `kind_of` says of it."""
     # A YAML may be a plan, whose reader says best why it is none.
     if kind is None and path.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(

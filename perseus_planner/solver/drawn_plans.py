@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _DRAWS = 500  #: by hand
 _ITERATIONS = 100  #: with jitter, of which the mean is taken; by hand
-_ROUNDING = 1e-9  #: of a ratio
+ROUNDING = 1e-9  #: of a ratio
 EXPECTED = 4.9e-5
 """By how much an expected time may be above its limit, relative. No draw is faster than all clocks
 at maximum, so a mean of exactly 1 would allow no draw that is slower. A mean that is 1.0000 in the
@@ -254,7 +254,7 @@ class DrawnPlans:
         itself, of which what is expected takes no tolerance.
         """
         limit = limit_of(ratio, tolerance)
-        likely = self.likely_ratio(time_s, probability) / limit - _ROUNDING
+        likely = self.likely_ratio(time_s, probability) / limit - ROUNDING
         expected = self.expected_ratio(time_s) / ratio - EXPECTED
         late: Floats = np.maximum(likely, expected) - 1
         return late
@@ -296,7 +296,7 @@ def limit_of(ratio: float, tolerance: float) -> float:
     """Return what a likely time may be, over the baseline: the tolerance is for deadlines no
     earlier than that alone.
     """
-    return ratio if ratio < 1 - _ROUNDING else max(ratio, 1 + tolerance)
+    return ratio if ratio < 1 - ROUNDING else max(ratio, 1 + tolerance)
 
 
 def clock_segments(places: Sequence[int], clocks: Sequence[int]) -> list[list[int]]:

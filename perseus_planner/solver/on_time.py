@@ -28,7 +28,7 @@ from perseus_planner.base.prefixes import si
 from perseus_planner.solver.budget import budget_levels
 from perseus_planner.solver.certainty import certainty_of
 from perseus_planner.solver.curve import TimeEnergyCurve, fastest_within_power
-from perseus_planner.solver.drawn_plans import EXPECTED, DrawnPlans, limit_of
+from perseus_planner.solver.drawn_plans import EXPECTED, ROUNDING, DrawnPlans, limit_of
 from perseus_planner.solver.planner import Planner
 from perseus_planner.solver.repairs import Repairs
 from perseus_planner.solver.steady import SteadySearch
@@ -48,7 +48,6 @@ _MARGINS = (0.0, 0.7, 1.4)  #: of the plans that are repaired where late, standa
 # searches differ by up to .2 points of saving, and such a step is worth more (`python
 # benchmarks/run.py --only 52`).
 _STEP = 0.005
-_ROUNDING = 1e-9  #: of a ratio
 
 
 class _Request(NamedTuple):
@@ -326,7 +325,7 @@ class OnTimePlanner:
     def _with_remark(self, plan: Plan) -> Plan:
         """Return the plan with a remark, if it takes less than the bound of the measured rows."""
         measured_j = self.curve.bound_j(max(plan.time_s, self.curve.min_time_s))
-        if plan.energy_j >= measured_j * (1 - _ROUNDING):
+        if plan.energy_j >= measured_j * (1 - ROUNDING):
             return plan
         # `planner solve` knows the measured rows alone, and its reader would wonder.
         why = (
@@ -409,6 +408,6 @@ class OnTimePlanner:
 
 def _step_of(ratio: float) -> _Step:
     """Return the step of the series that a deadline lies in, or ends."""
-    end = math.ceil(ratio / _STEP - _ROUNDING)
-    is_end = abs(ratio - end * _STEP) <= _ROUNDING
+    end = math.ceil(ratio / _STEP - ROUNDING)
+    is_end = abs(ratio - end * _STEP) <= ROUNDING
     return _Step((end - 1) * _STEP, ratio if is_end else end * _STEP)
