@@ -374,7 +374,8 @@ class BatchPlanner:
         static_mhz: the clocks of a static plan for microbatches that are alike, rank by rank in
             program order; a clock that was not measured counts as the next higher one. Where a
             batch is so much alike that this plan is in time, no plan is later, nor needs more
-            energy, in replays of both. None if there is none.
+            energy, in replays of both. None if there is none; one that cannot be merged to
+            `max_changes` counts as none.
 
     Raises:
         ProfileError: If the measurements cannot be scaled.
@@ -678,7 +679,7 @@ class BatchPlanner:
                 for key, mhz in zip(keys, static_mhz, strict=True)
             ]
         )
-        # Merging only raises clocks, so the plan stays as much in time as it is.
+        # At a deadline of 0 merging only raises clocks, so the plan stays as much in time as it is.
         if self._most is not None and not self._merge(np.ones(len(keys)), column, 0.0, self._most):
             return
         # Plans that leave more room for the same jitter, as a plan of the batch that is late often
